@@ -1,0 +1,151 @@
+"""The ``mfsdp`` backend of ``torch.compile``.
+
+Dynamo hands over a graph in which every parameter of a sharded model is a shell, a placeholder of full shape behind a
+marker. Which buckets these belong to is read off the shells themselves, twice: when the graph is compiled, and again
+whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one, functions
+resumed after a graph break).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, Role, phase_of, set_phase, set_role
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.bucket import Bucket, Home
+from mfsdp_compile.runtime.model import ShardedModel
+
+from .inductor import register_lowerings
+from .options import CompileOptions
+
+__all__ = ["mfsdp"]
+
+
+def mfsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler as it is."""
+    chosen = CompileOptions.of(options, mode)
+    gm = compat.copy_dynamo_graph(gm)
+    shells = _find_shells(gm)
+    if not shells:
+        return _compile_inner(gm, example_inputs, chosen, None)
+
+    call = _Call(shells)
+    context = Context(
+        tuple(_info(bucket) for bucket in call.buckets), chosen.schedule, _is_whole_model(call.buckets)
+    )
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        if (home := shells.get(position)) is not None:
+            set_role(node, Role(Kind.SHELL, call.buckets.index(home.bucket), home.index))
+    record = pipeline.rewrite_dynamo_graph(gm, context)
+    for owner in dict.fromkeys(bucket.owner for bucket in call.buckets):
+        owner.compiled_graphs.append(record)
+
+    fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
+    shards = [fake_mode.from_tensor(bucket.flat, static_shapes=True) for bucket in call.buckets]
+    others = [value for position, value in enumerate(example_inputs) if position not in shells]
+    compiled = _compile_inner(gm, [*shards, *others], chosen, record)
+
+    def run(*args: Any) -> Any:
+        flats, rest = call.exchange(args)
+        return compiled(*flats, *rest)
+
+    return run
+
+
+class _Call:
+    """How to turn the arguments of Dynamo's graph into those of the rewritten one.
+
+    Args:
+        shells: by position among the graph's arguments.
+    """
+
+    def __init__(self, shells: Mapping[int, Home]) -> None:
+        self.buckets: tuple[Bucket, ...] = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+        self._signatures = [bucket.signature for bucket in self.buckets]
+        self._shells = [(position, self.buckets.index(h.bucket), h.index) for position, h in shells.items()]
+        self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(self.buckets))]
+        self._positions = frozenset(shells)
+
+    def exchange(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+        """Shards of the buckets that the shells among ``args`` belong to, and the other arguments."""
+        buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
+        for position, number, index in self._shells:
+            home: Home = args[position].mfsdp_home
+            if home.bucket is not buckets[number] or home.index != index:
+                raise RuntimeError(
+                    f"Compiled code for {self.buckets[number].plan.name!r} was given parameters that are bucketed in "
+                    f"another way ({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules "
+                    "whose parameters are grouped into units differently. Compile these modules apart, with "
+                    "module.compile(backend='mfsdp') on each."
+                )
+        for bucket, signature in zip(buckets, self._signatures, strict=True):
+            if bucket.signature != signature:
+                raise RuntimeError(
+                    f"Compiled code for a bucket {signature} was given {bucket.plan.name!r}, {bucket.signature}. "
+                    "Please report this; torch._dynamo.reset() makes torch compile anew."
+                )
+            bucket.check_unchanged()
+        for owner in {id(bucket.owner): bucket.owner for bucket in buckets}.values():
+            owner.enter_compiled()
+        return [b.flat for b in buckets], [a for i, a in enumerate(args) if i not in self._positions]
+
+
+def _find_shells(gm: fx.GraphModule) -> dict[int, Home]:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    arguments = (compat.graph_argument(node) for node in placeholders)
+    return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
+
+
+def _info(bucket: Bucket) -> BucketInfo:
+    plan = bucket.plan
+    return BucketInfo(
+        plan.name, plan.unit, plan.layout, bucket.gather_arguments, plan.gathered_bytes, plan.requires_grad
+    )
+
+
+def _is_whole_model(buckets: Sequence[Bucket]) -> bool:
+    owners: set[ShardedModel] = {bucket.owner for bucket in buckets}
+    return all(set(owner.buckets) <= set(buckets) for owner in owners)
+
+
+def _compile_inner(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.Record | None
+) -> Callable[..., Any]:
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if record is not None:
+            pipeline.prepare_joint(joint.graph, record)
+        forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        set_phase(forward.graph, Phase.FORWARD)
+        set_phase(backward.graph, Phase.BACKWARD)
+        return forward, backward
+
+    def finish(graph: fx.Graph) -> None:
+        if record is not None:
+            pipeline.finish_graph(graph, phase_of(graph), record)
+
+    if options.inner == "aot_eager":
+        return compat.compile_with_aot_eager(gm, inputs, partition, lambda finished: finish(finished.graph))
+    register_lowerings()
+    uuid = _cache_key(options, record)
+    patches = compat.inductor_config_patches() | dict(options.inductor)
+    if record is not None:
+        patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
+        patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
+    return compat.compile_with_inductor(gm, inputs, patches)
+
+
+def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str:
+    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions."""
+    context = record.context.signature if record is not None else ""
+    return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{context}".encode()).hexdigest()

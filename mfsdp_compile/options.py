@@ -1,0 +1,53 @@
+"""``torch.compile(model, backend="mfsdp", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mfsdp_compile.passes.context import SchedulePolicy
+
+__all__ = ["CompileOptions"]
+
+INNER_COMPILERS = ("inductor", "aot_eager")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of the ``mfsdp`` backend.
+
+    Args:
+        inner: the compiler that gets the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator
+            by operator with the numbers of the eager path, to the bit.
+        schedule: the numbers that steer the schedule; options of the names of its fields set these.
+        inductor: settings of ``torch._inductor.config`` for the inner compiler.
+    """
+
+    inner: str = "inductor"
+    schedule: SchedulePolicy = SchedulePolicy()
+    inductor: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
+        """From what ``torch.compile`` was given. Raises ValueError for what is not known."""
+        if mode not in (None, "default"):
+            raise ValueError(
+                f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Give Inductor's settings in "
+                "options, for instance options={'inductor': {'max_autotune': True}}."
+            )
+        given = dict(options or {})
+        schedule_names = {f.name for f in fields(SchedulePolicy)}
+        schedule = SchedulePolicy(**{name: given.pop(name) for name in schedule_names & given.keys()})
+        inner = given.pop("inner", "inductor")
+        inductor = given.pop("inductor", {})
+        if given:
+            known = sorted(schedule_names | {"inner", "inductor"})
+            raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
+        if inner not in INNER_COMPILERS:
+            raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
+        if inductor and inner != "inductor":
+            raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
+        if inductor.get("triton.cudagraphs"):
+            raise NotImplementedError("CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options")
+        return CompileOptions(inner, schedule, tuple(sorted(inductor.items())))

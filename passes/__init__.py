@@ -1,0 +1,12 @@
+"""FX passes: where a model's parameters are gathered, released and reduced, and in which order.
+
+A pass is ``apply(graph, context) -> Report``. It changes the graph that it is given, checks first what it needs, and
+says what it did. It calls no collective, holds no tensor and knows no process group: nodes carry their :class:`Role`,
+buckets are plain data in the :class:`Context`.
+
+    Dynamo's graph      unshard     shells become one differentiable ``gather`` per bucket
+    joint graph         reshard     what the partitioner must not save for backward
+    forward, backward   reduce      where reductions start and are awaited
+    and inference       schedule    where gathers start and are awaited
+                        verify      that all of this is right
+"""

@@ -1,0 +1,151 @@
+"""What passes know, and what they say: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch import fx
+
+from mfsdp_compile.runtime.layout import BucketLayout
+
+__all__ = ["BucketInfo", "Context", "Kind", "Phase", "Report", "Role", "SchedulePolicy", "phase_of", "role_of", "set_phase", "set_role"]
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """The numbers that steer the schedule of a compiled graph.
+
+    Args:
+        prefetch_units: a unit's gather starts this many units before its first use. 0: right at its use.
+        prefetch_bytes: a unit larger than this, gathered, is not prefetched: two of them might not fit.
+        reductions_in_flight: a reduction is awaited when this many later ones have started, or before the graph ends.
+        reduction_bytes: ... or when it and the next one together are larger than this.
+        keep_last: a graph that holds the whole model keeps the bucket that forward uses last for the backward, which
+            needs it first.
+    """
+
+    prefetch_units: int = 1
+    prefetch_bytes: int = 4 << 30
+    reductions_in_flight: int = 1
+    reduction_bytes: int = 8 << 30
+    keep_last: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_units", "prefetch_bytes", "reductions_in_flight", "reduction_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class BucketInfo:
+    """A bucket of the graph at hand.
+
+    Args:
+        name: of the bucket in the model that the graph was compiled for; other instances may run the graph too.
+        unit: name of its unit there.
+        layout: its layout.
+        gather_arguments: what ``mfsdp::gather`` takes after the shard.
+        gathered_bytes: of the gathered bucket.
+        trainable: whether it has gradients.
+    """
+
+    name: str
+    unit: str
+    layout: BucketLayout
+    gather_arguments: tuple[Any, ...]
+    gathered_bytes: int
+    trainable: bool
+
+    @property
+    def signature(self) -> str:
+        """What the passes' decisions depend on; no names, which differ between instances that share a graph."""
+        return f"{self.layout.signature}:{self.gather_arguments[3:]}:{self.gathered_bytes}:{self.trainable}"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the passes over one graph, and the graphs that come from it, have in common.
+
+    Args:
+        buckets: that the graph uses, in order of their first use in Dynamo's graph. Roles refer to them by index.
+        policy: of the schedule.
+        whole_model: whether the graph holds all of a model's buckets, so that its backward follows its forward.
+    """
+
+    buckets: tuple[BucketInfo, ...]
+    policy: SchedulePolicy
+    whole_model: bool
+
+    @property
+    def signature(self) -> str:
+        units = [b.unit for b in self.buckets]
+        neighbours = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
+        return f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}"
+
+
+class Phase(Enum):
+    """Which graph a pass is looking at."""
+
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+class Kind(Enum):
+    """What a node is to its bucket."""
+
+    SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
+    SHARD = "shard"  # placeholder of this rank's shard
+    CAST = "cast"  # the shard in the compute dtype
+    START_GATHER = "start gather"
+    GATHERED = "gathered"  # the awaited gather: the whole bucket
+    VIEW = "view"  # of the gathered bucket
+    PACK = "pack"  # the bucket of gradients
+    START_REDUCE = "start reduce"
+    REDUCED = "reduced"  # the awaited reduction: the shard's gradient
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a node has to do with a bucket; in ``node.meta["mfsdp"]``."""
+
+    kind: Kind
+    bucket: int
+    index: int | None = None  # of the parameter, for shells
+
+
+def role_of(node: fx.Node) -> Role | None:
+    return node.meta.get("mfsdp")
+
+
+def set_role(node: fx.Node, role: Role) -> None:
+    node.meta["mfsdp"] = role
+
+
+def phase_of(graph: fx.Graph) -> Phase:
+    """The phase that the partition gave a graph; a graph that no partition made is for inference."""
+    return graph.output_node().meta.get("mfsdp_phase", Phase.INFERENCE)
+
+
+def set_phase(graph: fx.Graph, phase: Phase) -> None:
+    graph.output_node().meta["mfsdp_phase"] = phase
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pass did.
+
+    Args:
+        name: of the pass.
+        lines: for people, one decision each.
+    """
+
+    name: str
+    lines: Sequence[str]
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(f"    {line}" for line in self.lines)])

@@ -1,0 +1,81 @@
+"""Joint graph: what the partitioner must compute again in backward instead of saving.
+
+Every gather, with its cast, its wait, the views of what it gathered and casts of those, is tagged MUST_RECOMPUTE: the
+backward gathers again, and no gathered weight nor a copy of one is saved. Saving them is what partitioners do by default
+(pytorch#136433). One constant, very large ``ac_graph_id`` for all: at the border between two ids torch saves what the
+smaller one computes, so that a user's own activation checkpointing, whose ids count from 1, wins where it should.
+
+One exception: in the graph of a whole model, the bucket that forward uses last stays, if backward needs it first.
+
+Needs: roles. Leaves: tags.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from mfsdp_compile.runtime import compat
+
+from . import roles
+from .context import Context, Report
+
+__all__ = ["apply", "kept_bucket"]
+
+_REGION = 1_000_000_000
+
+_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
+def apply(graph: fx.Graph, context: Context) -> Report:
+    found = roles.gathers(graph)
+    kept = kept_bucket(graph, found, context)
+    lines = []
+    for gather in found:
+        chain = [*gather.before, gather.start, gather.wait]
+        derived = [*gather.views, *_casts(gather)]
+        if gather is kept:
+            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            chain = []
+        for node in chain + derived:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _REGION
+        what = "kept for backward" if gather is kept else "gathered again in backward, if needed there"
+        lines.append(f"{context.buckets[gather.bucket].name}: {what}")
+    return Report("reshard", lines)
+
+
+def _casts(gather: roles.Gather) -> list[fx.Node]:
+    """Casts of parameters (autocast's) and views of those."""
+    casts = [use for use in gather.uses if use.target in _CASTS]
+    pending = list(casts)
+    while pending:
+        for user in pending.pop().users:
+            if roles.is_view(user) and user not in casts:
+                casts.append(user)
+                pending.append(user)
+    return casts
+
+
+def kept_bucket(graph: fx.Graph, found: list[roles.Gather], context: Context) -> roles.Gather | None:
+    """The gather that forward uses last, if no other one is used between that and its first use in backward."""
+    if not (context.whole_model and context.policy.keep_last and len(found) > 1):
+        return None
+    backward = {node for node in graph.nodes if compat.is_backward_node(node)}
+    uses = {gather: [use for use in _final_uses(gather) if use.op != "output"] for gather in found}
+    forward_uses = {g: [u for u in uses[g] if u not in backward] for g in found}
+    backward_uses = {g: [u for u in uses[g] if u in backward] for g in found}
+    used_forward = [g for g in found if forward_uses[g]]
+    used_backward = [g for g in found if backward_uses[g]]
+    if not used_forward or not used_backward:
+        return None
+    last = max(used_forward, key=lambda g: max(forward_uses[g]))
+    first = min(used_backward, key=lambda g: min(backward_uses[g]))
+    return last if last is first else None
+
+
+def _final_uses(gather: roles.Gather) -> list[fx.Node]:
+    casts = _casts(gather)
+    return [u for u in gather.uses if u not in casts] + [u for c in casts for u in c.users if u not in casts]
+

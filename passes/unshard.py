@@ -1,0 +1,91 @@
+"""Dynamo's graph: one differentiable ``gather`` per bucket in the place of full-shape parameters.
+
+Before                                              After
+    L_weight [6, 8]   placeholder, SHELL                shard_0 [32]      placeholder, SHARD
+    unshard = mfsdp.unshard(L_weight, "...")            gather = mfsdp.gather(shard_0, ...)
+    linear = linear(x, unshard)                         getitem = gather[0]
+                                                        linear = linear(x, getitem)
+
+Needs: shell placeholders with their roles; every use of one is a marker, or passes it into a region (a checkpointed
+one, say) whose body has the marker. Leaves: no shell and no marker; shards are the first placeholders, one per bucket
+in the context's order. Run as it stands, the new graph is the reference for everything that later passes do to it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from mfsdp_compile.runtime import compat
+
+from .context import Context, Kind, Report, Role, role_of, set_role
+from .roles import MARK
+
+__all__ = ["apply"]
+
+
+def apply(gm: fx.GraphModule, context: Context) -> Report:
+    graph = gm.graph
+    shells = {node: role for node in graph.nodes if (role := role_of(node)) and role.kind is Kind.SHELL}
+    first_of: dict[int, fx.Node] = {}
+    for node, role in shells.items():
+        first_of.setdefault(role.bucket, node)
+
+    first = next(iter(graph.nodes))
+    shards = []
+    with graph.inserting_before(first):
+        for bucket in range(len(context.buckets)):
+            shard = compat.add_parameter_placeholder(graph, f"shard_{bucket}", like=first_of[bucket])
+            set_role(shard, Role(Kind.SHARD, bucket))
+            shards.append(shard)
+
+    last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    gathered: list[fx.Node] = []
+    at = last_placeholder
+    for bucket, info in enumerate(context.buckets):
+        with graph.inserting_after(at):
+            call = graph.call_function(torch.ops.mfsdp.gather.default, (shards[bucket], *info.gather_arguments))
+        call.meta["custom"] = {MARK: bucket}
+        gathered.append(call)
+        at = call
+
+    for shell, role in shells.items():
+        call = gathered[role.bucket]
+        with graph.inserting_after(call):
+            parameter = graph.call_function(operator.getitem, (call, role.index))
+        parameter.meta["custom"] = {MARK: role.bucket}
+        shell.replace_all_uses_with(parameter)
+        graph.erase_node(shell)
+
+    markers = _erase_markers(gm)
+    graph.lint()
+    gm.recompile()
+    return Report(
+        "unshard",
+        [
+            f"{info.name}: {sum(role.bucket == b for role in shells.values())} of {len(info.layout.slots)} parameters, "
+            f"{info.gathered_bytes:,} B gathered"
+            for b, info in enumerate(context.buckets)
+        ]
+        + [f"{markers} markers taken out"],
+    )
+
+
+def _erase_markers(gm: fx.GraphModule) -> int:
+    """Replace every marker, here and in the bodies of regions, by what it marks."""
+    count = 0
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            count += _erase_markers(child)
+    markers: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in markers:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+            count += 1
+    if count:
+        gm.recompile()
+    return count

@@ -1,0 +1,93 @@
+"""The last word on a scheduled graph: rules whose breach would mean wrong gradients, lost memory or a hang.
+
+Needs: roles. Changes nothing; raises :class:`ScheduleError` that names the rule, the bucket, the node and the line of
+the model.
+"""
+
+from __future__ import annotations
+
+import re
+
+from torch import fx
+
+from . import roles
+from .context import Context, Kind, Phase, Report, role_of
+
+__all__ = ["ScheduleError", "apply"]
+
+
+class ScheduleError(RuntimeError):
+    """A graph breaks a rule of sharded training. A bug in a pass, not in the model."""
+
+
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    gathers, reductions = roles.gathers(graph), roles.reductions(graph)
+
+    seen: set[int] = set()
+    for gather in gathers:
+        if gather.bucket in seen:
+            raise _breach("gathered once", "its bucket is gathered twice", gather.bucket, gather.start, context)
+        seen.add(gather.bucket)
+        for user in gather.start.users:
+            if user is not gather.wait:
+                raise _breach("awaited before use", f"{user} reads it unawaited", gather.bucket, gather.start, context)
+        for node in gather.uses:
+            if order[node] < order[gather.wait]:
+                raise _breach("awaited before use", "it is read before its wait", gather.bucket, node, context)
+        if phase in (Phase.FORWARD, Phase.INFERENCE):
+            for node in (gather.wait, *gather.views):
+                if graph.output_node() in node.users and not _is_kept(node, context, phase):
+                    raise _breach("not saved", "a gathered parameter leaves the graph", gather.bucket, node, context)
+
+    reduced: set[int] = set()
+    for reduction in reductions:
+        info = context.buckets[reduction.bucket]
+        if phase is not Phase.BACKWARD:
+            raise _breach("reduced in backward", f"a {phase.value} graph reduces", reduction.bucket, reduction.pack, context)
+        if reduction.bucket in reduced:
+            raise _breach("reduced once", "its bucket is reduced twice", reduction.bucket, reduction.start, context)
+        reduced.add(reduction.bucket)
+        if not info.trainable:
+            raise _breach("only trainable", "a frozen bucket is reduced", reduction.bucket, reduction.start, context)
+        offsets = list(reduction.pack.args[1])  # type: ignore[arg-type]
+        expected = {slot.offset for slot in info.layout.slots}
+        if len(set(offsets)) != len(offsets) or not set(offsets) <= expected or reduction.pack.args[2] != info.layout.numel:
+            raise _breach("packed in place", f"gradients are packed at {offsets}", reduction.bucket, reduction.pack, context)
+        if graph.output_node() not in (reduction.after[-1] if reduction.after else reduction.wait).users:
+            raise _breach("gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context)
+        if reduction.start.args[1] != info.gather_arguments[-1]:
+            raise _breach("scaled right", f"reduced with {reduction.start.args[1]}", reduction.bucket, reduction.start, context)
+
+    for node in graph.nodes:
+        role = role_of(node)
+        if role is not None and role.kind in (Kind.SHELL,):
+            raise _breach("no shells", "a shell is left in the graph", role.bucket, node, context)
+    return Report("verify", [f"{phase.value}: {len(gathers)} gathers and {len(reductions)} reductions, all rules hold"])
+
+
+def _is_kept(node: fx.Node, context: Context, phase: Phase) -> bool:
+    """The one bucket that a whole model's forward may hand to its backward, as a whole."""
+    role = role_of(node)
+    return (
+        phase is Phase.FORWARD
+        and context.whole_model
+        and context.policy.keep_last
+        and role is not None
+        and role.kind is Kind.GATHERED
+    )
+
+
+def _breach(rule: str, what: str, bucket: int, node: fx.Node, context: Context) -> ScheduleError:
+    info = context.buckets[bucket]
+    return ScheduleError(
+        f"rule '{rule}': {what}. Bucket {info.name!r} of unit {info.unit!r}, node {node.format_node()}"
+        f"{_source_line(node)}. This is a bug in a pass: please report it, and use options={{'inner': 'aot_eager'}} or "
+        "the eager path meanwhile."
+    )
+
+
+def _source_line(node: fx.Node) -> str:
+    trace = node.meta.get("stack_trace") or ""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
+    return f", from {lines[-1][0]}:{lines[-1][1]}" if lines else ""

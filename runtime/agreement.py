@@ -1,0 +1,128 @@
+"""Do all ranks hold the same model? Asked through the c10d key-value store, with a time-out, when a model is sharded.
+
+A rank publishes a digest, or the error that it met; the first rank of the group compares and publishes a verdict. Only
+ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of them is
+left waiting in a collective. Traffic: two small values per rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import compat
+
+__all__ = ["agree", "value_digest"]
+
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
+
+
+def agree(
+    group: dist.ProcessGroup,
+    topic: str,
+    describe: Callable[[], Sequence[str]],
+    timeout: timedelta | None = None,
+) -> None:
+    """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
+
+    Args:
+        group: the ranks that take part; every one must call this.
+        topic: what is compared, for messages.
+        describe: lines that say what this rank holds. May raise: that is then the error, here as it is, elsewhere
+            quoted.
+        timeout: for ranks that do not come.
+
+    Raises:
+        RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
+    """
+    timeout = timeout or TIMEOUT
+    failure: Exception | None = None
+    lines: Sequence[str] = ()
+    try:
+        lines = describe()
+    except Exception as error:  # it must reach the other ranks before it is raised here
+        failure = error
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) > 1 and dist.get_backend(group) != "fake":
+        outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
+        verdict = _verdict(group, ranks, topic, outcome, timeout)
+        if failure is None and verdict["kind"] != "same":
+            raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
+    if failure is not None:
+        raise failure
+
+
+def _verdict(
+    group: dist.ProcessGroup, ranks: Sequence[int], topic: str, outcome: dict[str, str], timeout: timedelta
+) -> dict[str, Any]:
+    store, me = compat.default_store(), dist.get_rank()
+    # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
+    place = f"mfsdp/agree/{group.group_name}"
+    key = f"{place}/{store.add(f'{place}/visits/{me}', 1)}"
+    store.set(f"{key}/{me}", json.dumps(outcome))
+    if me == ranks[0]:
+        store.set(f"{key}/verdict", json.dumps(_compare(store, key, ranks, timeout) | {"key": key}))
+    # The first rank may itself have to wait for others first.
+    store.wait([f"{key}/verdict"], timeout * 2)
+    return json.loads(store.get(f"{key}/verdict"))
+
+
+def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
+    try:
+        store.wait([f"{key}/{rank}" for rank in ranks], timeout)
+    except RuntimeError:  # DistStoreError
+        return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])]}
+    outcomes = {rank: json.loads(store.get(f"{key}/{rank}")) for rank in ranks}
+    for rank, outcome in outcomes.items():
+        if "error" in outcome:
+            return {"kind": "failed", "ranks": [rank], "error": outcome["error"]}
+    differing = [rank for rank in ranks if outcomes[rank]["digest"] != outcomes[ranks[0]]["digest"]]
+    return {"kind": "differs" if differing else "same", "ranks": differing}
+
+
+def _explain(
+    verdict: dict[str, Any], topic: str, ranks: Sequence[int], lines: Sequence[str], timeout: timedelta
+) -> str:
+    culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
+    if verdict["kind"] == "missing":
+        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did."
+    if verdict["kind"] == "failed":
+        return f"{topic}: rank {culprits} failed with {verdict['error']}"
+    first, other = ranks[0], verdict["ranks"][0]
+    key, store, me = verdict["key"], compat.default_store(), dist.get_rank()
+    if me in (first, other):
+        store.set(f"{key}/lines/{me}", json.dumps(list(lines)))
+    store.wait([f"{key}/lines/{rank}" for rank in (first, other)], timeout)
+    mine, its = (json.loads(store.get(f"{key}/lines/{rank}")) for rank in (first, other))
+    index = next(i for i in range(max(len(mine), len(its))) if mine[i : i + 1] != its[i : i + 1])
+    show = [held[index] if index < len(held) else "nothing more" for held in (mine, its)]
+    return (
+        f"{topic}: rank {culprits} of {len(ranks)} differs from rank {first}. First difference: rank {first} has "
+        f"[{show[0]}], rank {other} has [{show[1]}]."
+    )
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def value_digest(tensor: Tensor) -> str:
+    """A digest of a tensor's bits, in one pass over its memory: column sums of 8-byte words, hashed.
+
+    Different values at any place change it, but for coincidences of sums modulo 2**64.
+    """
+    if tensor.is_meta:
+        return "meta"
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    width = 8 * 1024
+    body = data[: data.numel() // width * width].view(torch.int64).view(-1, 1024).sum(0)
+    tail = data[data.numel() // width * width :]
+    return hashlib.sha256(body.cpu().numpy().tobytes() + tail.cpu().numpy().tobytes()).hexdigest()[:16]

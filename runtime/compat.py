@@ -1,0 +1,363 @@
+"""Every private torch symbol that mfsdp-compile touches, in one place.
+
+Supported: torch 2.11 to 2.15. What is imported here at the top is tested for when the package is imported: a torch
+that lacks one of these symbols fails there, by name, and not in the middle of a training step. What belongs to the
+compiler is imported inside the functions that use it, because importing Inductor takes seconds that eager users need
+not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch is monkeypatched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+MIN_TORCH = (2, 11)
+MAX_TESTED_TORCH = (2, 15)
+
+
+def _version() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+TORCH_VERSION = _version()
+if TORCH_VERSION < MIN_TORCH:
+    raise ImportError(
+        f"mfsdp-compile needs torch {MIN_TORCH[0]}.{MIN_TORCH[1]} or newer, found {torch.__version__}. "
+        "Install a newer torch, for instance with: pip install --upgrade torch"
+    )
+if not dist.is_available():
+    raise ImportError("mfsdp-compile needs a torch that was built with torch.distributed")
+
+try:
+    from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._guards import detect_fake_mode
+    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    all_reduce = torch.ops._c10d_functional.all_reduce.default
+    wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+    _execution_engine = torch.autograd.Variable._execution_engine
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
+        f"{MIN_TORCH[0]}.{MIN_TORCH[1]} to {MAX_TESTED_TORCH[0]}.{MAX_TESTED_TORCH[1]}"
+    ) from error
+
+DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
+"""Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older torch sends it to DTensor's."""
+
+__all__ = [
+    "DTENSOR_SUBCLASSES_DISPATCH",
+    "DTensorSpec",
+    "DisableTorchFunctionSubclass",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "all_gather",
+    "all_reduce",
+    "default_store",
+    "detect_fake_mode",
+    "graph_argument",
+    "in_backward",
+    "inductor_config_patches",
+    "on_backward_end",
+    "reduce_scatter",
+    "saved_tensor_hooks_active",
+    "tree_leaves",
+    "wait_tensor",
+]
+
+
+# -- autograd ---------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside ``backward()``: true in hooks, and while activation checkpointing recomputes."""
+    return _current_graph_task_id() != -1
+
+
+def backward_id() -> int:
+    """A number that is the same throughout one backward pass, and -1 outside of any."""
+    return _current_graph_task_id()
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running backward has finished. Not run if it raises."""
+    _execution_engine.queue_callback(callback)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether somebody (checkpointing, offloading) has default hooks on saved tensors on this thread."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_storage(tensor: Tensor) -> int | None:
+    """The address of the storage of a tensor that is saved for backward; None for a tensor that wraps others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+# -- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group met through."""
+    return _get_default_store()
+
+
+# -- Dynamo -----------------------------------------------------------------------------------------------------------
+
+
+def graph_argument(placeholder: fx.Node) -> Any:
+    """The real object that a placeholder of a Dynamo graph stands for; None for symbolic sizes."""
+    argument = placeholder.meta.get("grapharg")
+    return argument.example if argument is not None else None
+
+
+def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy that passes may rewrite: Dynamo keeps reading its own graph after the backend has returned.
+
+    Submodules that hold graphs (bodies of checkpoint regions and of control flow) are copied too.
+    """
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, mapping)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    graph.output(output)
+    copied = fx.GraphModule(gm, graph)
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, copy_dynamo_graph(child))
+    return copied
+
+
+def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+    """A placeholder that AOTAutograd treats as a parameter: static address, no guards.
+
+    ``like`` is the placeholder whose source it takes over: AOTAutograd and Inductor look sources up in messages.
+    """
+    node = graph.placeholder(name)
+    if hasattr(like, "_dynamo_source"):
+        node._dynamo_source = like._dynamo_source  # type: ignore[attr-defined]
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return node
+
+
+def is_backward_node(node: fx.Node) -> bool:
+    """Whether a node of a joint or backward graph comes from autograd's backward."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+# -- AOTAutograd and Inductor -----------------------------------------------------------------------------------------
+
+_ORDER_KEEPING: dict[str, Any] = {
+    # Would move every all-gather next to its wait to save memory: the order of the FX graph is the schedule.
+    "reorder_for_peak_memory": False,
+    # Would hoist all gathers of an inference graph to its top: the whole model in memory at once.
+    "reorder_for_locality": False,
+    "reorder_for_locality_in_training": False,
+    "reorder_for_compute_comm_overlap": False,
+    # On by default in torch 2.15; reorders around collectives, differently on different ranks (pytorch#189454).
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+}
+
+
+def inductor_config_patches() -> dict[str, Any]:
+    """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
+    import torch._inductor.config as config
+
+    def exists(name: str) -> bool:
+        owner: Any = config
+        for part in name.split("."):
+            if not hasattr(owner, part):
+                return False
+            owner = getattr(owner, part)
+        return True
+
+    return {name: value for name, value in _ORDER_KEEPING.items() if exists(name)}
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """AOTAutograd and Inductor. ``patches`` are also in force for the backward, which is compiled later."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    finish: Callable[[fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """AOTAutograd, after which the graphs run op by op; ``finish`` rewrites forward, backward and inference graphs."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        finish(graph_module)
+        graph_module.recompile()
+        return make_boxed_func(graph_module.forward)
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
+
+
+def min_cut_partition(
+    joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+def tracing_fake_mode() -> Any:
+    """The fake mode of the compilation under way."""
+    from torch._guards import TracingContext
+
+    return TracingContext.get().fake_mode
+
+
+def graph_pass(run: Callable[[fx.Graph], None], uuid: str) -> Any:
+    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> str:
+            return uuid
+
+        def __reduce__(self) -> Any:
+            return _uuid, (uuid,)
+
+    return Pass()
+
+
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: str) -> Any:
+    """A partitioner for Inductor's config, with the ``uuid`` that enters its cache keys."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return run(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str:
+            return uuid
+
+        def __reduce__(self) -> Any:
+            return _uuid, (uuid,)
+
+    return Partitioner()
+
+
+def _uuid(uuid: str) -> str:
+    """What a pass pickles as. Cache keys pickle Inductor's config, passes included: their identity is their uuid."""
+    return uuid
+
+
+def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
+    """Make Inductor turn ``operator`` into its IR with ``lower``, which gets and returns IR nodes."""
+    from torch._inductor.lowering import register_lowering as register
+
+    register(operator, type_promotion_kind=None)(lower)
+
+
+class InductorBucket:
+    """A flat buffer in Inductor's IR whose parts are computed in place.
+
+    It is the way Inductor makes ``torch.cat``, ``ConcatKernel``, with two differences: parts lie at given offsets, and
+    a matmul is written into its slice also when a view (``t()``, ``reshape``) stands between.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+        from torch._inductor import ir
+
+        self._ir = ir
+        self._device, self._dtype = device, dtype
+        layout = ir.FixedLayout(device=device, dtype=dtype, size=[numel], stride=[1])
+        self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        self._storage = ir.StorageBox(self._kernel)
+        self._operations: list[str] = []
+
+    @staticmethod
+    def numel(part: Any) -> int:
+        numel = 1
+        for size in part.get_size():
+            numel *= int(size)
+        return numel
+
+    def store(self, part: Any, offset: int) -> None:
+        """Compute ``part`` at ``[offset, offset + numel)``."""
+        ir = self._ir
+        if part.get_dtype() != self._dtype:
+            from torch._inductor.lowering import to_dtype
+
+            part = to_dtype(part, self._dtype)
+        size = list(part.get_size())
+        slice_layout = ir.FixedLayout(
+            device=self._device,
+            dtype=self._dtype,
+            size=size,
+            stride=ir.FlexibleLayout.contiguous_strides(size),
+            offset=offset,
+        )
+        buffer = ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=self._storage, layout=slice_layout))
+        self._kernel.inputs.append(buffer)
+        data = part.data if isinstance(part, ir.TensorBox) else part
+        if isinstance(data, ir.BaseView):
+            data = data.unwrap_view()
+        if (
+            isinstance(data, ir.StorageBox)
+            and not data.is_input_buffer()
+            and ir.is_gpu(self._device.type)
+            and not ir.is_dynamic(buffer)
+        ):
+            self._operations.append(buffer.get_operation_name())
+
+    def fill(self, value: float, start: int, stop: int) -> None:
+        """A constant at ``[start, stop)``."""
+        if start >= stop:
+            return
+        ir, dtype = self._ir, self._dtype
+        self.store(
+            ir.Pointwise.create(
+                device=self._device,
+                dtype=dtype,
+                inner_fn=lambda index: ir.ops.constant(value, dtype),
+                ranges=[stop - start],
+            ),
+            start,
+        )
+
+    def finish(self) -> Any:
+        """The buffer, as what a lowering returns."""
+        from torch._inductor.virtualized import V
+
+        self._kernel.name = V.graph.register_buffer(self._kernel)
+        self._kernel.inputs = self._ir.ConcatKernel.unwrap_storage(self._kernel.inputs)
+        V.graph.register_operation(self._kernel)
+        if len(self._operations) > 1:
+            V.graph.register_operation_list(self._operations)
+        return self._ir.TensorBox(self._storage)

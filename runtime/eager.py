@@ -1,0 +1,427 @@
+"""The eager path: gather, release and reduce from hooks and reads, without a compiler.
+
+Windows
+    A window is the outermost running forward of a module that owns parameters; usually the model's. Inside, reading
+    ``module.weight`` gives the gathered parameter, and the first read of a bucket gathers it. So a parent that reads
+    its child's weight, and a module that runs eagerly inside a compiled model, need nothing special.
+
+Memory
+    Nothing here frees memory that somebody may still look at. A gathered bucket lives as long as a reference to it.
+    Autograd holds none: a saved tensor that lies in a bucket is packed as (bucket, offset, sizes, strides), and unpacking
+    it in backward gathers the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage to zero;
+    code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time, and the
+    last one of a forward stays for the backward that follows.
+
+Gradients
+    One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it.
+    Autograd runs it when all contributions have arrived, however often and from wherever the parameters were used, and
+    with None for those that were not used. It packs and starts the reduction; the previous one is awaited then.
+
+Order
+    The next unit is gathered while the current one computes: after the order of the last forward, or, at first, the
+    order of registration; in backward, the reverse. A wrong guess costs a gather, never correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from . import compat, gradients
+from .bucket import Bucket, Home
+from .ops import pack_and_reduce
+
+__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "Window"]
+
+
+@dataclass(frozen=True)
+class EagerPolicy:
+    """The numbers that steer the eager path.
+
+    Args:
+        prefetch_bytes: the next unit is gathered early if it is at most this large.
+        reductions_in_flight: reductions that may be under way before the oldest is awaited.
+    """
+
+    prefetch_bytes: int = 4 << 30
+    reductions_in_flight: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class EagerUnit:
+    """A unit's module and buckets.
+
+    Args:
+        name: of the unit.
+        module: whose forward is the unit's window; the model for parts of the root.
+        is_root: whether it is a part of the root.
+        buckets: of the unit.
+    """
+
+    name: str
+    module: nn.Module
+    is_root: bool
+    buckets: tuple[Bucket, ...]
+
+    @functools.cached_property
+    def gathered_bytes(self) -> int:
+        return sum(bucket.plan.gathered_bytes for bucket in self.buckets)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Compiled in place (``module.compile()``): its graph gathers for itself."""
+        return not self.is_root and self.module._compiled_call_impl is not None
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """One bucket, on its way (``started``) or there (``full``)."""
+
+    started: Tensor | None
+    version: int  # of the shard, when it was gathered
+    full: Tensor | None = None
+    views: dict[bool, Sequence[Tensor]] = field(default_factory=dict)  # by whether gradients are recorded
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The hooks of one module.
+
+    Args:
+        runtime: of the model.
+        unit: that the module is the window of, if any.
+        owns: buckets of the root that the module holds parameters of.
+        is_root: whether it is the model itself.
+    """
+
+    runtime: EagerRuntime
+    unit: EagerUnit | None
+    owns: tuple[Bucket, ...]
+    is_root: bool
+
+    def attach(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.before, prepend=True)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.runtime.enter(self)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.runtime.leave(self)
+
+
+@dataclass(frozen=True)
+class _SavedView:
+    """A tensor saved for backward that lies in a bucket, without its memory."""
+
+    bucket: Bucket
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class BackwardOwner(Protocol):
+    """The sharded model, as the eager path sees it."""
+
+    def enter_backward(self) -> None:
+        """Something happens in a backward pass: see that it gets finished."""
+
+    def leave_backward(self) -> None:
+        """A forward begins: a backward that was entered and not finished has raised."""
+
+    def touched(self, bucket: Bucket) -> None:
+        """The bucket got gradients."""
+
+
+class EagerRuntime:
+    """Gathers and releases buckets of one model as its modules run.
+
+    Args:
+        units: in registration order.
+        owner: told of what happens in backward.
+        policy: bounds.
+    """
+
+    def __init__(self, units: Sequence[EagerUnit], owner: BackwardOwner, policy: EagerPolicy) -> None:
+        self.units = tuple(units)
+        self.policy = policy
+        self._owner = owner
+        self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
+        self._depth = 0
+        self._hooks = contextlib.ExitStack()
+        self._gathered: dict[Bucket, _Gathered] = {}
+        self._by_storage: dict[int, Bucket] = {}
+        self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
+        self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is there
+        self._last_read: EagerUnit | None = None
+        self._ran: dict[Bucket, set[Window]] = {}
+        self._windows_of: dict[Bucket, set[Window]] = {}
+        self._reductions: deque[tuple[Bucket, Tensor]] = deque()
+        self._order: list[EagerUnit] = []  # of this forward
+        self._learn(self.units)
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_forward(self) -> bool:
+        return self._depth > 0
+
+    def add_window(self, window: Window) -> None:
+        for bucket in window.owns:
+            self._windows_of.setdefault(bucket, set()).add(window)
+
+    def enter(self, window: Window) -> None:
+        if window.is_root and not compat.in_backward():
+            self._depth = 0  # an exception that no hook sees (KeyboardInterrupt) may have left it open
+        if self._depth == 0:
+            self._open(window)
+        self._depth += 1
+        if window.unit is not None:
+            if window.unit in self._idle:
+                self._idle.remove(window.unit)
+            self._start(window.unit)
+
+    def leave(self, window: Window) -> None:
+        if self._depth == 0:
+            return
+        if not compat.in_backward():  # else recomputing: backward of the same unit is next
+            if window.unit is not None:
+                self._idle.append(window.unit)
+            for bucket in window.owns:
+                ran = self._ran.setdefault(bucket, set())
+                ran.add(window)
+                if ran == self._windows_of[bucket]:
+                    self._idle.append(self._unit_of[bucket])
+        self._depth -= 1
+        if self._depth == 0:
+            self._close(keep_last=window.is_root and torch.is_grad_enabled())
+
+    def _open(self, window: Window) -> None:
+        if compat.in_backward():
+            self._owner.enter_backward()
+        else:
+            self._owner.leave_backward()
+            self.reset()
+            for unit in self.units if window.is_root else [window.unit] if window.unit is not None else []:
+                for bucket in unit.buckets:
+                    bucket.check_unchanged()
+        if not compat.saved_tensor_hooks_active():
+            # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
+            # to decide. Ours on top would hide tensors from a recomputation that counts them.
+            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+
+    def _close(self, keep_last: bool) -> None:
+        self._hooks.close()
+        if compat.in_backward():
+            return
+        for unit in self.units:
+            if not keep_last or unit is not self._last_read:
+                self._release(unit)
+        self._idle.clear()
+        if self._order:
+            self._learn(self._order)
+
+    def reset(self) -> None:
+        """Let go of everything that belongs to a running step. Reductions under way are awaited and dropped."""
+        self._hooks.close()
+        self._depth = 0
+        for unit in self.units:
+            self._release(unit)
+        while self._reductions:
+            compat.wait_tensor(self._reductions.popleft()[1])
+        self._anchors.clear()
+        self._idle.clear()
+        self._ran.clear()
+        self._order.clear()
+
+    # -- gather and release -------------------------------------------------------------------------------------------
+
+    def read(self, home: Home) -> Tensor:
+        """A whole parameter, connected to its shard by autograd if gradients are recorded."""
+        bucket = home.bucket
+        state = self._gather(bucket)
+        self._last_read = self._unit_of[bucket]
+        record = torch.is_grad_enabled() and bucket.plan.requires_grad
+        if record not in state.views:
+            assert state.full is not None
+            if record:
+                state.views[record] = _Attach.apply(state.full, bucket, *self._anchors_of(bucket))
+            else:
+                state.views[record] = _whole_views(bucket, state.full)
+        return state.views[record][home.index]
+
+    def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
+        if bucket not in self._anchors:
+            self._anchors[bucket] = _Reduce.apply(bucket.flat, bucket, self)
+        return self._anchors[bucket]
+
+    def _start(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            if bucket not in self._gathered:
+                shard = bucket.flat.detach()
+                layout = bucket.plan.layout
+                started = compat.all_gather(shard.to(bucket.plan.compute_dtype), layout.world_size, bucket.group_name)
+                self._gathered[bucket] = _Gathered(started, bucket.flat._version)
+
+    def _gather(self, bucket: Bucket) -> _Gathered:
+        state = self._gathered.get(bucket)
+        if state is not None and state.full is not None:
+            return state
+        unit = self._unit_of[bucket]
+        for idle in self._idle:
+            if idle is not unit:
+                self._release(idle)
+        self._idle.clear()
+        self._start(unit)
+        state = self._gathered[bucket]
+        assert state.started is not None
+        state.full, state.started = compat.wait_tensor(state.started), None
+        if state.full.numel():
+            self._by_storage[state.full.untyped_storage().data_ptr()] = bucket
+        in_backward = compat.in_backward()
+        if not in_backward and (not self._order or self._order[-1] is not unit):
+            self._order.append(unit)
+        following = (self._previous if in_backward else self._next).get(unit)
+        if following is not None and not following.is_compiled:
+            if following.gathered_bytes <= self.policy.prefetch_bytes:
+                self._start(following)
+        if in_backward:
+            # Buckets with trainable parameters are released when their gradients are complete; for frozen ones
+            # nothing tells, so they go when another unit comes.
+            for other in self.units:
+                if other is not unit and other is not following:
+                    self._release(other, only_frozen=True)
+        return state
+
+    def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
+        for bucket in unit.buckets:
+            if not (only_frozen and bucket.plan.requires_grad):
+                self._release_bucket(bucket)
+
+    def _release_bucket(self, bucket: Bucket) -> None:
+        state = self._gathered.pop(bucket, None)
+        if state is None:
+            return
+        if state.started is not None:  # gathered early and not used: a collective must not be left unawaited
+            compat.wait_tensor(state.started)
+        if state.full is not None and state.full.numel():
+            del self._by_storage[state.full.untyped_storage().data_ptr()]
+
+    def _learn(self, order: Sequence[EagerUnit]) -> None:
+        self._next = dict(zip(order, order[1:], strict=False))
+        self._previous = dict(zip(order[1:], order, strict=False))
+
+    # -- tensors saved for backward -----------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> _SavedView | tuple[Tensor, int]:
+        bucket = self._by_storage.get(compat.saved_storage(tensor) or 0)
+        if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
+            # Detached, because a saved output would otherwise keep its own node alive. Autograd does not look for
+            # in-place changes of tensors that went through hooks, so that is done here.
+            return tensor.detach(), tensor._version
+        version = self._gathered[bucket].version
+        return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, packed: _SavedView | tuple[Tensor, int]) -> Tensor:
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"{version} instead."
+                )
+            return tensor
+        bucket = packed.bucket
+        if bucket.flat._version != packed.version:
+            raise RuntimeError(
+                f"Parameters of {bucket.plan.unit!r} were changed in place between forward and backward (by an "
+                "optimizer step?), so that gradients cannot be computed for the values that forward used."
+            )
+        self._owner.enter_backward()
+        full = self._gather(bucket).full
+        assert full is not None
+        return full.as_strided(packed.size, packed.stride, packed.offset)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
+        """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
+        self._owner.enter_backward()
+        _, _, offsets, world_size, group, dtype, op = bucket.gather_arguments
+        numel = bucket.plan.layout.numel
+        started = pack_and_reduce(whole_gradients, offsets, numel, dtype, op, world_size, group)
+        self._reductions.append((bucket, started))
+        self._release_bucket(bucket)
+        while len(self._reductions) > self.policy.reductions_in_flight:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        bucket, started = self._reductions.popleft()
+        gradients.accumulate(bucket, compat.wait_tensor(started).to(bucket.plan.main_dtype))
+        self._owner.touched(bucket)
+
+    def finish_reductions(self) -> None:
+        while self._reductions:
+            self._take_in()
+
+    def finish_backward(self) -> None:
+        self.finish_reductions()
+        for unit in self.units:
+            self._release(unit)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
+        """For the copy of a model: nothing of a running step is taken along."""
+        duplicate = object.__new__(EagerRuntime)
+        memo[id(self)] = duplicate
+        units, owner = copy.deepcopy((self.units, self._owner), memo)
+        EagerRuntime.__init__(duplicate, units, owner, self.policy)
+        for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
+            duplicate.add_window(window)
+        return duplicate
+
+
+def _whole_views(bucket: Bucket, full: Tensor) -> tuple[Tensor, ...]:
+    return tuple(full[slot.offset : slot.end].view(slot.shape) for slot in bucket.plan.layout.slots)
+
+
+class _Reduce(torch.autograd.Function):
+    """From a shard to one anchor per parameter: full shape, no memory. Its backward has the bucket's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, bucket: Bucket, runtime: EagerRuntime) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.bucket, ctx.runtime = bucket, runtime
+        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=flat.device)
+        return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[None, None, None]:
+        if any(gradient is not None for gradient in whole_gradients):
+            ctx.runtime.reduce(ctx.bucket, whole_gradients)
+        return None, None, None  # the gradient is added to the shard's when its reduction has arrived
+
+
+class _Attach(torch.autograd.Function):
+    """Gathered values in the place of anchors: one per window of a bucket, all leading to the same ``_Reduce``."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, bucket: Bucket, *anchors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return _whole_views(bucket, full)
+
+    @staticmethod
+    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, *whole_gradients

@@ -1,0 +1,149 @@
+"""What a module that owns sharded parameters looks like from inside and outside its forward.
+
+Its ``_parameters`` hold the DTensor shards, always: whatever walks parameters (optimizers, ``state_dict``, ``apply``)
+finds those. ``module.weight`` is a property of a subclass made for the module's class (the trick of SimpleFSDP), and
+gives one of three things:
+
+    while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
+    in eager mode, inside a forward     the gathered parameter
+    otherwise                           the shard
+
+The subclass is made once per class and set of names, so that equal layers keep sharing compiled code. The layout's
+signature is a string that Dynamo guards on: instances with other layouts get code of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .bucket import Home
+from .eager import EagerRuntime
+
+__all__ = ["check_no_stray_references", "shard_module"]
+
+_SHELLS = "_mfsdp_shells"
+_LAYOUT = "_mfsdp_layout"
+_HOMES = "_mfsdp_homes"
+_RUNTIME = "_mfsdp_runtime"
+
+
+def shard_module(module: nn.Module, homes: dict[str, Home], runtime: EagerRuntime) -> None:
+    """Put shards in the place of ``module``'s own parameters, by attribute name."""
+    for attribute, home in homes.items():
+        module._parameters[attribute] = home.bucket.params[home.index]
+    state = vars(module)
+    state[_HOMES] = homes
+    state[_RUNTIME] = runtime
+    # Read by Dynamo: a plain dict of tensors, and a string.
+    state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
+    state[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
+    module.__class__ = _sharded_class(type(module), tuple(homes))
+
+
+@functools.cache
+def _sharded_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
+    namespace: dict[str, Any] = {name: _parameter_property(name) for name in attributes}
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = _rnn_weights
+    # The name stays: repr, logs and messages speak of the class that the user wrote.
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Sharded, cls), namespace)
+
+
+def _parameter_property(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+        runtime: EagerRuntime = self._mfsdp_runtime  # type: ignore[assignment]
+        if runtime.in_forward:
+            return runtime.read(self._mfsdp_homes[name])  # type: ignore[index,operator]
+        return self._parameters[name]  # type: ignore[return-value]
+
+    def delete(self: nn.Module) -> None:
+        raise AttributeError(
+            f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the model "
+            "before fully_shard_model."
+        )
+
+    return property(get, None, delete)
+
+
+@property  # type: ignore[misc]
+def _rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    """RNNs keep a list of their weights for cuDNN; made anew here, or it would hold the unsharded ones."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+_rnn_weights = _rnn_weights.setter(lambda self, value: None)  # type: ignore[attr-defined]
+
+
+class _Sharded(nn.Module):
+    """What the subclasses add besides properties."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """``to``, ``half``, ``cuda`` and the like: buffers move, shards cannot change dtype or device."""
+        homes: dict[str, Home] = vars(self)[_HOMES]
+        for attribute, home in homes.items():
+            flat = home.bucket.flat
+            probe = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {flat.device}; "
+                    f"the model cannot be moved to {moved.dtype} on {moved.device} after fully_shard_model. Convert it "
+                    "before sharding, or choose dtypes with mixed_precision_policy."
+                )
+        shards = {attribute: self._parameters.pop(attribute) for attribute in homes}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            kept = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(shards | kept)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A module sharded in the same way, with memory of its own."""
+        for home in vars(self)[_HOMES].values():
+            copy.deepcopy(home.bucket, memo)
+        if id(self) in memo:  # its bucket has copied it
+            return memo[id(self)]
+        duplicate = type(self).__new__(type(self))
+        memo[id(self)] = duplicate
+        vars(duplicate).update(copy.deepcopy(vars(self), memo))
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} with sharded parameters cannot be pickled: it holds process groups and this "
+            "rank's shards only. Save model.state_dict() with torch.distributed.checkpoint instead."
+        )
+
+    def __copy__(self) -> nn.Module:
+        duplicate = type(self).__new__(type(self))
+        vars(duplicate).update(vars(self))
+        return duplicate
+
+
+def check_no_stray_references(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    """Refuse modules that hold parameters elsewhere than as parameters: these references would keep the unsharded
+    values, and training would silently miss them."""
+    ids = {id(param) for param in params}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules", "_buffers"):
+                continue
+            if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+                continue
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(v, Tensor) and id(v) in ids for v in values):
+                raise ValueError(
+                    f"Module {name or 'model'!r} ({type(module).__name__}) holds a parameter in its attribute "
+                    f"{attribute!r}, outside of its registered parameters. After sharding, that reference would be the "
+                    "old, unsharded tensor. Make it a property that reads the registered parameter."
+                )

@@ -1,0 +1,131 @@
+"""Optimizers over sharded parameters.
+
+Any optimizer of ``torch.optim`` whose step works element by element runs on shards as it is. What is here moves an
+optimizer that was built before sharding, with its groups and its state, and adds the arguments that Megatron-FSDP's
+optimizers take.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .bucket import Home
+from .tensor import RowShardedTensor, take_rows
+
+if TYPE_CHECKING:
+    from .model import ShardedModel
+
+__all__ = ["extend", "named_groups", "rebind"]
+
+
+def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of every parameter that the optimizer holds.
+
+    Raises:
+        ValueError: it holds a parameter that is not the module's, or none at all.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    held = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    if not held:
+        raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
+    for i, param in held:
+        if param not in names:
+            raise ValueError(
+                f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
+                f"{tuple(param.shape)} that is not one of the model's. Build the optimizer from model.parameters()."
+            )
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                raise ValueError(
+                    f"The {type(optimizer).__name__} has state {key!r} of shape {tuple(value.shape)} for "
+                    f"{names[param]!r} of shape {tuple(param.shape)}: only state of the parameter's shape can be "
+                    "sharded with it. Shard before the first step, or use an elementwise optimizer."
+                )
+    return {param: names[param] for _, param in held}
+
+
+def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], module: nn.Module) -> None:
+    """Exchange whole parameters for the sharded ones of the same names; groups keep their settings, state its values.
+
+    Args:
+        names: from :func:`named_groups`, before sharding.
+        module: after sharding.
+    """
+    sharded = dict(module.named_parameters())
+    old_state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for i, whole in enumerate(group["params"]):
+            param = sharded[names[whole]]
+            group["params"][i] = param
+            if whole in old_state:
+                optimizer.state[param] = {
+                    key: _shard_state(value, param) if isinstance(value, Tensor) else value
+                    for key, value in old_state[whole].items()
+                }
+
+
+def _shard_state(value: Tensor, param: Any) -> Tensor:
+    if not value.ndim and param.ndim:  # a step count
+        return value
+    if value.shape != param.shape:
+        return value
+    local = take_rows(value, param.split, param.device_mesh.get_local_rank())
+    return RowShardedTensor.wrap(local.to(param.to_local().device, copy=True), param.split, param.device_mesh)
+
+
+def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
+
+    Raises:
+        ValueError: the optimizer holds parameters that are not sharded.
+    """
+    owners = _owners(optimizer)
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(step)
+    def extended_step(
+        self: torch.optim.Optimizer,
+        closure: Callable[[], Any] | None = None,
+        *,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+    ) -> Any:
+        return step() if closure is None else step(closure)
+
+    @functools.wraps(zero_grad)
+    def extended_zero_grad(
+        self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
+    ) -> None:
+        zero_grad(set_to_none)
+        if zero_grad_buffer:
+            for owner in owners:
+                owner.zero_gradients(set_to_none)
+
+    # On the instance, as learning-rate schedulers do: theirs may be there already, or come later.
+    optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    owners: dict[int, ShardedModel] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            home: Home | None = getattr(param, "mfsdp_home", None)
+            if home is None:
+                raise ValueError(
+                    f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(param.shape)} that is not sharded. Build the optimizer after fully_shard_model, from "
+                    "model.parameters(), or pass model and optimizer to fully_shard together."
+                )
+            owners[id(home.bucket.owner)] = home.bucket.owner
+    if not owners:
+        raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
+    return list(owners.values())

@@ -1,0 +1,477 @@
+"""Parameters at rest: DTensors whose rows are cut where their bucket is cut.
+
+DTensor's ``Shard(0)`` means ``torch.chunk``: every rank holds ``ceil(rows / world)`` rows and the last ones fewer. In a
+flat bucket a parameter's rows are wherever the shard borders fall: 5 on one rank, 3 on the next, none on the others.
+A plain DTensor over such a shard adds and multiplies correctly, but ``full_tensor()``, ``mean()``, indexing and random
+initialisation are wrong, crash or hang (Megatron-FSDP users meet this today). ``RowShardedTensor`` is a DTensor that
+knows its rows, and that does one of four things with an operator:
+
+    elementwise      on the local rows, without communication; optimizers are made of these
+    random           draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
+    reduction        one all-reduce, to an ordinary 0-d tensor that is equal on every rank; every rank must take part
+    anything else    an error that says what to use instead; never a silent gather, never a wrong number
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from . import compat
+from .layout import BucketLayout
+
+__all__ = ["RowShardedTensor", "RowSplit", "take_rows"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """How the rows of one parameter are spread over ranks: parameter ``index`` of a bucket's layout."""
+
+    layout: BucketLayout
+    index: int
+
+    @property
+    def name(self) -> str:
+        return self.layout.slots[self.index].name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.slots[self.index].shape
+
+    def rows(self, rank: int) -> range:
+        return self.layout.rows(self.index, rank)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` holds. A scalar's owner holds a scalar, the other ranks an empty vector."""
+        count = len(self.rows(rank))
+        if not self.shape:
+            return () if count else (0,)
+        return (count, *self.shape[1:])
+
+
+class RowShardedTensor(DTensor):
+    """A DTensor, ``Shard(0)`` on a one-dimensional mesh, with rows as a :class:`RowSplit` says.
+
+    ``to_local()`` is this rank's rows ``[n, *shape[1:]]``, a view of the bucket's flat shard for parameters.
+    ``full_tensor()`` is the whole tensor, on every rank; all ranks must call it.
+    """
+
+    split: RowSplit
+
+    @staticmethod
+    def wrap(local: Tensor, split: RowSplit, mesh: DeviceMesh, requires_grad: bool = False) -> RowShardedTensor:
+        """Wrap this rank's rows, without copying them."""
+        shape = torch.Size(split.shape)
+        strides, stride = [], 1
+        for size in reversed(shape):
+            strides.insert(0, stride)
+            stride *= max(size, 1)
+        meta = compat.TensorMeta(shape, tuple(strides), local.dtype)
+        spec = compat.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        wrapped = DTensor.__new__(RowShardedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        wrapped.split = split
+        return wrapped
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Use :meth:`wrap`."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        rank = self.device_mesh.get_local_rank()
+        rows, world_size = self.split.rows(rank), self.split.layout.world_size
+        held = f"rows {rows.start}:{rows.stop}" if rows else "no rows"
+        return (
+            f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"rank {rank} of {world_size} holds {held}: {self._local_tensor!r})"
+        )
+
+    # -- leaving the sharded world ------------------------------------------------------------------------------------
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor on every rank, ``[*shape]``, a copy. Collective; not differentiable."""
+        with torch.no_grad():
+            return _all_gather_rows(self._local_tensor, self.split, self.device_mesh)
+
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
+    ) -> DTensor:
+        """An ordinary DTensor of the same values, replicated or evenly sharded. Collective; not differentiable."""
+        mesh = device_mesh or self.device_mesh
+        return distribute_tensor(self.full_tensor(), mesh, placements or [Replicate()] * mesh.ndim, src_data_rank=None)
+
+    @property
+    def data(self) -> RowShardedTensor:  # type: ignore[override]
+        """The same rows, detached. Assigning copies the values in: the memory belongs to a bucket."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise RuntimeError(
+                f"{self.split.name!r} is a shard of a bucket of {self.dtype}: .data takes values of shape "
+                f"{tuple(self.shape)} and {self.dtype}, got {tuple(values.shape)} and {values.dtype}."
+            )
+        with torch.no_grad():
+            self.detach().copy_(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of the rows in memory of its own, in no bucket."""
+        if not self.is_leaf:
+            raise RuntimeError(f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}")
+        duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.split, self.device_mesh)
+        if isinstance(self, nn.Parameter):
+            duplicate = nn.Parameter(duplicate, requires_grad=self.requires_grad)
+        else:
+            duplicate.requires_grad_(self.requires_grad)
+        memo[id(self)] = duplicate
+        if self.grad is not None:
+            duplicate.grad = copy.deepcopy(self.grad, memo)
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks and cannot be pickled. "
+            "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
+        )
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    if not compat.DTENSOR_SUBCLASSES_DISPATCH:
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Before torch 2.13, operators of DTensor subclasses go to DTensor itself; a dispatch mode goes first."""
+            with compat.DisableTorchFunctionSubclass():
+                if getattr(func, "__name__", "") in ("__get__", "__set__") and func.__self__ in _PLAIN_ATTRIBUTES:
+                    return func(*args, **(kwargs or {}))
+                with _RowShardedMode():
+                    out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.grad_fn is not None:
+                out.register_hook(_no_backward)
+            return out
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (reduction := _REDUCTIONS.get(func)) is not None:
+        return reduction(func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _random(func, args, kwargs)
+    if func is aten.is_same_size.default:
+        return args[0].shape == args[1].shape
+    if func in _FACTORIES and tuple(args[1]) != tuple(args[0].shape):
+        return func(args[0]._local_tensor, *args[1:], **kwargs)
+    if torch.Tag.pointwise in func.tags or func in _ROW_LOCAL or _is_foreach_pointwise(func):
+        return _row_local(func, args, kwargs)
+    if func in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(args[0].shape):
+        return _row_local(aten.alias.default, args[:1], {})
+    raise _unsupported(func, args, kwargs)
+
+
+class _RowShardedMode(compat.TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(leaf, RowShardedTensor) for leaf in compat.tree_leaves((args, kwargs))):
+            return _dispatch(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_PLAIN_ATTRIBUTES = {
+    getattr(Tensor, name)
+    for name in ("device", "dtype", "grad", "grad_fn", "is_leaf", "layout", "ndim", "requires_grad", "shape")
+}
+
+
+def _no_backward(gradient: Tensor) -> Tensor:
+    raise RuntimeError(
+        f"torch {torch.__version__} cannot differentiate what was computed from sharded parameters between steps; torch "
+        "2.13 and newer can. Compute it from module.parameter inside a forward."
+    )
+
+
+# -- elementwise ------------------------------------------------------------------------------------------------------
+
+_ROW_LOCAL = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.where.self,
+    aten.lift_fresh.default,
+    aten._fused_adam_.default,
+    aten._fused_adam_.tensor_lr,
+    aten._fused_adamw_.default,
+    aten._fused_adamw_.tensor_lr,
+    aten._fused_sgd_.default,
+    aten._fused_sgd_.tensor_lr,
+    aten._fused_adagrad_.default,
+}
+_SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
+_FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
+_ROW_LOCAL |= _FACTORIES
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+
+
+def _is_foreach_pointwise(func: Any) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    return name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
+
+
+def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on the local rows. Outputs are sharded like the input in the same place of the argument lists."""
+    leaves = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, RowShardedTensor)]
+    first = leaves[0]
+    in_lists = next((a for a in args if isinstance(a, (list, tuple)) and any(t is first for t in a)), None)
+    if in_lists is None and any(t.split.shape != first.split.shape for t in leaves):
+        raise _mismatch(func, leaves)
+    references: Sequence[Any] = in_lists if in_lists is not None else [first]
+    originals = {id(t._local_tensor): t for t in leaves}
+
+    def unwrap(value: Any, reference: Any) -> Any:
+        if isinstance(value, Tensor) and isinstance(reference, RowShardedTensor):
+            return _local_rows(func, value, reference)
+        return value
+
+    def unwrap_argument(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
+            return [unwrap(t, references[i % len(references)]) for i, t in enumerate(value)]
+        return unwrap(value, first)
+
+    def wrap(value: Any, reference: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if (original := originals.get(id(value))) is not None:
+            return original  # an in-place operator returns its argument
+        if not isinstance(reference, RowShardedTensor):
+            return value
+        return RowShardedTensor.wrap(value, reference.split, reference.device_mesh)
+
+    if func in _FACTORIES:
+        args = (args[0], first._local_tensor.shape, *args[2:])
+    out = func(*[unwrap_argument(a) for a in args], **{k: unwrap_argument(v) for k, v in kwargs.items()})
+    if isinstance(out, (list, tuple)):
+        return type(out)(wrap(o, references[i % len(references)]) for i, o in enumerate(out))
+    return wrap(out, first)
+
+
+def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor:
+    """This rank's part of an argument, so that it meets the local rows of ``reference``.
+
+    Ordinary tensors, and replicated DTensors, hold the same values on every rank: of a whole tensor the rows are
+    taken, everything else broadcasts over rows.
+    """
+    if isinstance(value, RowShardedTensor):
+        if value.split != reference.split:
+            raise _mismatch(func, [reference, value])
+        return value._local_tensor
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if value.ndim < reference.ndim or not value.ndim:
+        return value
+    if value.ndim == reference.ndim and value.shape[0] == reference.shape[0]:
+        return take_rows(value, reference.split, reference.device_mesh.get_local_rank())
+    if value.ndim > reference.ndim or value.shape[0] != 1:
+        raise _unsupported(func, (reference, value), {})
+    return value
+
+
+# -- random -----------------------------------------------------------------------------------------------------------
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw for the whole tensor from this rank's generator and keep the local rows.
+
+    With the same seed on every rank (as torch.manual_seed gives) that is what one process would have drawn.
+    """
+    target: RowShardedTensor = args[0]
+    if not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
+        raise _unsupported(func, args, kwargs)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+    drawn = func(whole, *args[1:], **kwargs)
+    if not isinstance(drawn, Tensor):
+        raise _unsupported(func, args, kwargs)
+    local = take_rows(drawn, target.split, target.device_mesh.get_local_rank())
+    if func._schema.is_mutable:
+        target._local_tensor.copy_(local)
+        return target
+    return RowShardedTensor.wrap(local.clone(), target.split, target.device_mesh)
+
+
+# -- reductions -------------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(value: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
+    return compat.wait_tensor(compat.all_reduce(value, op, mesh.get_group().group_name))
+
+
+def _over_everything(dim: Any) -> bool:
+    return dim is None or (isinstance(dim, (list, tuple)) and not dim)
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: RowShardedTensor = args[0]
+    if not _over_everything(args[1] if len(args) > 1 else kwargs.get("dim")):
+        raise _unsupported(func, args, kwargs)
+    return _all_reduce(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum", tensor.device_mesh)
+
+
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _sum(func, args, kwargs) / max(args[0].numel(), 1)
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: RowShardedTensor = args[0]
+    if len(args) > 1 and not _over_everything(args[1]):
+        raise _unsupported(func, args, kwargs)
+    largest = "max" in func._schema.name
+    local = tensor._local_tensor
+    if not local.numel():
+        limits = torch.finfo if local.is_floating_point() else torch.iinfo
+        local = local.new_full((1,), limits(local.dtype).min if largest else limits(local.dtype).max)
+    return _all_reduce(local.amax() if largest else local.amin(), "max" if largest else "min", tensor.device_mesh)
+
+
+def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor: RowShardedTensor = args[0]
+    if len(args) > 1:
+        raise _unsupported(func, args, kwargs)
+    local = func(tensor._local_tensor.reshape(-1)).to(torch.int32)
+    return _all_reduce(local, "max" if "any" in func._schema.name else "min", tensor.device_mesh).bool()
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if args[0].shape != args[1].shape:
+        return False
+    reference = next(a for a in args if isinstance(a, RowShardedTensor))
+    same = torch.equal(*(_local_rows(func, a, reference) for a in args))
+    device = reference._local_tensor.device
+    return bool(_all_reduce(torch.tensor(int(same), device=device), "min", reference.device_mesh).item())
+
+
+def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """The vector norm of each whole tensor, with one all-reduce for all of them."""
+    ord = float(ord)
+    locals_ = []
+    for tensor in tensors:
+        local = tensor._local_tensor
+        if not local.numel():  # vector_norm of nothing is an error for some orders; zeros contribute nothing to any
+            locals_.append(torch.zeros((), dtype=dtype or local.dtype, device=local.device))
+        elif ord in (float("inf"), float("-inf")):
+            locals_.append(torch.linalg.vector_norm(local, ord, dtype=dtype))
+        elif ord > 0:
+            locals_.append(torch.linalg.vector_norm(local, ord, dtype=dtype) ** ord)
+        else:
+            raise _unsupported(aten.linalg_vector_norm.default, (tensor, ord), {})
+    if ord == float("-inf"):
+        raise _unsupported(aten.linalg_vector_norm.default, (tensors[0], ord), {})
+    reduced = _all_reduce(torch.stack(locals_), "max" if ord == float("inf") else "sum", tensors[0].device_mesh)
+    return list((reduced if ord == float("inf") else reduced ** (1.0 / ord)).unbind())
+
+
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    named = dict(zip(("self", "ord", "dim", "keepdim"), args, strict=False)) | kwargs
+    if not _over_everything(named.get("dim")) or named.get("keepdim"):
+        raise _unsupported(func, args, kwargs)
+    return _norms([args[0]], named.get("ord", named.get("p", 2)), named.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors = args[0]
+    if not all(isinstance(t, RowShardedTensor) for t in tensors):
+        raise _unsupported(func, args, kwargs)
+    return _norms(tensors, args[1] if len(args) > 1 else kwargs.get("ord", 2), kwargs.get("dtype"))
+
+
+_REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
+    aten.any.default: _truth,
+    aten.all.default: _truth,
+    aten.equal.default: _equal,
+    aten.norm.Scalar: _vector_norm,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+}
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
+
+
+def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
+    """The rows of an ordinary tensor of the global shape that ``rank`` owns; a view."""
+    if not split.shape:
+        return whole if split.rows(rank) else whole.reshape(1)[:0]
+    rows = split.rows(rank)
+    return whole[rows.start : rows.stop]
+
+
+def _all_gather_rows(local: Tensor, split: RowSplit, mesh: DeviceMesh) -> Tensor:
+    group = mesh.get_group()
+    world_size = dist.get_world_size(group)
+    longest = max(len(split.rows(rank)) for rank in range(world_size))
+    row_numel = split.layout.slots[split.index].row_numel
+    padded = local.new_empty(longest * row_numel)
+    padded[: local.numel()].copy_(local.reshape(-1))
+    gathered = compat.wait_tensor(compat.all_gather(padded, world_size, group.group_name)).view(world_size, -1)
+    parts = [gathered[rank, : len(split.rows(rank)) * row_numel] for rank in range(world_size)]
+    return torch.cat(parts).view(split.shape)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def _mismatch(func: Any, tensors: Sequence[RowShardedTensor]) -> RuntimeError:
+    shards = ", ".join(f"{t.split.name!r} {tuple(t.shape)}" for t in tensors[:3])
+    return RuntimeError(
+        f"{func} was given parameters whose rows lie on different ranks: {shards}. Combine their full_tensor()s "
+        "(a collective: call it on all ranks)."
+    )
+
+
+def _unsupported(func: Any, args: Any, kwargs: Any) -> RuntimeError:
+    tensors = compat.tree_leaves((args, kwargs))
+    sharded = next((t for t in tensors if isinstance(t, RowShardedTensor)), None)
+    name = repr(sharded.split.name) if sharded is not None else "a parameter"
+    plain = [t for t in tensors if isinstance(t, Tensor) and not isinstance(t, DTensor)]
+    if plain:
+        what = f"{func} mixes the sharded parameter {name} with an ordinary tensor of shape {tuple(plain[0].shape)}"
+    else:
+        what = f"{func} on the sharded parameter {name} needs rows that other ranks hold"
+    return RuntimeError(
+        f"{what}. Between steps a parameter is this rank's shard; elementwise operators, sums, means, extremes and "
+        "norms work on it. For anything else use parameter.full_tensor() (a collective: call it on all ranks). Inside "
+        "the forward of the module that owns it, module.parameter is the whole tensor; code under "
+        "torch.compiler.disable sees it there too if it runs in a module's forward."
+    )

@@ -1,0 +1,175 @@
+"""Units: which modules are gathered and released together, and which unit each parameter belongs to.
+
+A unit is an instance of a class in ``fsdp_unit_modules``. A parameter belongs to the innermost unit around all the
+places that hold it. What belongs to no unit is the root's, in up to three parts: parameters before, among and after the
+units (in a language model: embedding, nothing, norm and head), because a single root unit would keep the embedding
+gathered until the head has run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .bucket import Site
+
+__all__ = ["Unit", "UnitClasses", "find_units", "repeated_blocks", "resolve_unit_classes"]
+
+UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
+
+ROOT_PARTS = ("before", "among", "after")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit and the parameters it owns.
+
+    Args:
+        name: the module's name in the model; for parts of the root ``"root:before"`` and so on, or ``"root:all"`` where
+            the model has no other unit.
+        module: the module whose forward is the unit's window; the model itself for parts of the root.
+        params: each parameter once, with every place that holds it, in registration order.
+    """
+
+    name: str
+    module: nn.Module
+    params: tuple[tuple[nn.Parameter, tuple[Site, ...]], ...]
+    is_root: bool
+
+
+def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:
+    """Classes from classes, import paths (``"package.module.Class"``), ``"auto"``, and mixtures.
+
+    Raises:
+        TypeError: an entry is neither a class of modules nor a string.
+        ValueError: a path cannot be imported, or no module of the model is an instance of a class.
+    """
+    if unit_modules is None:
+        return ()
+    entries = [unit_modules] if isinstance(unit_modules, (str, type)) else list(unit_modules)
+    classes: list[type[nn.Module]] = []
+    for entry in entries:
+        if entry == "auto":
+            found = repeated_blocks(model)
+            if not found:
+                raise ValueError(
+                    "fsdp_unit_modules='auto' found no repeated block in the model: no class of modules with children "
+                    "occurs twice side by side. Name the classes to shard by, or pass None to make the model one unit."
+                )
+            classes.extend(found)
+            continue
+        cls = _import_class(entry) if isinstance(entry, str) else entry
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"fsdp_unit_modules takes nn.Module classes and import paths of such, got {entry!r}")
+        if not any(isinstance(module, cls) for module in model.modules()):
+            raise ValueError(
+                f"No module of the model is a {cls.__module__}.{cls.__qualname__}, which fsdp_unit_modules names. "
+                f"Classes in the model: {_class_list(model)}."
+            )
+        classes.append(cls)
+    return tuple(dict.fromkeys(classes))
+
+
+def repeated_blocks(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Classes that occur at least twice among the children of one module, have children and parameters of their own,
+    and do not lie inside another such block: a transformer's layers."""
+    found: list[type[nn.Module]] = []
+
+    def visit(module: nn.Module) -> None:
+        counts = Counter(type(child) for child in module.children() if _is_block(child))
+        repeated = [cls for cls, count in counts.items() if count >= 2]
+        found.extend(repeated)
+        for child in module.children():
+            if type(child) not in repeated:
+                visit(child)
+
+    visit(model)
+    return tuple(dict.fromkeys(found))
+
+
+def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Unit, ...]:
+    """All units that own parameters, in registration order of their first parameter."""
+    unit_modules: dict[str, nn.Module] = {
+        name: module for name, module in model.named_modules() if name and isinstance(module, tuple(classes))
+    }
+    sites = _sites(model)
+    owners = {param: _innermost([s.module_name for s in places], unit_modules) for param, places in sites.items()}
+
+    owned: dict[str, list[nn.Parameter]] = {}
+    positions = [i for i, param in enumerate(sites) if owners[param]]
+    for i, param in enumerate(sites):
+        name = owners[param]
+        if not name:
+            name = "root:all" if not positions else f"root:{_root_part(i, positions[0], positions[-1])}"
+        owned.setdefault(name, []).append(param)
+    return tuple(
+        Unit(
+            name,
+            unit_modules.get(name, model),
+            tuple((param, tuple(sites[param])) for param in params),
+            is_root=name not in unit_modules,
+        )
+        for name, params in owned.items()
+    )
+
+
+def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
+    sites: dict[nn.Parameter, list[Site]] = {}
+    for name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                sites.setdefault(param, []).append(Site(module, name, attribute))
+    return sites
+
+
+def _innermost(module_names: Iterable[str], unit_modules: dict[str, nn.Module]) -> str:
+    """Name of the innermost unit that contains all of the modules; "" for the root."""
+    chains = [{part for part in _prefixes(name) if part in unit_modules} for name in module_names]
+    common = set.intersection(*chains)
+    return max(common, key=len, default="")
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    parts = name.split(".")
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
+
+
+def _root_part(position: int, first: int, last: int) -> str:
+    before, among, after = ROOT_PARTS
+    return before if position < first else after if position > last else among
+
+
+def _is_block(module: nn.Module) -> bool:
+    has_children = next(module.children(), None) is not None
+    return has_children and next(module.parameters(), None) is not None and not isinstance(module, _CONTAINERS)
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _import_class(path: str) -> type[nn.Module]:
+    module_name, _, class_name = path.rpartition(".")
+    try:
+        owner = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        # A class nested in another one: "package.module.Outer.Inner".
+        if module_name.rpartition(".")[0] and module_name.rpartition(".")[2][:1].isupper():
+            owner = _import_class(module_name)  # type: ignore[assignment]
+        else:
+            raise ValueError(
+                f"fsdp_unit_modules names {path!r}, but {module_name or path!r} cannot be imported ({error}). "
+                "Give the full import path, as in 'package.module.Class', or the class itself."
+            ) from error
+    if not hasattr(owner, class_name):
+        raise ValueError(f"fsdp_unit_modules names {path!r}, but {module_name!r} has no {class_name!r}.")
+    return getattr(owner, class_name)
+
+
+def _class_list(model: nn.Module) -> str:
+    counts = Counter(f"{type(m).__module__}.{type(m).__qualname__}" for m in model.modules())
+    shown = [f"{name} ({count}x)" for name, count in counts.most_common(12)]
+    return ", ".join(shown) + (", ..." if len(counts) > 12 else "")
