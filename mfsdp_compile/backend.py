@@ -124,7 +124,7 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if record is not None:
-            pipeline.prepare_joint(joint.graph, record)
+            pipeline.prepare_joint(joint.graph, record, kwargs["num_fwd_outputs"])
         forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)

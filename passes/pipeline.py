@@ -25,6 +25,7 @@ class Record:
     """
 
     context: Context
+    user_outputs: int = 0  # of the forward graph: the others are saved for backward
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
 
@@ -38,9 +39,10 @@ def rewrite_dynamo_graph(gm: fx.GraphModule, context: Context) -> Record:
     return record
 
 
-def prepare_joint(graph: fx.Graph, record: Record) -> None:
+def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     """Before the partition into forward and backward."""
     roles.assign(graph)
+    record.user_outputs = user_outputs
     record.add(Phase.JOINT, reshard.apply(graph, record.context))
 
 
@@ -53,7 +55,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
         record.add(phase, reduce.apply(graph, context))
     record.add(phase, schedule.apply(graph, context))
     graph.lint()
-    record.add(phase, verify.apply(graph, context, phase))
+    record.add(phase, verify.apply(graph, context, phase, record.user_outputs))
     record.schedules[phase] = describe(graph, context)
 
 

@@ -29,6 +29,11 @@ class _Group:
     bytes: int
     name: str
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What starts the gathers, in order."""
+        return [node for gather in self.gathers for node in (*gather.before, gather.start)]
+
 
 def apply(graph: fx.Graph, context: Context) -> Report:
     groups = _groups(graph, context)
@@ -38,9 +43,8 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     lines = []
     for i, group in enumerate(groups):
         anchor, when = _start_before(graph, groups, i, context)
-        for gather in group.gathers:
-            for node in (*gather.before, gather.start):
-                anchor.prepend(node)
+        for node in group.nodes:
+            anchor.prepend(node)
         lines.append(f"{group.name}: {group.bytes:,} B, started {when}")
     return Report("schedule", lines)
 
@@ -82,6 +86,7 @@ def _start_before(graph: fx.Graph, groups: list[_Group], i: int, context: Contex
     if i < policy.prefetch_units:
         if i > 0:
             return groups[i - 1].gathers[-1].start.next, "at once"
-        return next(node for node in graph.nodes if node.op != "placeholder"), "at once"
+        own = set(group.nodes)
+        return next(node for node in graph.nodes if node.op != "placeholder" and node not in own), "at once"
     earlier = groups[i - policy.prefetch_units]
     return earlier.gathers[0].wait, f"before {earlier.name} is used"

@@ -7,6 +7,7 @@ the model.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from torch import fx
 
@@ -20,7 +21,10 @@ class ScheduleError(RuntimeError):
     """A graph breaks a rule of sharded training. A bug in a pass, not in the model."""
 
 
-def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
+def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0) -> Report:
+    """Check a graph. ``user_outputs``: how many of a forward graph's outputs the model itself returns, first ones; it
+    may return a parameter."""
+    saved = set(_outputs(graph)[user_outputs:]) if phase is Phase.FORWARD else set()
     order = {node: position for position, node in enumerate(graph.nodes)}
     gathers, reductions = roles.gathers(graph), roles.reductions(graph)
 
@@ -35,10 +39,9 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
         for node in gather.uses:
             if order[node] < order[gather.wait]:
                 raise _breach("awaited before use", "it is read before its wait", gather.bucket, node, context)
-        if phase in (Phase.FORWARD, Phase.INFERENCE):
-            for node in (gather.wait, *gather.views):
-                if graph.output_node() in node.users and not _is_kept(node, context, phase):
-                    raise _breach("not saved", "a gathered parameter leaves the graph", gather.bucket, node, context)
+        for node in (gather.wait, *gather.views):
+            if node in saved and not _is_kept(node, context):
+                raise _breach("not saved", "a gathered parameter is saved for backward", gather.bucket, node, context)
 
     reduced: set[int] = set()
     for reduction in reductions:
@@ -50,10 +53,10 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
         reduced.add(reduction.bucket)
         if not info.trainable:
             raise _breach("only trainable", "a frozen bucket is reduced", reduction.bucket, reduction.start, context)
-        offsets = list(reduction.pack.args[1])  # type: ignore[arg-type]
-        expected = {slot.offset for slot in info.layout.slots}
-        if len(set(offsets)) != len(offsets) or not set(offsets) <= expected or reduction.pack.args[2] != info.layout.numel:
-            raise _breach("packed in place", f"gradients are packed at {offsets}", reduction.bucket, reduction.pack, context)
+        offsets = Counter(reduction.pack.args[1])  # type: ignore[arg-type]
+        expected = Counter(slot.offset for slot in info.layout.slots)
+        if not offsets <= expected or reduction.pack.args[2] != info.layout.numel:
+            raise _breach("packed in place", f"gradients are packed at {sorted(offsets)}", reduction.bucket, reduction.pack, context)
         if graph.output_node() not in (reduction.after[-1] if reduction.after else reduction.wait).users:
             raise _breach("gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context)
         if reduction.start.args[1] != info.gather_arguments[-1]:
@@ -66,16 +69,16 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     return Report("verify", [f"{phase.value}: {len(gathers)} gathers and {len(reductions)} reductions, all rules hold"])
 
 
-def _is_kept(node: fx.Node, context: Context, phase: Phase) -> bool:
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph returns, in order; None and constants too, so that positions count."""
+    (values,) = graph.output_node().args
+    return list(values) if isinstance(values, (list, tuple)) else [values]  # type: ignore[list-item]
+
+
+def _is_kept(node: fx.Node, context: Context) -> bool:
     """The one bucket that a whole model's forward may hand to its backward, as a whole."""
     role = role_of(node)
-    return (
-        phase is Phase.FORWARD
-        and context.whole_model
-        and context.policy.keep_last
-        and role is not None
-        and role.kind is Kind.GATHERED
-    )
+    return context.whole_model and context.policy.keep_last and role is not None and role.kind is Kind.GATHERED
 
 
 def _breach(rule: str, what: str, bucket: int, node: fx.Node, context: Context) -> ScheduleError:

@@ -9,7 +9,8 @@ not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +108,30 @@ def saved_storage(tensor: Tensor) -> int | None:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
         return None
+
+
+_MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
+
+
+def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
+    """Whether this thread is inside the call of one of ``modules``.
+
+    For code that runs eagerly in the middle of compiled code, whose forwards were traced and do not run. A call of a
+    module leaves a frame of ``nn.Module._call_impl`` on the stack, also when Dynamo has rewritten it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE_FILE:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module) and owner in modules:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_dynamo_disabled(function: Any) -> bool:
+    """Whether ``torch.compiler.disable`` was applied to a function."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
 
 
 # -- torch.distributed ------------------------------------------------------------------------------------------------

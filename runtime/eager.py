@@ -1,4 +1,4 @@
-"""The eager path: gather, release and reduce from hooks and reads, without a compiler.
+"""The eager path: gather, release and reduce from forwards and reads, without a compiler.
 
 Windows
     A window is the outermost running forward of a module that owns parameters; usually the model's. Inside, reading
@@ -27,9 +27,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -88,12 +89,12 @@ class _Gathered:
     started: Tensor | None
     version: int  # of the shard, when it was gathered
     full: Tensor | None = None
-    views: dict[bool, Sequence[Tensor]] = field(default_factory=dict)  # by whether gradients are recorded
+    views: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The hooks of one module.
+    """What the forward of one module means to the eager path.
 
     Args:
         runtime: of the model.
@@ -106,18 +107,6 @@ class Window:
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
     is_root: bool
-
-    def attach(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self.before, prepend=True)
-        module.register_forward_hook(self.after, always_call=True)
-
-    def before(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.runtime.enter(self)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.runtime.leave(self)
 
 
 @dataclass(frozen=True)
@@ -149,12 +138,16 @@ class EagerRuntime:
 
     Args:
         units: in registration order.
+        modules: all modules of the model.
         owner: told of what happens in backward.
         policy: bounds.
     """
 
-    def __init__(self, units: Sequence[EagerUnit], owner: BackwardOwner, policy: EagerPolicy) -> None:
+    def __init__(
+        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], owner: BackwardOwner, policy: EagerPolicy
+    ) -> None:
         self.units = tuple(units)
+        self.modules = frozenset(modules)
         self.policy = policy
         self._owner = owner
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
@@ -173,9 +166,9 @@ class EagerRuntime:
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
-    @property
     def in_forward(self) -> bool:
-        return self._depth > 0
+        """Whether the code that reads a parameter belongs to the model's forward."""
+        return self._depth > 0 or compat.in_call_of(self.modules)
 
     def add_window(self, window: Window) -> None:
         for bucket in window.owns:
@@ -183,7 +176,7 @@ class EagerRuntime:
 
     def enter(self, window: Window) -> None:
         if window.is_root and not compat.in_backward():
-            self._depth = 0  # an exception that no hook sees (KeyboardInterrupt) may have left it open
+            self._depth = 0
         if self._depth == 0:
             self._open(window)
         self._depth += 1
@@ -245,21 +238,21 @@ class EagerRuntime:
         self._ran.clear()
         self._order.clear()
 
+    def leave_stray_reads(self) -> None:
+        """Let go of what was read without a window."""
+        if self._depth == 0:
+            self.reset()
+
     # -- gather and release -------------------------------------------------------------------------------------------
 
     def read(self, home: Home) -> Tensor:
         """A whole parameter, connected to its shard by autograd if gradients are recorded."""
         bucket = home.bucket
-        state = self._gather(bucket)
+        view = self._gather(bucket).views[home.index]
         self._last_read = self._unit_of[bucket]
-        record = torch.is_grad_enabled() and bucket.plan.requires_grad
-        if record not in state.views:
-            assert state.full is not None
-            if record:
-                state.views[record] = _Attach.apply(state.full, bucket, *self._anchors_of(bucket))
-            else:
-                state.views[record] = _whole_views(bucket, state.full)
-        return state.views[record][home.index]
+        if torch.is_grad_enabled() and bucket.plan.requires_grad:
+            return _Attach.apply(view, self._anchors_of(bucket)[home.index])
+        return view
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         if bucket not in self._anchors:
@@ -287,6 +280,7 @@ class EagerRuntime:
         state = self._gathered[bucket]
         assert state.started is not None
         state.full, state.started = compat.wait_tensor(state.started), None
+        state.views = [state.full[slot.offset : slot.end].view(slot.shape) for slot in bucket.plan.layout.slots]
         if state.full.numel():
             self._by_storage[state.full.untyped_storage().data_ptr()] = bucket
         in_backward = compat.in_backward()
@@ -380,20 +374,17 @@ class EagerRuntime:
         self.finish_reductions()
         for unit in self.units:
             self._release(unit)
+        self._anchors.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
         """For the copy of a model: nothing of a running step is taken along."""
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
-        units, owner = copy.deepcopy((self.units, self._owner), memo)
-        EagerRuntime.__init__(duplicate, units, owner, self.policy)
+        units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self._owner), memo)
+        EagerRuntime.__init__(duplicate, units, modules, owner, self.policy)
         for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
             duplicate.add_window(window)
         return duplicate
-
-
-def _whole_views(bucket: Bucket, full: Tensor) -> tuple[Tensor, ...]:
-    return tuple(full[slot.offset : slot.end].view(slot.shape) for slot in bucket.plan.layout.slots)
 
 
 class _Reduce(torch.autograd.Function):
@@ -402,26 +393,33 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, bucket: Bucket, runtime: EagerRuntime) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.bucket, ctx.runtime = bucket, runtime
+        # Python's garbage collector does not see through autograd nodes: the model must not be reachable from one that
+        # it holds itself.
+        ctx.bucket, ctx.runtime = weakref.ref(bucket), weakref.ref(runtime)
         nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=flat.device)
         return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[None, None, None]:
-        if any(gradient is not None for gradient in whole_gradients):
-            ctx.runtime.reduce(ctx.bucket, whole_gradients)
+        bucket, runtime = ctx.bucket(), ctx.runtime()
+        if bucket is not None and runtime is not None and any(g is not None for g in whole_gradients):
+            runtime.reduce(bucket, whole_gradients)
         return None, None, None  # the gradient is added to the shard's when its reduction has arrived
 
 
 class _Attach(torch.autograd.Function):
-    """Gathered values in the place of anchors: one per window of a bucket, all leading to the same ``_Reduce``."""
+    """A gathered parameter in the place of its anchor.
+
+    One per read, so that gradients reach ``_Reduce`` use by use and are summed in the order in which they arrive, which
+    is what AOTAutograd traces for the compiled graph: floating-point sums are equal only in equal order.
+    """
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, bucket: Bucket, *anchors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, view: Tensor, anchor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _whole_views(bucket, full)
+        return view.view_as(view)
 
     @staticmethod
-    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, *whole_gradients
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        return None, gradient

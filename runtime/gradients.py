@@ -11,6 +11,7 @@ rank. Nothing but these views keeps the flat gradient alive: setting them to Non
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -30,20 +31,26 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
     """
     if not bucket.plan.requires_grad:
         return
-    flat = bucket.flat
+    # Autograd holds the hooks where Python's garbage collector does not look.
+    the_bucket = weakref.ref(bucket)
+    the_touched = weakref.WeakMethod(touched)
 
-    def before(gradient: Tensor) -> Tensor:
-        flat.grad = collect(bucket)
+    def before(gradient: Tensor | None) -> Tensor | None:
+        bucket = the_bucket()
+        if gradient is None or bucket is None:
+            return None  # the eager path passes no gradient through autograd, but hooks run
+        bucket.flat.grad = collect(bucket)
         return _run_tensor_hooks(bucket, gradient)
 
-    def after(_: Tensor) -> None:
+    def after(flat: Tensor) -> None:
+        bucket, touched = the_bucket(), the_touched()
         total, flat.grad = flat.grad, None
-        if total is not None:  # the eager path passes no gradient through autograd, but this hook runs
+        if total is not None and bucket is not None and touched is not None:
             install(bucket, total)
             touched(bucket)
 
-    flat.register_hook(before)
-    flat.register_post_accumulate_grad_hook(after)
+    bucket.flat.register_hook(before)
+    bucket.flat.register_post_accumulate_grad_hook(after)
 
 
 @torch.no_grad()

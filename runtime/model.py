@@ -111,12 +111,10 @@ class ShardedModel:
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = buffer.to(device) if buffer is not None else None
         self.buckets: tuple[Bucket, ...] = tuple(bucket for unit in units for bucket in unit.buckets)
-        self.eager = EagerRuntime(units, self, eager_policy or EagerPolicy())
-        for owner, owned in homes.items():
-            shard_module(owner, owned, self.eager)
-        self._attach_windows(module, homes)
+        self.eager = EagerRuntime(units, module.modules(), self, eager_policy or EagerPolicy())
+        self._shard_modules(module, homes)
 
-    def _attach_windows(self, root: nn.Module, homes: dict[nn.Module, dict[str, Home]]) -> None:
+    def _shard_modules(self, root: nn.Module, homes: dict[nn.Module, dict[str, Home]]) -> None:
         unit_of = {unit.module: unit for unit in self.eager.units if not unit.is_root}
         root_buckets = {bucket for unit in self.eager.units if unit.is_root for bucket in unit.buckets}
         for module in dict.fromkeys([root, *unit_of, *homes]):
@@ -124,7 +122,7 @@ class ShardedModel:
             owns_of_root = tuple(b for b in self.buckets if b in owned and b in root_buckets)
             window = Window(self.eager, unit_of.get(module), owns_of_root, is_root=module is root)
             self.eager.add_window(window)
-            window.attach(module)
+            shard_module(module, homes.get(module, {}), window)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -148,6 +146,7 @@ class ShardedModel:
             self.enter_backward()  # recomputing
         else:
             self.leave_backward()
+            self.eager.leave_stray_reads()
 
     def leave_backward(self) -> None:
         """Outside of backward: forget one that raised."""
@@ -162,9 +161,10 @@ class ShardedModel:
 
     def _finish_backward(self) -> None:
         self.eager.finish_backward()
-        for bucket in self.buckets:
-            if bucket.plan.requires_grad and bucket not in self._touched:
-                gradients.fill_missing(bucket)
+        if self._touched:  # else gradients of something else were computed
+            for bucket in self.buckets:
+                if bucket.plan.requires_grad and bucket not in self._touched:
+                    gradients.fill_missing(bucket)
         self._touched.clear()
         self._backward = _BackwardIds()
 

@@ -1,4 +1,4 @@
-"""What a module that owns sharded parameters looks like from inside and outside its forward.
+"""What a module with sharded parameters looks like from inside and outside its forward.
 
 Its ``_parameters`` hold the DTensor shards, always: whatever walks parameters (optimizers, ``state_dict``, ``apply``)
 finds those. ``module.weight`` is a property of a subclass made for the module's class (the trick of SimpleFSDP), and
@@ -9,7 +9,9 @@ gives one of three things:
     otherwise                           the shard
 
 The subclass is made once per class and set of names, so that equal layers keep sharing compiled code. The layout's
-signature is a string that Dynamo guards on: instances with other layouts get code of their own.
+signature is a string that Dynamo guards on: instances with other layouts get code of their own. Its ``forward`` opens a
+window of the eager path around the class's own. (Forward hooks would do, but Dynamo guards on the ids of hooks, which
+differ from module to module: six equal blocks, compiled one by one, would be six compilations.)
 """
 
 from __future__ import annotations
@@ -22,24 +24,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import compat
 from .bucket import Home
-from .eager import EagerRuntime
+from .eager import Window
 
 __all__ = ["check_no_stray_references", "shard_module"]
 
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
 _HOMES = "_mfsdp_homes"
-_RUNTIME = "_mfsdp_runtime"
+_WINDOW = "_mfsdp_window"
 
 
-def shard_module(module: nn.Module, homes: dict[str, Home], runtime: EagerRuntime) -> None:
-    """Put shards in the place of ``module``'s own parameters, by attribute name."""
+def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> None:
+    """Put shards in the place of ``module``'s own parameters, and a window around its forward.
+
+    Args:
+        homes: of its parameters, by attribute name; may be empty, for units and models that own none themselves.
+    """
     for attribute, home in homes.items():
         module._parameters[attribute] = home.bucket.params[home.index]
     state = vars(module)
     state[_HOMES] = homes
-    state[_RUNTIME] = runtime
+    state[_WINDOW] = window
     # Read by Dynamo: a plain dict of tensors, and a string.
     state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
     state[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
@@ -49,6 +56,7 @@ def shard_module(module: nn.Module, homes: dict[str, Home], runtime: EagerRuntim
 @functools.cache
 def _sharded_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
     namespace: dict[str, Any] = {name: _parameter_property(name) for name in attributes}
+    namespace["forward"] = _forward_in_window(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
     # The name stays: repr, logs and messages speak of the class that the user wrote.
@@ -56,12 +64,28 @@ def _sharded_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
+def _forward_in_window(cls: type[nn.Module]) -> Any:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        window: Window = self._mfsdp_window  # type: ignore[assignment]
+        window.runtime.enter(window)
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            window.runtime.leave(window)
+
+    # A forward that is kept out of compiled graphs needs its window there too: this one must not be traced either.
+    return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
+
+
 def _parameter_property(name: str) -> property:
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
-        runtime: EagerRuntime = self._mfsdp_runtime  # type: ignore[assignment]
-        if runtime.in_forward:
+        runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
+        if runtime.in_forward():
             return runtime.read(self._mfsdp_homes[name])  # type: ignore[index,operator]
         return self._parameters[name]  # type: ignore[return-value]
 

@@ -1,0 +1,193 @@
+"""Train a model sharded, and the same model in one process on all ranks' data; compare."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import zoo
+from torch import Tensor, nn
+
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+
+EAGER, AOT_EAGER, INDUCTOR = "eager", "aot_eager", "inductor"
+
+
+@dataclass
+class Run:
+    """What a training run computed: whole tensors, by parameter name."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    shards: list[Tensor] = field(default_factory=list)  # every local gradient and parameter, for bitwise comparison
+    model: Any = None
+
+
+def build(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return factory()
+
+
+def batches(steps: int, shape: Sequence[int] = (6, 8), seed: int = 1) -> Tensor:
+    """``[steps, world_size, *shape]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(steps, dist.get_world_size(), *shape, generator=generator)
+
+
+def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tuple[MegatronFSDP, Callable[..., Any]]:
+    """A sharded model, and what to call in its place in the given mode."""
+    units = units if units is not None else [type(model).block] if hasattr(type(model), "block") else "auto"
+    sharded = fully_shard_model(
+        model, fsdp_unit_modules=units, mixed_precision_policy=options.pop("precision", MixedPrecisionPolicy())
+    )
+    if mode == EAGER:
+        return sharded, sharded
+    fullgraph = options.pop("fullgraph", False)
+    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=fullgraph, options={"inner": mode, **options})
+
+
+def train_sharded(
+    factory: Callable[[], nn.Module],
+    mode: str,
+    data: Tensor,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    microbatches: int = 1,
+    **options: Any,
+) -> Run:
+    model, call = shard(build(factory), mode, **options)
+    rank = dist.get_rank()
+    optimizer = optimizer or _adamw
+    optim = optimizer(model.parameters())
+    run = Run(model=model)
+    for step, batch in enumerate(data):
+        for micro in range(microbatches):
+            torch.manual_seed(1000 * step + 10 * micro + rank)
+            loss = call(_micro(batch[rank], micro, microbatches))
+            loss.backward()
+            run.losses.append(loss.detach())
+        gradients = {}
+        for name, param in model.module.named_parameters():
+            if param.requires_grad:
+                assert param.grad is not None, f"no gradient for {name}"
+                gradients[name] = param.grad.full_tensor()
+                run.shards.append(param.grad.to_local().clone())
+        run.gradients.append(gradients)
+        optim.step()
+        optim.zero_grad()
+    run.params = {name: param.full_tensor().detach() for name, param in model.module.named_parameters()}
+    run.shards += [param.to_local().detach().clone() for param in model.parameters()]
+    return run
+
+
+def train_alone(
+    factory: Callable[[], nn.Module],
+    data: Tensor,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    microbatches: int = 1,
+) -> Run:
+    """One process, all ranks' batches: gradients are the mean over ranks of the sum over microbatches."""
+    model = build(factory)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    optim = (optimizer or _adamw)(model.parameters())
+    run = Run(model=model)
+    buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in range(world_size)]  # each rank has its own
+    for step, batch in enumerate(data):
+        mine = []
+        for other in range(world_size):
+            _set_buffers(model, buffers[other])
+            for micro in range(microbatches):
+                torch.manual_seed(1000 * step + 10 * micro + other)
+                loss = model(_micro(batch[other], micro, microbatches))
+                (loss / world_size).backward()
+                if other == rank:
+                    mine.append(loss.detach())
+            buffers[other] = copy.deepcopy(dict(model.named_buffers()))
+        run.losses += mine
+        run.gradients.append(
+            {
+                name: param.grad.clone() if param.grad is not None else torch.zeros_like(param)
+                for name, param in model.named_parameters()
+                if param.requires_grad
+            }
+        )
+        for param in model.parameters():  # the sharded model gives zeros, not None, to unused parameters
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        optim.step()
+        optim.zero_grad()
+    _set_buffers(model, buffers[rank])
+    run.params = {name: param.detach() for name, param in model.named_parameters()}
+    return run
+
+
+def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.copy_(values[name])
+
+
+def _micro(batch: Tensor, micro: int, microbatches: int) -> Tensor:
+    return batch.chunk(microbatches)[micro]
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """For comparisons of parameters: Adam turns rounding of gradients near zero into steps of the size of lr."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def assert_bitwise(a: Run, b: Run) -> None:
+    for x, y in zip(a.losses, b.losses, strict=True):
+        assert torch.equal(x, y), f"losses {a.losses} and {b.losses}"
+    for i, (x, y) in enumerate(zip(a.shards, b.shards, strict=True)):
+        assert torch.equal(x, y), f"shard {i} differs by {(x - y).abs().max().item() if x.numel() else 0}"
+
+
+def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = True) -> None:
+    """Equal up to ``relative`` of the largest element of each tensor: sums of other order round differently."""
+    for x, y in zip(run.losses, alone.losses, strict=True):
+        assert abs(x - y) <= relative * max(abs(y), 1e-3), f"losses {run.losses} and {alone.losses}"
+    for step, (mine, its) in enumerate(zip(run.gradients, alone.gradients, strict=True)):
+        assert mine.keys() == its.keys()
+        largest = max((g.abs().max().item() for g in its.values() if g.numel()), default=0.0)
+        for name, gradient in its.items():
+            _close(f"gradient of {name}, step {step}", mine[name], gradient, relative, largest)
+    if params:
+        for name, param in alone.params.items():
+            _close(name, run.params[name], param, relative)
+
+
+def _close(what: str, mine: Tensor, its: Tensor, relative: float, scale: float = 0.0) -> None:
+    assert mine.shape == its.shape, f"{what}: shapes {tuple(mine.shape)} and {tuple(its.shape)}"
+    if not its.numel():
+        return
+    bound = relative * max(its.abs().max().item(), scale * 1e-2, 1e-12)
+    difference = (mine - its).abs().max().item()
+    assert difference <= bound, f"{what}: differs by {difference}, allowed {bound}"
+
+
+@contextlib.contextmanager
+def raises_everywhere(error: type[BaseException], *fragments: str) -> Any:
+    """The block raises on this rank with a message that has all the fragments."""
+    try:
+        yield
+    except error as caught:
+        for fragment in fragments:
+            assert fragment in str(caught), f"{fragment!r} is not in the message: {caught}"
+    else:
+        raise AssertionError(f"no {error.__name__} was raised")
+
+
+MODELS = {
+    name: cls
+    for name, cls in vars(zoo).items()
+    if isinstance(cls, type) and issubclass(cls, zoo.Plain) and not name.startswith("_")
+}

@@ -1,0 +1,238 @@
+"""Small models, one feature each."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Block(nn.Module):
+    """A residual MLP; what tests shard by."""
+
+    def __init__(self, width: int = 16, hidden: int = 24) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """Embedding-like input layer, blocks, head."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(self.block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 5)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.trunk(self.enter(x)))).pow(2).mean()
+
+
+class Uneven(Plain):
+    """Prime sizes: rows, shards and alignment do not fit together."""
+
+    def __init__(self) -> None:
+        super().__init__(width=13, layers=2)
+
+
+class Tied(Plain):
+    """The head's weight is the input layer's, and two blocks share a matrix across units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 16, bias=False)
+        self.enter = nn.Linear(16, 16)
+        self.head.weight = self.enter.weight
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.cat([x, x], dim=-1))
+
+
+class FrozenParameters(Plain):
+    """Biases do not train: two buckets per unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad_(not name.endswith("bias"))
+
+
+class FrozenUnit(Plain):
+    """Whole blocks do not train, one of them between trainable ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.enter.requires_grad_(False)
+
+
+class Unused(Plain):
+    """Parameters, and a whole unit, that no forward touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].spare = nn.Parameter(torch.randn(3, 5))
+        self.spare_block = Block()
+
+
+class Norms(Plain):
+    """BatchNorm: buffers that change in forward."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.norm = nn.BatchNorm1d(width)
+
+
+class Dropout(Plain):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3, self.training)
+
+
+class CalledTwice(Plain):
+    """Every block runs twice, and the first again at the end."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        return self.blocks[0](x)
+
+
+class Checkpointed(Plain):
+    def trunk(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class CheckpointedReentrant(Plain):
+    def trunk(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class Autocast(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+class Scalars(Plain):
+    """0-d, single-row and empty parameters."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.gain = nn.Parameter(torch.tensor(1.5))
+            self.row = nn.Parameter(torch.randn(1, width))
+            self.empty = nn.Parameter(torch.empty(0, width))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.gain + self.row + self.empty.sum()
+
+
+class MixedTypes(Plain):
+    """Norms in float64 among float32: two dtypes in one unit."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.norm.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(self.norm(x.double()).to(x.dtype))))
+
+
+class Nested(Plain):
+    """Units inside units, and a parameter of the outer one that is used around the inner."""
+
+    class block(nn.Module):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self.before = nn.Linear(width, width)
+            self.inner = Block(width)
+            self.after = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.inner(self.before(x)))
+
+
+class ReadsChild(Plain):
+    """A parent that uses its child's weight without calling the child, as Mamba does."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + F.linear(F.gelu(F.linear(self.norm(x), self.up.weight)), self.down.weight, self.down.bias)
+
+
+class RootParameter(Plain):
+    """The model itself owns a parameter, used between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(16))
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + self.position)
+        return x
+
+
+class Detached(Plain):
+    """A weight that is used without gradient too, after its own gradient is complete."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + F.linear(x, self.down.weight.detach() @ self.up.weight.detach())
+
+
+class Recurrent(Plain):
+    class block(nn.Module):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(width, width, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.rnn(x[:, None])[0][:, 0]
+
+
+class GraphBreaks(Plain):
+    """Python that Dynamo cannot trace, in the middle of a unit."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(self.norm(x))
+            torch._dynamo.graph_break()
+            return x + self.down(F.gelu(y))
+
+
+class DisabledChild(Plain):
+    """A submodule of a unit that must run eagerly, as Transformer Engine's do."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.down = _Disabled(24, width)
+
+
+class _Disabled(nn.Linear):
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
