@@ -17,9 +17,9 @@ if importlib.util.find_spec("mfsdp_compile.runtime") is None:
         )
     __path__.append(str(_checkout))
 
-from .api import fully_shard, fully_shard_model, fully_shard_optimizer  # noqa: E402
-from .policy import MixedPrecisionPolicy, ShardingStrategy  # noqa: E402
-from .wrapper import MegatronFSDP  # noqa: E402
+from .api import fully_shard, fully_shard_model, fully_shard_optimizer
+from .policy import MixedPrecisionPolicy, ShardingStrategy
+from .wrapper import MegatronFSDP
 
 __all__ = [
     "MegatronFSDP",

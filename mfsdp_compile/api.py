@@ -102,7 +102,9 @@ def fully_shard_model(
         )
     precision = _precision(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
-        raise ValueError("The model is sharded already: it is a MegatronFSDP. Pass the module that is inside only once.")
+        raise ValueError(
+            "The model is sharded already: it is a MegatronFSDP. Pass the module that is inside only once."
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
     mesh = _data_parallel_mesh(device_mesh, dp_shard_dim)

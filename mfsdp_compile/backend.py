@@ -41,9 +41,7 @@ def mfsdp(
         return _compile_inner(gm, example_inputs, chosen, None)
 
     call = _Call(shells)
-    context = Context(
-        tuple(_info(bucket) for bucket in call.buckets), chosen.schedule, _is_whole_model(call.buckets)
-    )
+    context = Context(tuple(_info(bucket) for bucket in call.buckets), chosen.schedule, _is_whole_model(call.buckets))
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, call.buckets.index(home.bucket), home.index))

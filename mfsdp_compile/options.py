@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mfsdp_compile.passes.context import SchedulePolicy
@@ -25,7 +25,7 @@ class CompileOptions:
     """
 
     inner: str = "inductor"
-    schedule: SchedulePolicy = SchedulePolicy()
+    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
@@ -49,5 +49,7 @@ class CompileOptions:
         if inductor and inner != "inductor":
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
         if inductor.get("triton.cudagraphs"):
-            raise NotImplementedError("CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options")
+            raise NotImplementedError(
+                "CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options"
+            )
         return CompileOptions(inner, schedule, tuple(sorted(inductor.items())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NoReturn
 
 import torch
@@ -51,11 +52,9 @@ class MegatronFSDP(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
         """A sharded model of its own: other memory, same values, same groups. No communication."""
-        from copy import deepcopy
-
-        duplicate = object.__new__(MegatronFSDP)
+        duplicate = MegatronFSDP.__new__(MegatronFSDP)
         memo[id(self)] = duplicate
-        vars(duplicate).update(deepcopy(vars(self), memo))
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
 
     # -- gradients ----------------------------------------------------------------------------------------------------

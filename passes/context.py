@@ -11,7 +11,19 @@ from torch import fx
 
 from mfsdp_compile.runtime.layout import BucketLayout
 
-__all__ = ["BucketInfo", "Context", "Kind", "Phase", "Report", "Role", "SchedulePolicy", "phase_of", "role_of", "set_phase", "set_role"]
+__all__ = [
+    "BucketInfo",
+    "Context",
+    "Kind",
+    "Phase",
+    "Report",
+    "Role",
+    "SchedulePolicy",
+    "phase_of",
+    "role_of",
+    "set_phase",
+    "set_role",
+]
 
 
 @dataclass(frozen=True)

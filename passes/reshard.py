@@ -78,4 +78,3 @@ def kept_bucket(graph: fx.Graph, found: list[roles.Gather], context: Context) ->
 def _final_uses(gather: roles.Gather) -> list[fx.Node]:
     casts = _casts(gather)
     return [u for u in gather.uses if u not in casts] + [u for c in casts for u in c.users if u not in casts]
-

@@ -47,7 +47,9 @@ def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0
     for reduction in reductions:
         info = context.buckets[reduction.bucket]
         if phase is not Phase.BACKWARD:
-            raise _breach("reduced in backward", f"a {phase.value} graph reduces", reduction.bucket, reduction.pack, context)
+            raise _breach(
+                "reduced in backward", f"a {phase.value} graph reduces", reduction.bucket, reduction.pack, context
+            )
         if reduction.bucket in reduced:
             raise _breach("reduced once", "its bucket is reduced twice", reduction.bucket, reduction.start, context)
         reduced.add(reduction.bucket)
@@ -56,11 +58,21 @@ def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0
         offsets = Counter(reduction.pack.args[1])  # type: ignore[arg-type]
         expected = Counter(slot.offset for slot in info.layout.slots)
         if not offsets <= expected or reduction.pack.args[2] != info.layout.numel:
-            raise _breach("packed in place", f"gradients are packed at {sorted(offsets)}", reduction.bucket, reduction.pack, context)
+            raise _breach(
+                "packed in place",
+                f"gradients are packed at {sorted(offsets)}",
+                reduction.bucket,
+                reduction.pack,
+                context,
+            )
         if graph.output_node() not in (reduction.after[-1] if reduction.after else reduction.wait).users:
-            raise _breach("gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context)
+            raise _breach(
+                "gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context
+            )
         if reduction.start.args[1] != info.gather_arguments[-1]:
-            raise _breach("scaled right", f"reduced with {reduction.start.args[1]}", reduction.bucket, reduction.start, context)
+            raise _breach(
+                "scaled right", f"reduced with {reduction.start.args[1]}", reduction.bucket, reduction.start, context
+            )
 
     for node in graph.nodes:
         role = role_of(node)

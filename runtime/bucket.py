@@ -1,12 +1,12 @@
 """A bucket: the parameters of one unit that share dtype, ``requires_grad`` and group, as one flat shard per rank.
 
-    originals     weight [6, 8]                          bias [6]
-                  |                                      |
-    bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      never whole in memory, except while it is gathered
-                                       |
-    flat          this rank's slice, a leaf that autograd knows; main dtype
-    params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
-    shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user
+originals     weight [6, 8]                          bias [6]
+              |                                      |
+bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      never whole in memory, except while it is gathered
+                                   |
+flat          this rank's slice, a leaf that autograd knows; main dtype
+params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
+shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user
 """
 
 from __future__ import annotations

@@ -248,9 +248,7 @@ def compile_with_aot_eager(
     return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
 
 
-def min_cut_partition(
-    joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
+def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     from functorch.compile import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

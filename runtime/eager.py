@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -287,9 +288,8 @@ class EagerRuntime:
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
         following = (self._previous if in_backward else self._next).get(unit)
-        if following is not None and not following.is_compiled:
-            if following.gathered_bytes <= self.policy.prefetch_bytes:
-                self._start(following)
+        if following is not None and self._may_prefetch(following):
+            self._start(following)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete; for frozen ones
             # nothing tells, so they go when another unit comes.
@@ -297,6 +297,9 @@ class EagerRuntime:
                 if other is not unit and other is not following:
                     self._release(other, only_frozen=True)
         return state
+
+    def _may_prefetch(self, unit: EagerUnit) -> bool:
+        return not unit.is_compiled and unit.gathered_bytes <= self.policy.prefetch_bytes
 
     def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
         for bucket in unit.buckets:
@@ -313,8 +316,9 @@ class EagerRuntime:
             del self._by_storage[state.full.untyped_storage().data_ptr()]
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
-        self._next = dict(zip(order, order[1:], strict=False))
-        self._previous = dict(zip(order[1:], order, strict=False))
+        pairs = list(itertools.pairwise(order))
+        self._next = dict(pairs)
+        self._previous = {later: earlier for earlier, later in pairs}
 
     # -- tensors saved for backward -----------------------------------------------------------------------------------
 

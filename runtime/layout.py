@@ -230,9 +230,7 @@ def plan_layouts(
     return tuple(_plan(ordered, itemsize, world_size, policy))
 
 
-def _plan(
-    params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy
-) -> Iterator[BucketLayout]:
+def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> Iterator[BucketLayout]:
     layout = _fit(params, itemsize, world_size, policy)
     if layout is not None:
         yield layout
@@ -254,9 +252,7 @@ def _split(params: Sequence[ParamSpec]) -> tuple[Sequence[ParamSpec], Sequence[P
     return params[: len(params) // 2], params[len(params) // 2 :]
 
 
-def _fit(
-    params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy
-) -> BucketLayout | None:
+def _fit(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> BucketLayout | None:
     """One bucket for all of ``params`` within the padding bound, or None (never None for a single parameter)."""
     content = sum(p.numel for p in params)
     longest_row = max(p.row_numel for p in params)

@@ -213,9 +213,7 @@ def _check_shardable(module: nn.Module) -> None:
         if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
             kind = type(param.data).__name__
             sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
-            raise ValueError(
-                f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters.{sharded}"
-            )
+            raise ValueError(f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters.{sharded}")
         if param.is_complex():
             raise NotImplementedError(
                 f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
@@ -236,17 +234,13 @@ def _plan_unit(
     plans: list[BucketPlan] = []
     for (dtype, requires_grad), specs in groups.items():
         for layout in plan_layouts(specs, dtype.itemsize, world_size, layout_policy):
-            plans.append(
-                BucketPlan(unit.name, unit.name, layout, dtype, precision.main_dtype(dtype), requires_grad)
-            )
+            plans.append(BucketPlan(unit.name, unit.name, layout, dtype, precision.main_dtype(dtype), requires_grad))
     if len(plans) > 1:
         plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
     return plans
 
 
-def _describe(
-    module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool
-) -> list[str]:
+def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:
     lines = []
     for name, param in module.named_parameters():
         lines.append(f"parameter {name}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}")

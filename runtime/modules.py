@@ -50,7 +50,8 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     # Read by Dynamo: a plain dict of tensors, and a string.
     state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
     state[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
-    module.__class__ = _sharded_class(type(module), tuple(homes))
+    cls: Any = type(module)
+    module.__class__ = _sharded_class(cls, tuple(homes))
 
 
 @functools.cache
@@ -113,7 +114,7 @@ class _Sharded(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``cuda`` and the like: buffers move, shards cannot change dtype or device."""
         homes: dict[str, Home] = vars(self)[_HOMES]
-        for attribute, home in homes.items():
+        for home in homes.values():
             flat = home.bucket.flat
             probe = torch.empty(0, dtype=flat.dtype, device=flat.device)
             moved = fn(probe)
@@ -139,7 +140,7 @@ class _Sharded(nn.Module):
             return memo[id(self)]
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
-        vars(duplicate).update(copy.deepcopy(vars(self), memo))
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -150,7 +151,7 @@ class _Sharded(nn.Module):
 
     def __copy__(self) -> nn.Module:
         duplicate = type(self).__new__(type(self))
-        vars(duplicate).update(vars(self))
+        duplicate.__dict__.update(self.__dict__)
         return duplicate
 
 
@@ -164,7 +165,9 @@ def check_no_stray_references(model: nn.Module, params: Iterable[nn.Parameter]) 
                 continue
             if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
                 continue
-            values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
             if any(isinstance(v, Tensor) and id(v) in ids for v in values):
                 raise ValueError(
                     f"Module {name or 'model'!r} ({type(module).__name__}) holds a parameter in its attribute "

@@ -164,7 +164,5 @@ def _pack_gradients(gradients: Sequence[Tensor], offsets: Sequence[int], numel: 
 
 
 @torch.library.register_fake("mfsdp::pack_gradients", lib=_library)
-def _pack_gradients_fake(
-    gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
-) -> Tensor:
+def _pack_gradients_fake(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Tensor:
     return gradients[0].new_empty(numel, dtype=dtype)

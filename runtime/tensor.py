@@ -72,7 +72,8 @@ class RowShardedTensor(DTensor):
     def wrap(local: Tensor, split: RowSplit, mesh: DeviceMesh, requires_grad: bool = False) -> RowShardedTensor:
         """Wrap this rank's rows, without copying them."""
         shape = torch.Size(split.shape)
-        strides, stride = [], 1
+        strides: list[int] = []
+        stride = 1
         for size in reversed(shape):
             strides.insert(0, stride)
             stride *= max(size, 1)
@@ -126,7 +127,9 @@ class RowShardedTensor(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy of the rows in memory of its own, in no bucket."""
         if not self.is_leaf:
-            raise RuntimeError(f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}")
+            raise RuntimeError(
+                f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}"
+            )
         duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.split, self.device_mesh)
         if isinstance(self, nn.Parameter):
             duplicate = nn.Parameter(duplicate, requires_grad=self.requires_grad)

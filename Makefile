@@ -1,0 +1,54 @@
+# Everything sets itself up: a virtual environment in $(VENV), or on top of the Python at hand where that has a torch
+# that is supported (a machine with GPUs, a container).
+
+PYTHON ?= python3
+VENV   ?= .venv
+# What is installed where the Python at hand has no torch. On a machine with GPUs give the build for its CUDA version.
+TORCH  ?= torch==2.13.0
+
+RANKS  ?=
+STEPS  ?=
+EAGER  ?=
+MODEL  ?=
+DEMO_ARGS = $(if $(RANKS),--ranks $(RANKS)) $(if $(STEPS),--steps $(STEPS)) \
+            $(if $(filter-out 0,$(EAGER)),--eager) $(if $(MODEL),--model $(MODEL))
+
+BIN   = $(VENV)/bin
+READY = $(VENV)/.ready
+HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
+
+.PHONY: demo test check lint types fast bench clean
+
+demo: $(READY)
+	$(BIN)/mfsdp demo $(DEMO_ARGS)
+
+test: check
+	$(BIN)/pytest -q -m processes
+
+check: lint types fast
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# On the package as it is installed: mypy cannot follow an editable installation, nor the mapping of top-level folders.
+types: $(READY)
+	rm -rf build && $(BIN)/pip install -q --no-deps --target build/types .
+	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
+
+fast: $(READY)
+	$(BIN)/pytest -q -m "not processes"
+
+bench: $(READY)
+	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/memory.py
+
+$(READY): pyproject.toml Makefile
+	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
+	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q "$(TORCH)"; fi
+	$(BIN)/pip install -q -e ".[test,models]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build demo-out

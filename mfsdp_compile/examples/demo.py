@@ -1,0 +1,437 @@
+"""``mfsdp demo``: processes train a transformer on real text with sharded parameters, and account for it afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+
+from .llama import Block, Llama, LlamaConfig
+from .text import ByteText, standard_library
+
+__all__ = ["DemoConfig", "run"]
+
+PARITY_BOUND = 1e-3
+"""Largest relative difference of the loss curve from one process's. Sums of floating-point numbers in another order
+differ by about 1e-7, which AdamW's division by the gradient's size lets grow from step to step; a wrong gradient (one
+rank's, a sum for a mean, a missing parameter) is off by far more within two steps."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What to train.
+
+    Args:
+        ranks: processes; on a machine with GPUs at most as many as there are GPUs.
+        steps: optimizer steps.
+        eager: use the eager path instead of ``torch.compile``.
+        model: ``"llama"``, the package's own, or ``"hf-llama"``, the same size from transformers.
+        batch: sequences per rank and step.
+        length: bytes per sequence.
+        lr: of AdamW.
+        parity_steps: how far one process repeats the run.
+        out: folder for the loss curve and the schedule.
+    """
+
+    ranks: int = 2
+    steps: int = 60
+    eager: bool = False
+    model: str = "llama"
+    batch: int = 8
+    length: int = 128
+    lr: float = 2e-3
+    parity_steps: int = 12
+    out: str = "demo-out"
+    seed: int = 0
+
+
+@dataclass
+class _Outcome:
+    """What rank 0 knows at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    first_step_seconds: float = 0.0
+    sharded_bytes: list[dict[str, int]] = field(default_factory=list)  # by rank
+    whole_bytes: dict[str, int] = field(default_factory=dict)
+    collectives: dict[str, int] = field(default_factory=dict)
+    layouts: list[str] = field(default_factory=list)
+    schedules: dict[str, list[str]] = field(default_factory=dict)
+
+
+def run(config: DemoConfig) -> int:
+    """Train, compare with one process, print a summary. Returns the process's exit code: 0 if all of it held."""
+    console = Console()
+    use_cuda = torch.cuda.is_available()
+    if use_cuda and config.ranks > torch.cuda.device_count():
+        console.print(f"RANKS={config.ranks}, but there are {torch.cuda.device_count()} GPUs: NCCL needs one per rank.")
+        return 2
+    device = f"{config.ranks} x {torch.cuda.get_device_name()}, NCCL" if use_cuda else "CPU, gloo"
+    how = "eager hooks" if config.eager else 'torch.compile(model, backend="mfsdp")'
+    console.print(f"[bold]mfsdp demo[/]: {config.ranks} processes on {device}, torch {torch.__version__}, {how}")
+
+    started = time.monotonic()
+    outcome: _Outcome = _spawn(_train_rank, config, config.ranks, console)
+    alone: list[float] = []
+    if config.parity_steps:
+        with console.status(f"one process repeats {min(config.parity_steps, config.steps)} steps on the same data"):
+            alone = _spawn(_train_alone, config, 1, console)
+    good = _summarise(console, config, outcome, alone)
+    console.print(f"{time.monotonic() - started:.0f} s in all; files in [bold]{config.out}/[/]")
+    return 0 if good else 1
+
+
+# -- the training loop ------------------------------------------------------------------------------------------------
+
+
+def _train_rank(rank: int, config: DemoConfig, say: Callable[[Any], None]) -> _Outcome:
+    device = _device(rank)
+    text = ByteText(standard_library(), config.length, config.seed)
+    torch.manual_seed(config.seed)
+    whole, unit, loss_of = _build(config)
+    whole_bytes = _bytes(whole)
+    model = fully_shard_model(whole, fsdp_unit_modules=[unit])
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=config.lr, foreach=True))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
+    call = model if config.eager else torch.compile(model, backend="mfsdp")
+
+    outcome = _Outcome(whole_bytes=whole_bytes)
+
+    def train_step(step: int) -> Tensor:
+        tokens, targets = (
+            part.chunk(config.ranks)[rank].to(device) for part in text.batch(step, config.batch * config.ranks)
+        )
+        loss = loss_of(call, tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step == 0:
+            outcome.sharded_bytes = _of_all_ranks(_sharded_bytes(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / config.ranks
+
+    for step in range(config.steps):
+        begun = time.perf_counter()
+        outcome.losses.append(train_step(step).item())
+        outcome.seconds.append(time.perf_counter() - begun)
+        if rank == 0:
+            say((step + 1, outcome.losses[-1], config.batch * config.length * config.ranks / outcome.seconds[-1]))
+    outcome.first_step_seconds = outcome.seconds[0]
+    _add_optimizer_bytes(outcome, optimizer, whole_bytes)
+    outcome.collectives = _count_collectives(lambda: train_step(config.steps))
+    outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
+    for record in model.sharded.compiled_graphs:
+        for phase, lines in record.schedules.items():
+            outcome.schedules.setdefault(phase.value, lines)
+    return outcome
+
+
+def _train_alone(rank: int, config: DemoConfig, say: Callable[[Any], None]) -> list[float]:
+    """The same steps on the same data in one process, without this package: the mean of the ranks' losses."""
+    device = _device(rank)
+    text = ByteText(standard_library(), config.length, config.seed)
+    torch.manual_seed(config.seed)
+    model, _, loss_of = _build(config)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
+    losses = []
+    for step in range(min(config.parity_steps, config.steps)):
+        tokens, targets = (part.to(device) for part in text.batch(step, config.batch * config.ranks))
+        total = 0.0
+        for some_tokens, some_targets in zip(tokens.chunk(config.ranks), targets.chunk(config.ranks), strict=True):
+            loss = loss_of(model, some_tokens, some_targets) / config.ranks
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(total)
+    return losses
+
+
+def _build(config: DemoConfig) -> tuple[nn.Module, type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]:
+    """A model, its unit's class, and how to get a loss from it."""
+    sizes = LlamaConfig()
+    if config.model == "llama":
+        return Llama(sizes), Block, lambda call, tokens, targets: call(tokens, targets)
+    if config.model != "hf-llama":
+        raise ValueError(f"model must be 'llama' or 'hf-llama', got {config.model!r}")
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    hf_config = transformers.LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        max_position_embeddings=config.length,
+        use_cache=False,
+    )
+
+    def loss_of(call: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(call(input_ids=tokens).logits.flatten(0, 1).float(), targets.flatten())
+
+    return transformers.LlamaForCausalLM(hf_config), LlamaDecoderLayer, loss_of
+
+
+def _warmup(step: int) -> float:
+    return min(1.0, (step + 1) / 10)
+
+
+def _device(rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+# -- accounting -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(model: nn.Module) -> dict[str, int]:
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    return {"parameters": total, "gradients": total}
+
+
+def _sharded_bytes(model: nn.Module) -> dict[str, int]:
+    params = list(model.parameters())
+    return {
+        "parameters": sum(p.to_local().nbytes for p in params),
+        "gradients": sum(p.grad.to_local().nbytes for p in params if p.grad is not None),
+    }
+
+
+def _add_optimizer_bytes(outcome: _Outcome, optimizer: torch.optim.Optimizer, whole: dict[str, int]) -> None:
+    mine = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                mine += value.to_local().nbytes if hasattr(value, "to_local") else value.nbytes
+    for rank, optimizer_bytes in enumerate(_of_all_ranks(mine)):
+        outcome.sharded_bytes[rank]["optimizer state"] = optimizer_bytes
+    whole["optimizer state"] = 2 * whole["parameters"]  # AdamW's two moments
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _count_collectives(step: Callable[[], Any]) -> dict[str, int]:
+    """What one step runs, counted by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    counts = Counter(event.name for event in profile.events())
+    return {
+        "gathers": counts["_c10d_functional::all_gather_into_tensor"],
+        "reductions": counts["_c10d_functional::reduce_scatter_tensor"],
+    }
+
+
+# -- the summary ------------------------------------------------------------------------------------------------------
+
+
+def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: list[float]) -> bool:
+    losses = outcome.losses
+    fell = len(losses) > 1 and losses[-1] < losses[0]
+    console.print()
+    console.print(_plot(losses), highlight=False)
+    steady = sorted(outcome.seconds[1:]) or outcome.seconds
+    console.print(
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {len(losses)} steps; first step "
+        f"{outcome.first_step_seconds:.1f} s (with compilation), then {steady[len(steady) // 2] * 1e3:.0f} ms each (median)"
+    )
+    good = fell
+    if not fell:
+        console.print("[red]The loss did not fall.[/]")
+
+    if alone:
+        worst = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=False))
+        equal = worst <= PARITY_BOUND
+        good &= equal
+        console.print(
+            f"parity with one process over {len(alone)} steps: largest relative difference of the loss {worst:.1e} "
+            f"(allowed {PARITY_BOUND:.0e}): {'[green]equal[/]' if equal else '[red]NOT EQUAL[/]'}"
+        )
+
+    table = Table("bytes", "unsharded", *(f"rank {rank}" for rank in range(len(outcome.sharded_bytes))), "share")
+    for what, whole in outcome.whole_bytes.items():
+        each = [held[what] for held in outcome.sharded_bytes]
+        table.add_row(what, f"{whole:,}", *(f"{b:,}" for b in each), f"{max(each) / whole:.1%}")
+    console.print(table)
+
+    buckets = len(outcome.layouts)
+    console.print(
+        f"one step: {outcome.collectives['gathers']} all-gathers and {outcome.collectives['reductions']} reduce-scatters "
+        f"for {buckets} buckets (profiled)"
+    )
+    for phase in ("forward", "backward"):
+        if phase in outcome.schedules:
+            console.print(f"[bold]schedule of the {phase}[/]")
+            for line in _shortened(outcome.schedules[phase]):
+                console.print(f"  {line}", highlight=False)
+    if not outcome.schedules and not config.eager:
+        console.print(
+            "schedule: the graphs came from the compile cache; run with a new TORCHINDUCTOR_CACHE_DIR to see it"
+        )
+    _write_files(config, outcome, alone)
+    return good
+
+
+def _shortened(lines: list[str], ends: int = 9) -> list[str]:
+    if len(lines) <= 2 * ends + 1:
+        return lines
+    return [*lines[:ends], f"... {len(lines) - 2 * ends} lines like these ...", *lines[-ends:]]
+
+
+def _plot(values: list[float], width: int = 72, height: int = 12) -> str:
+    """A curve in characters, for terminals."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    columns = min(width, len(values))
+    rows = [[" "] * columns for _ in range(height)]
+    for column in range(columns):
+        part = values[column * len(values) // columns : (column + 1) * len(values) // columns]
+        level = (sum(part) / len(part) - low) / span
+        rows[height - 1 - round(level * (height - 1))][column] = "*"
+    labels = [f"{high - (high - low) * i / (height - 1):7.3f} |" for i in range(height)]
+    lines = [label + "".join(row) for label, row in zip(labels, rows, strict=True)]
+    return "\n".join([*lines, " " * 8 + "+" + "-" * columns, " " * 9 + f"loss over {len(values)} steps"])
+
+
+def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> None:
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "loss.csv").write_text(
+        "step,loss,one_process\n"
+        + "".join(f"{i},{loss},{alone[i] if i < len(alone) else ''}\n" for i, loss in enumerate(outcome.losses))
+    )
+    (out / "schedule.txt").write_text(
+        "\n".join(
+            [*outcome.layouts, *(f"\n{phase}\n" + "\n".join(lines) for phase, lines in outcome.schedules.items()), ""]
+        )
+    )
+    facts = {"config": asdict(config), "torch": torch.__version__, "machine": platform.machine()}
+    (out / "summary.json").write_text(json.dumps(facts | asdict(outcome), indent=1))
+    try:
+        import matplotlib
+    except ImportError:
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot(outcome.losses, label=f"{config.ranks} ranks, sharded")
+    if alone:
+        axes.plot(alone, "--", label="one process")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    figure.savefig(out / "loss.png", dpi=120)
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def _spawn(work: Callable[..., Any], config: DemoConfig, ranks: int, console: Console) -> Any:
+    """Run ``work`` on every rank, show the progress that rank 0 reports, return what rank 0 returns.
+
+    If a rank fails, the others are stopped and its traceback is raised here.
+    """
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=_process, args=(work, rank, ranks, port, config, queue), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        return _follow(processes, queue, config, console)
+    finally:
+        for process in processes:
+            process.join(0.5 if process.exitcode is None else None)
+            process.kill()
+
+
+def _follow(processes: list[Any], queue: Any, config: DemoConfig, console: Console) -> Any:
+    result: Any = None
+    finished = 0
+    columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} tokens/s")
+    progress = Progress(
+        TextColumn(columns[0]),
+        BarColumn(),
+        MofNCompleteColumn(),
+        *(TextColumn(column) for column in columns[1:]),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    task = progress.add_task("compiling", total=config.steps, loss="-", speed="-")
+    with progress:
+        while finished < len(processes):
+            if queue.empty():
+                dead = [p for p in processes if p.exitcode not in (None, 0)]
+                if dead and queue.empty():
+                    raise RuntimeError(f"a rank died with exit code {dead[0].exitcode}")
+                time.sleep(0.02)
+                continue
+            kind, value = queue.get()
+            if kind == "step":
+                step, loss, speed = value
+                progress.update(task, completed=step, description="training", loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
+                if not console.is_terminal and (step % 10 == 0 or step == 1):
+                    console.print(f"step {step:4d}  loss {loss:.4f}  {speed:,.0f} tokens/s")
+            elif kind == "failed":
+                raise RuntimeError(f"a rank failed:\n{value}")
+            else:
+                finished += 1
+                result = value if value is not None else result
+        if progress.tasks[0].completed == 0:
+            progress.remove_task(task)
+    return result
+
+
+def _process(work: Callable[..., Any], rank: int, ranks: int, port: int, config: DemoConfig, queue: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    try:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        _device(rank)
+        dist.init_process_group(backend, rank=rank, world_size=ranks)
+        result = work(rank, config, lambda value: queue.put(("step", value)))
+        queue.put(("done", result if rank == 0 else None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        queue.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
+        raise SystemExit(1) from None

@@ -1,0 +1,116 @@
+"""A compact Llama (https://arxiv.org/abs/2302.13971): RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Block", "Llama", "LlamaConfig"]
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes. ``hidden`` is the width inside the feed-forward part; ``kv_heads`` divides ``heads``."""
+
+    vocabulary: int = 256
+    width: int = 256
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 4
+    hidden: int = 688
+    rope_base: float = 10_000.0
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = config.heads, config.kv_heads
+        self.head_width = config.width // config.heads
+        kv_width = self.kv_heads * self.head_width
+        self.q = nn.Linear(config.width, config.width, bias=False)
+        self.k = nn.Linear(config.width, kv_width, bias=False)
+        self.v = nn.Linear(config.width, kv_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        batch, length, width = x.shape
+        q = _rotate(self.q(x).view(batch, length, self.heads, -1).transpose(1, 2), rotation)
+        k = _rotate(self.k(x).view(batch, length, self.kv_heads, -1).transpose(1, 2), rotation)
+        v = self.v(x).view(batch, length, self.kv_heads, -1).transpose(1, 2)
+        repeat = self.heads // self.kv_heads
+        if repeat > 1:
+            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer; the unit to shard by."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Llama(nn.Module):
+    """Next-token prediction.
+
+    ``forward(tokens)`` gives logits ``[batch, length, vocabulary]``; ``forward(tokens, targets)``, both ``[batch,
+    length]`` of int64, the mean cross entropy in nats, a float32 scalar.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=1e-5)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        head_width = self.config.width // self.config.heads
+        rotation = _rotation(tokens.shape[1], head_width, self.config.rope_base, tokens.device)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rotation)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _rotation(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    frequencies = base ** (-torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate pairs of features, ``[batch, heads, length, head_width]``, by their position."""
+    cos, sin = (part.to(x.dtype) for part in rotation)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,56 @@
+"""Text that every machine has: the sources of Python's standard library, as bytes."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["ByteText", "standard_library"]
+
+
+def standard_library(max_bytes: int = 4 << 20) -> Tensor:
+    """The standard library's modules, one after the other by name, ``[n]`` of uint8, ``n <= max_bytes``.
+
+    Raises:
+        FileNotFoundError: this Python comes without sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(root.rglob("*.py")):
+        folders = path.relative_to(root).parts[:-1]
+        if {"site-packages", "dist-packages", "test", "tests", "__pycache__"} & set(folders):
+            continue
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= max_bytes:
+            break
+    if not parts:
+        raise FileNotFoundError(f"no Python sources below {root}: this Python was installed without them")
+    return torch.frombuffer(bytearray(b"".join(parts)[:max_bytes]), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class ByteText:
+    """Batches of random windows, a function of the seed and the step alone.
+
+    Args:
+        data: bytes, ``[n]`` of uint8.
+        length: of a window, in bytes.
+        seed: of the choice of windows.
+    """
+
+    data: Tensor
+    length: int
+    seed: int = 0
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Tokens and next tokens, ``[size, length]`` of int64 each."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        starts = torch.randint(0, len(self.data) - self.length, (size,), generator=generator)
+        windows = self.data[starts[:, None] + torch.arange(self.length + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
