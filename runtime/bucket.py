@@ -129,11 +129,14 @@ class Bucket:
         """Shard, parameters and shells over the values of ``flat``; Python attributes of ``like`` are kept."""
         plan = self.plan
         self.flat = flat.requires_grad_(plan.requires_grad)
-        # Views of the detached shard: they share its memory and version counter, not its place in autograd graphs.
+        # Views of the detached shard: they share its memory and version, not its place in autograd graphs.
+        views = self.views(flat.detach())
         self.params = tuple(
-            nn.Parameter(RowShardedTensor.wrap(view, split, self.mesh), requires_grad=plan.requires_grad)
-            for view, split in zip(self.views(flat.detach()), self.splits, strict=True)
+            nn.Parameter(RowShardedTensor.wrap(view, split, self.mesh, backing=flat), requires_grad=plan.requires_grad)
+            for view, split in zip(views, self.splits, strict=True)
         )
+        for param, view in zip(self.params, views, strict=True):
+            param._local_tensor = view  # making a Parameter detached it, from the version too
         self.shells = tuple(
             _shell(split.shape, plan.compute_dtype, flat.device, plan.requires_grad) for split in self.splits
         )
@@ -207,7 +210,7 @@ class Bucket:
         return f"Bucket({self.plan.name!r}: {self.plan.layout})"
 
 
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "_is_param", "mfsdp_home"}
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home"}
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:

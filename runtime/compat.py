@@ -49,6 +49,8 @@ try:
     all_reduce = torch.ops._c10d_functional.all_reduce.default
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     _execution_engine = torch.autograd.Variable._execution_engine
+    _eval_frame: Any = torch._C._dynamo.eval_frame
+    _run_as_is = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
@@ -127,6 +129,13 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def only_inline(function: Any) -> Any:
+    """Let Dynamo trace calls of ``function`` as parts of what it compiles, but never compile ``function`` by itself,
+    which it would do when eager code calls it between two graphs. A decorator."""
+    _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
+    return function
 
 
 def is_dynamo_disabled(function: Any) -> bool:

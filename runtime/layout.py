@@ -178,7 +178,7 @@ class BucketLayout:
 
     def shard_offset(self, index: int, rank: int) -> int:
         """Where parameter ``index`` begins in the shard of ``rank``, in elements (0 where the rank has none of it)."""
-        if not len(self.rows(index, rank)):
+        if not self.slots[index].row_numel or not self.rows(index, rank):
             return 0
         return max(self.slots[index].offset - rank * self.shard_numel, 0)
 

@@ -82,6 +82,7 @@ def _forward_in_window(cls: type[nn.Module]) -> Any:
 
 
 def _parameter_property(name: str) -> property:
+    @compat.only_inline
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
@@ -90,26 +91,43 @@ def _parameter_property(name: str) -> property:
             return runtime.read(self._mfsdp_homes[name])  # type: ignore[index,operator]
         return self._parameters[name]  # type: ignore[return-value]
 
-    def delete(self: nn.Module) -> None:
-        raise AttributeError(
-            f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the model "
-            "before fully_shard_model."
-        )
-
-    return property(get, None, delete)
+    return property(get)
 
 
-@property  # type: ignore[misc]
-def _rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
-    """RNNs keep a list of their weights for cuDNN; made anew here, or it would hold the unsharded ones."""
+@compat.only_inline
+def _get_rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-_rnn_weights = _rnn_weights.setter(lambda self, value: None)  # type: ignore[attr-defined]
+_rnn_weights = property(_get_rnn_weights, lambda self, value: None)
+"""RNNs keep a list of their weights for cuDNN. Made anew whenever it is read, or it would hold the unsharded ones."""
 
 
 class _Sharded(nn.Module):
-    """What the subclasses add besides properties."""
+    """What the subclasses add besides properties and windows."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Also what ``module.name = nn.Parameter(...)`` does."""
+        if param is None or self._parameters.get(name) is param:
+            return super().register_parameter(name, param)
+        if name in vars(self)[_HOMES]:
+            raise RuntimeError(
+                f"Parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced: the new one would not be "
+                "trained. Copy values into it (with torch.no_grad(): module.weight.copy_(values)), or replace it before "
+                "fully_shard_model."
+            )
+        raise RuntimeError(
+            f"{type(self).__name__} gets a new parameter {name!r} after fully_shard_model: it would not be sharded, nor "
+            "its gradient reduced. Add parameters before sharding."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self)[_HOMES]:
+            raise AttributeError(
+                f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the model "
+                "before fully_shard_model."
+            )
+        super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """``to``, ``half``, ``cuda`` and the like: buffers move, shards cannot change dtype or device."""

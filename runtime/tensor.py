@@ -67,9 +67,18 @@ class RowShardedTensor(DTensor):
     """
 
     split: RowSplit
+    backing: Tensor | None
+    """The shard whose memory the rows are, if any. Operators on this class run below autograd, which therefore does not
+    see that they change the shard; it is told, so that a backward through changed weights is still an error."""
 
     @staticmethod
-    def wrap(local: Tensor, split: RowSplit, mesh: DeviceMesh, requires_grad: bool = False) -> RowShardedTensor:
+    def wrap(
+        local: Tensor,
+        split: RowSplit,
+        mesh: DeviceMesh,
+        requires_grad: bool = False,
+        backing: Tensor | None = None,
+    ) -> RowShardedTensor:
         """Wrap this rank's rows, without copying them."""
         shape = torch.Size(split.shape)
         strides: list[int] = []
@@ -81,6 +90,7 @@ class RowShardedTensor(DTensor):
         spec = compat.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
         wrapped = DTensor.__new__(RowShardedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
+        wrapped.backing = backing
         return wrapped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -235,6 +245,7 @@ _ROW_LOCAL = {
     aten._fused_sgd_.tensor_lr,
     aten._fused_adagrad_.default,
 }
+_ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
@@ -273,14 +284,31 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return original  # an in-place operator returns its argument
         if not isinstance(reference, RowShardedTensor):
             return value
-        return RowShardedTensor.wrap(value, reference.split, reference.device_mesh)
+        backing = reference.backing if func in _ALIASES else None
+        return RowShardedTensor.wrap(value, reference.split, reference.device_mesh, backing=backing)
 
     if func in _FACTORIES:
         args = (args[0], first._local_tensor.shape, *args[2:])
+    _tell_autograd(func, args, kwargs)
     out = func(*[unwrap_argument(a) for a in args], **{k: unwrap_argument(v) for k, v in kwargs.items()})
     if isinstance(out, (list, tuple)):
         return type(out)(wrap(o, references[i % len(references)]) for i, o in enumerate(out))
     return wrap(out, first)
+
+
+def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The shards that ``func`` is about to change get a new version."""
+    if not func._schema.is_mutable:
+        return
+    written: dict[int, Tensor] = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for leaf in compat.tree_leaves(value):
+                if isinstance(leaf, RowShardedTensor) and leaf.backing is not None:
+                    written[id(leaf.backing)] = leaf.backing
+    if written:
+        torch.autograd.graph.increment_version(list(written.values()))
 
 
 def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor:
@@ -321,6 +349,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _unsupported(func, args, kwargs)
     local = take_rows(drawn, target.split, target.device_mesh.get_local_rank())
     if func._schema.is_mutable:
+        _tell_autograd(func, args, kwargs)
         target._local_tensor.copy_(local)
         return target
     return RowShardedTensor.wrap(local.clone(), target.split, target.device_mesh)
@@ -372,7 +401,12 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     reference = next(a for a in args if isinstance(a, RowShardedTensor))
-    same = torch.equal(*(_local_rows(func, a, reference) for a in args))
+    rank = reference.device_mesh.get_local_rank()
+    mine = [
+        _local_rows(func, a, reference) if isinstance(a, RowShardedTensor) else take_rows(a, reference.split, rank)
+        for a in args
+    ]
+    same = torch.equal(mine[0], mine[1])
     device = reference._local_tensor.device
     return bool(_all_reduce(torch.tensor(int(same), device=device), "min", reference.device_mesh).item())
 

@@ -1,0 +1,530 @@
+"""Wrong input gives its error, on every rank, in time; the model stays usable. No test here may hang."""
+
+from __future__ import annotations
+
+import copy
+import time
+from datetime import timedelta
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mfsdp_compile import (
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from mfsdp_compile.runtime import agreement
+
+MODES = [EAGER, AOT_EAGER]
+
+
+# -- arguments: one process is enough ---------------------------------------------------------------------------------
+
+
+def test_no_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match=r"init_process_group.*torchrun"):
+        fully_shard_model(zoo.Plain())
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_unknown_mesh_dimension() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match=r"'fsdp' is not a dimension.*'dp', 'tp'"):
+        fully_shard_model(zoo.Plain(), device_mesh=mesh, dp_shard_dim="fsdp")
+    with pytest.raises(ValueError, match=r"2 dimensions.*dp_shard_dim"):
+        fully_shard_model(zoo.Plain(), device_mesh=mesh)
+    model = fully_shard_model(zoo.Plain(), device_mesh=mesh, dp_shard_dim="dp", fsdp_unit_modules="auto")
+    assert model.module.head.weight.device_mesh.size() == 2
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_unit_class_that_matches_nothing_leaves_the_model_as_it_was() -> None:
+    model = zoo.Plain()
+    weight = model.head.weight
+    with pytest.raises(ValueError, match=r"Conv2d.*zoo\.Block"):
+        fully_shard_model(model, fsdp_unit_modules=[nn.Conv2d])
+    assert model.head.weight is weight
+    assert type(model) is zoo.Plain
+    model(torch.randn(2, 8)).backward()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_no_unit_class_warns_and_names_candidates() -> None:
+    with pytest.warns(UserWarning, match=r"one unit.*Block.*'auto'"):
+        fully_shard_model(zoo.Plain())
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("dp_outer_dim", "outer"),
+        ("tp_dim", "tp"),
+        ("init_model_with_meta_device", True),
+        ("overlap_grad_reduce", False),
+        ("overlap_param_gather", False),
+        ("sync_model_each_microbatch", False),
+        ("preproc_state_dict_for_dcp_ckpt", False),
+        ("report_nan_in_param_grad", True),
+        ("average_in_collective", True),
+        ("disable_bucketing", True),
+        ("calculate_per_token_loss", True),
+        ("keep_fp8_transpose_cache", True),
+        ("nccl_ub", True),
+        ("fsdp_double_buffer", True),
+        ("fsdp_db_use_persist_buf_on_alloc_fail", True),
+        ("disable_symmetric_registration", True),
+        ("enable_fine_grained_param_gather", True),
+        ("use_decoupled_grad", True),
+        ("cuda_graph_mode", True),
+        ("maxpool_double_buffer", True),
+        ("zero_dp_strategy", 2),
+        ("zero_dp_strategy", "no_shard"),
+        ("outer_dp_sharding_strategy", ShardingStrategy.OPTIM),
+        ("mixed_precision_policy", MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)),
+        ("mixed_precision_policy", MixedPrecisionPolicy(main_grads_dtype=torch.float32)),
+        ("grad_reduce_in_fp32", True),
+    ],
+)
+def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) -> None:
+    name = "main_grads_dtype" if argument == "grad_reduce_in_fp32" else argument
+    with pytest.raises(NotImplementedError, match=name):
+        fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto", **{argument: value})
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({"zero_dp_strategy": True}, TypeError, "zero_dp_strategy.*bool"),
+        ({"zero_dp_strategy": 3.0}, TypeError, "zero_dp_strategy.*float"),
+        ({"zero_dp_strategy": 4}, ValueError, "zero_dp_strategy.*optim_grads_params.*got 4"),
+        ({"zero_dp_strategy": "all"}, ValueError, "zero_dp_strategy.*'all'"),
+        ({"outer_dp_sharding_strategy": "x"}, ValueError, "outer_dp_sharding_strategy"),
+        ({"device": "meta"}, ValueError, "device='meta'.*cpu"),
+        (
+            {
+                "preserve_fp32_weights": True,
+                "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.bfloat16),
+            },
+            ValueError,
+            "preserve_fp32_weights.*main_params_dtype",
+        ),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto", **arguments)
+
+
+def test_precision_policy_checks_its_fields() -> None:
+    with pytest.raises(ValueError, match="main_params_dtype"):
+        MixedPrecisionPolicy(main_params_dtype=torch.int32)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(("flag", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_older_name_of_the_main_dtype(flag: bool, dtype: torch.dtype) -> None:
+    model = fully_shard_model(zoo.Plain().bfloat16(), fsdp_unit_modules="auto", preserve_fp32_weights=flag)
+    assert {param.dtype for param in model.parameters()} == {dtype}
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_models_that_cannot_be_sharded() -> None:
+    with pytest.raises(TypeError, match="nn.Module, got a int"):
+        fully_shard_model(3)  # type: ignore[arg-type]
+    model = fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto")
+    with pytest.raises(ValueError, match="sharded already"):
+        fully_shard_model(model, fsdp_unit_modules="auto")
+    with pytest.raises(ValueError, match="sharded already"):
+        fully_shard_model(model.module, fsdp_unit_modules="auto")
+    with pytest.raises(ValueError, match="no shape yet"):
+        fully_shard_model(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(NotImplementedError, match="'0.weight' is complex"):
+        fully_shard_model(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)))
+    with pytest.raises(NotImplementedError, match="meta device"):
+        fully_shard_model(nn.Linear(2, 2, device="meta"))
+
+    class Stray(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decayed = [self.head.weight]
+
+    with pytest.raises(ValueError, match=r"attribute 'decayed'.*property"):
+        fully_shard_model(Stray(), fsdp_unit_modules="auto")
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_moving_a_sharded_model() -> None:
+    model = fully_shard_model(zoo.Norms(), fsdp_unit_modules="auto")
+    model.to("cpu").float().to(torch.float32)  # as it is: fine
+    for move in (model.half, model.bfloat16, lambda: model.to(torch.float64), lambda: model.to("meta")):
+        with pytest.raises(RuntimeError, match="after fully_shard_model"):
+            move()
+    model.apply(lambda module: None)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_optimizers_that_do_not_fit() -> None:
+    whole = zoo.Plain()
+    early = torch.optim.SGD(whole.parameters(), lr=0.1)
+    model = fully_shard_model(whole, fsdp_unit_modules="auto")
+    with pytest.raises(ValueError, match=r"group 0.*not sharded.*fully_shard_model"):
+        fully_shard_optimizer(early)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"group 0.*not one of the model's"):
+        fully_shard(zoo.Plain(), other)
+    with pytest.raises(NotImplementedError, match="preproc_state_dict_for_dcp_ckpt"):
+        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), preproc_state_dict_for_dcp_ckpt=False)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"inner": "tvm"}, ValueError, "'inner'.*inductor"),
+        ({"prefetch": 2}, ValueError, "no option 'prefetch'.*prefetch_units"),
+        ({"prefetch_units": -1}, ValueError, "prefetch_units cannot be negative"),
+        ({"inner": "aot_eager", "inductor": {"max_autotune": True}}, ValueError, "inductor"),
+        ({"inductor": {"triton.cudagraphs": True}}, NotImplementedError, "CUDA graphs"),
+    ],
+)
+def test_wrong_compile_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    model = fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto")
+    compiled = torch.compile(model, backend="mfsdp", options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match) as caught:
+        compiled(torch.randn(2, 8))
+    assert isinstance(caught.value.inner_exception, error)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_compile_modes_are_refused() -> None:
+    model = fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"mode='max-autotune'.*not supported"):
+        torch.compile(model, backend="mfsdp", mode="max-autotune")(torch.randn(2, 8))
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_another_backend_says_which_one_to_use(backend: str) -> None:
+    model = fully_shard_model(zoo.Plain(layers=2), fsdp_unit_modules="auto")
+    with pytest.raises(RuntimeError, match=r"another backend.*backend='mfsdp'"):
+        torch.compile(model, backend=backend)(torch.randn(2, 8))
+    torch._dynamo.reset()
+    model(torch.randn(2, 8)).backward()  # the model is fine
+
+
+# -- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def _different(kind: str, rank: int) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(rank if kind == "values" else 0)
+    units: dict[str, Any] = {"fsdp_unit_modules": [zoo.Block]}
+    if kind == "shape" and rank:
+        return zoo.Plain(width=8), units
+    if kind == "layers" and rank:
+        return zoo.Plain(layers=4), units
+    model = zoo.Plain()
+    if kind == "dtype" and rank:
+        model.head.double()
+    if kind == "frozen" and rank:
+        model.head.requires_grad_(False)
+    if kind == "units" and rank:
+        units = {"fsdp_unit_modules": [nn.Linear]}
+    if kind == "missing class" and rank:
+        units = {"fsdp_unit_modules": [nn.Conv2d]}
+    if kind == "buffers" and rank:
+        model.register_buffer("more", torch.zeros(3))
+    return model, units
+
+
+EXPECTED = {
+    "shape": ["parameter enter.weight: (16, 8)", "parameter enter.weight: (8, 8)"],
+    "layers": ["First difference", "blocks.3"],
+    "dtype": ["head.weight", "torch.float64"],
+    "frozen": ["head.weight", "requires_grad=False"],
+    "units": ["[bucket root:before", "[bucket enter"],
+    "values": ["values of enter.weight"],
+    "buffers": ["buffer more"],
+}
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+@on_ranks(2, timeout=60)
+def test_ranks_with_different_models(kind: str) -> None:
+    model, units = _different(kind, dist.get_rank())
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with raises_everywhere(RuntimeError, "fully_shard_model: rank 1 of 2 differs from rank 0", *EXPECTED[kind]):
+        fully_shard_model(model, **units)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+    # ... and the ranks still agree afterwards
+    fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+
+
+@on_ranks(2, timeout=60)
+def test_values_may_differ_on_purpose() -> None:
+    model, units = _different("values", dist.get_rank())
+    fully_shard_model(model, check_values=False, **units)
+
+
+@on_ranks(2, timeout=60)
+def test_error_on_one_rank_is_an_error_on_all() -> None:
+    model, units = _different("missing class", dist.get_rank())
+    error = ValueError if dist.get_rank() else RuntimeError
+    with raises_everywhere(error, "Conv2d", *([] if dist.get_rank() else ["rank 1 failed"])):
+        fully_shard_model(model, **units)
+
+
+@on_ranks(2, timeout=60)
+def test_rank_that_does_not_come() -> None:
+    """In time, that is: one that comes later gets the same error, and ranks agree again afterwards."""
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    begun = time.monotonic()
+    with raises_everywhere(RuntimeError, "rank 1 did not come within 0:00:01"):
+        agreement.agree(dist.group.WORLD, "a test", lambda: ["something"], timeout=timedelta(seconds=1))
+    assert time.monotonic() - begun < 30
+    agreement.agree(dist.group.WORLD, "a test", lambda: ["something"], timeout=timedelta(seconds=30))
+
+
+# -- changes after sharding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, timeout=90)
+def test_parameters_changed_after_sharding(mode: str) -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), mode)
+    x = torch.randn(2, 8)
+    call(x).backward()
+    head = model.module.head
+    with raises_everywhere(RuntimeError, "'weight' of Linear is sharded and cannot be replaced"):
+        head.weight = nn.Parameter(torch.zeros(5, 16))
+    with raises_everywhere(RuntimeError, "new parameter 'more'"):
+        head.more = nn.Parameter(torch.zeros(5))
+    with raises_everywhere(AttributeError, "'weight'", "cannot be deleted"):
+        del head.weight
+    call(x).backward()
+
+    kept = head._parameters["weight"]
+    head._parameters["weight"] = nn.Parameter(torch.zeros(5, 16))  # behind the module's back
+    with raises_everywhere(RuntimeError, "'head.weight' was replaced"):
+        call(x)
+    head._parameters["weight"] = kept
+    call(x).backward()
+
+    head.weight.requires_grad_(False)
+    with raises_everywhere(RuntimeError, "'head.weight' was made frozen"):
+        call(x)
+    head.weight.requires_grad_(True)
+    call(x).backward()
+
+
+CHANGES: dict[str, Any] = {
+    "for": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False).step(),
+    "foreach": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True).step(),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True).step(),
+    "data": lambda params: [p.data.mul_(2) for p in params],
+    "random": lambda params: [nn.init.normal_(p) for p in params],
+    "local": lambda params: [p.to_local().add_(1) for p in params],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2, timeout=90)
+def test_parameters_changed_between_forward_and_backward(mode: str, change: str) -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), mode)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 8)
+    call(x).backward()
+    loss = call(x)
+    with torch.no_grad():
+        CHANGES[change](list(model.parameters()))
+    message = "changed in place between forward and backward" if mode == EAGER else "modified by an inplace operation"
+    with raises_everywhere(RuntimeError, message):
+        loss.backward()
+    optimizer.zero_grad()
+    call(x).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, timeout=90)
+def test_backward_twice(mode: str) -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), mode)
+    x = torch.randn(2, 8)
+    loss = call(x)
+    loss.backward()
+    first = [param.grad.full_tensor() for param in model.parameters()]
+    with raises_everywhere(RuntimeError, "backward through the graph a second time"):
+        loss.backward()
+    for param, gradient in zip(model.parameters(), first, strict=True):
+        assert torch.equal(param.grad.full_tensor(), gradient)
+    model.zero_grad()
+    call(x).backward()
+    for param, gradient in zip(model.parameters(), first, strict=True):
+        assert torch.equal(param.grad.full_tensor(), gradient)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, timeout=90)
+def test_saved_activation_changed_in_place(mode: str) -> None:
+    """Autograd's own check still works under the eager path's hooks."""
+
+    class Clobbers(zoo.Plain):
+        def trunk(self, x: Tensor) -> Tensor:
+            y = torch.exp(x)
+            z = y * 2
+            y.add_(1)  # exp needs its result for backward
+            return z
+
+    model, call = parity.shard(parity.build(Clobbers), EAGER, units=[zoo.Block])
+    with raises_everywhere(RuntimeError, "modified by an inplace operation"):
+        model(torch.randn(2, 8)).backward()
+
+
+# -- exceptions, and touching parameters everywhere -------------------------------------------------------------------
+
+
+class Bomb(Exception):
+    pass
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if _RaiseInBackward.armed:
+            raise Bomb("backward")
+        return gradient
+
+
+class Explosive(zoo.Plain):
+    """Raises in the middle, when told to."""
+
+    in_forward: type[BaseException] | None = None
+
+    def trunk(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        x = self._middle(x)
+        return self.blocks[2](self.blocks[1](x))
+
+    @torch.compiler.disable
+    def _middle(self, x: Tensor) -> Tensor:
+        if self.in_forward is not None:
+            raise self.in_forward("forward")
+        return _RaiseInBackward.apply(x)
+
+
+def touch(model: nn.Module) -> None:
+    """What users do to parameters at rest."""
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            here = getattr(module, name)
+            assert repr(here)
+            assert str(param)
+            (here * 2 + 1).sum()
+            here.norm()
+            here.full_tensor()
+            copy.deepcopy(here)
+            assert here.grad is None or repr(here.grad)
+            assert param.data.shape == param.shape
+    repr(model)
+    sum(p.numel() for p in model.parameters())
+    model.state_dict()
+
+
+def touch_inside(module: nn.Module, *_: Any) -> None:
+    """What users do to parameters in forward hooks: there, they are whole."""
+    for name, param in module.named_parameters(recurse=False):
+        here = getattr(module, name)
+        assert repr(here)
+        assert repr(param)
+        assert here.shape == param.shape
+        assert torch.isfinite(here.detach().clone() + 1).all()
+        assert str(param.grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("where", ["forward", "backward", "interrupt"])
+@on_ranks(2, timeout=120)
+def test_training_goes_on_after_an_exception(mode: str, where: str) -> None:
+    model, call = parity.shard(parity.build(Explosive), mode, units=[zoo.Block])
+    alone = parity.build(Explosive)
+    touch(model)
+    data = parity.batches(3)
+    rank = dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step, batch in enumerate(data):
+        if step == 1:
+            error: type[BaseException] = KeyboardInterrupt if where == "interrupt" else Bomb
+            _RaiseInBackward.armed = where == "backward"
+            model.module.in_forward = None if where == "backward" else error
+            try:
+                call(batch[rank]).backward()
+            except error:
+                pass
+            else:
+                raise AssertionError("nothing was raised")
+            finally:
+                _RaiseInBackward.armed, model.module.in_forward = False, None
+            optimizer.zero_grad()
+            touch(model)
+        call(batch[rank]).backward()
+        sum(alone(x) / len(batch) for x in batch).backward()
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad, rtol=1e-4, atol=1e-7)
+        for optim in (optimizer, alone_optimizer):
+            optim.step()
+            optim.zero_grad()
+        touch(model)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2, timeout=120)
+def test_touching_parameters_in_forward_hooks(mode: str) -> None:
+    whole = parity.build(zoo.Plain)
+    for module in whole.modules():  # some are there before sharding, some come after
+        module.register_forward_pre_hook(touch_inside)
+    model, call = parity.shard(whole, mode)
+    for module in model.module.modules():
+        module.register_forward_hook(touch_inside)
+    alone = parity.build(zoo.Plain)
+    batch = parity.batches(1)[0]
+    call(batch[dist.get_rank()]).backward()
+    sum(alone(x) / len(batch) for x in batch).backward()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad, rtol=1e-4, atol=1e-7)
+    touch(model)
+
+
+@on_ranks(2, timeout=120)
+def test_a_gathered_parameter_that_is_kept_stays_valid() -> None:
+    """Nothing frees memory under a reference: the worst that keeping a weight does is to keep its bucket."""
+    kept = []
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    block = model.module.blocks[0]
+    block.register_forward_hook(lambda module, args, out: kept.append(module.up.weight))
+    expected = parity.build(zoo.Plain).blocks[0].up.weight
+    model(torch.randn(2, 8)).backward()
+    assert torch.equal(kept[0], expected)
+    model(torch.randn(2, 8)).backward()
+    assert torch.equal(kept[0], expected)

@@ -1,0 +1,183 @@
+"""Bucket layouts: promises of the module's docstring, for shapes and world sizes that hypothesis picks."""
+
+from __future__ import annotations
+
+import doctest
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from mfsdp_compile.runtime import layout as layouts
+from mfsdp_compile.runtime.layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
+
+SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 100, 101, 128, 257])
+SHAPES = st.lists(SIZES, min_size=0, max_size=3).map(tuple)
+PARAMS = st.lists(SHAPES, min_size=1, max_size=8).map(
+    lambda shapes: [ParamSpec(f"p{i}", shape) for i, shape in enumerate(shapes)]
+)
+WORLDS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 1000])
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+POLICIES = st.builds(
+    LayoutPolicy,
+    alignment_bytes=st.sampled_from([1, 16, 256]),
+    max_padding=st.sampled_from([0.0, 0.02, 0.5]),
+    free_padding_bytes=st.sampled_from([0, 4096, 1 << 20]),
+)
+anything = given(PARAMS, ITEMSIZES, WORLDS, POLICIES)
+
+
+def test_documented_example() -> None:
+    assert doctest.testmod(layouts).failed == 0
+
+
+@anything
+@example([ParamSpec("a", (3, 1000003)), ParamSpec("b", (5, 1000003))], 2, 8, LayoutPolicy())
+@example([ParamSpec("a", (100, 100)), ParamSpec("b", (37, 101))], 2, 64, LayoutPolicy(free_padding_bytes=0))
+def test_every_parameter_has_one_place(params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy) -> None:
+    planned = plan_layouts(params, itemsize, world, policy)
+    slots = [slot for layout in planned for slot in layout.slots]
+    assert sorted((s.name, s.shape) for s in slots) == sorted((p.name, p.shape) for p in params)
+    for layout in planned:
+        end = 0
+        for slot in layout.slots:
+            assert slot.offset >= end  # disjoint
+            assert slot.offset * itemsize % policy.alignment_bytes == 0  # aligned
+            end = slot.end
+        assert end <= layout.numel == world * layout.shard_numel
+        covered = sum(slot.numel for slot in layout.slots) + sum(b - a for a, b in layout.gaps())
+        assert covered == layout.numel  # parameters and gaps are everything
+
+
+@anything
+def test_padding_is_bounded(params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy) -> None:
+    for layout in plan_layouts(params, itemsize, world, policy):
+        content = sum(slot.numel for slot in layout.slots) * itemsize
+        longest_row = max(slot.row_numel for slot in layout.slots) * itemsize
+        assert layout.padding * itemsize <= policy.limit(content, longest_row, world)
+
+
+@anything
+def test_ranks_own_whole_rows_and_every_row_once(
+    params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
+) -> None:
+    for layout in plan_layouts(params, itemsize, world, policy):
+        for index, slot in enumerate(layout.slots):
+            owned = [row for rank in range(world) for row in layout.rows(index, rank)]
+            assert owned == list(range(slot.num_rows))
+            for rank in range(world):
+                start = layout.shard_offset(index, rank)
+                assert 0 <= start
+                assert start + len(layout.rows(index, rank)) * slot.row_numel <= layout.shard_numel
+
+
+@anything
+def test_values_survive_the_round_trip(
+    params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
+) -> None:
+    """Whole parameters -> each rank's rows, placed in its shard -> shards side by side -> whole parameters."""
+    for layout in plan_layouts(params, itemsize, world, policy):
+        if layout.numel > 1 << 20:
+            continue
+        whole = [np.random.default_rng(i).random((s.num_rows, s.row_numel)) for i, s in enumerate(layout.slots)]
+        bucket = np.full(layout.numel, np.nan)
+        for rank in range(world):
+            shard = bucket[rank * layout.shard_numel : (rank + 1) * layout.shard_numel]
+            for index, values in enumerate(whole):
+                rows = layout.rows(index, rank)
+                start = layout.shard_offset(index, rank)
+                part = values[rows.start : rows.stop].reshape(-1)
+                shard[start : start + part.size] = part
+        for slot, values in zip(layout.slots, whole, strict=True):
+            np.testing.assert_array_equal(bucket[slot.offset : slot.end], values.reshape(-1))
+        for start, stop in layout.gaps():
+            assert np.isnan(bucket[start:stop]).all()  # nobody wrote into padding
+
+
+@anything
+def test_layouts_are_plain_hashable_data(
+    params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
+) -> None:
+    planned, again = (plan_layouts(params, itemsize, world, policy) for _ in range(2))
+    assert planned == again
+    assert hash(planned) == hash(again)
+    assert [p.fingerprint for p in planned] == [p.fingerprint for p in again]
+    renamed = plan_layouts([replace(p, name=f"other.{p.name}") for p in params], itemsize, world, policy)
+    assert [p.signature for p in planned] == [p.signature for p in renamed]
+    assert [p.fingerprint for p in planned] != [p.fingerprint for p in renamed]
+
+
+def llama_layer(width: int, hidden: int, kv: int) -> list[ParamSpec]:
+    return [
+        ParamSpec("q", (width, width)),
+        ParamSpec("k", (kv, width)),
+        ParamSpec("v", (kv, width)),
+        ParamSpec("o", (width, width)),
+        ParamSpec("gate", (hidden, width)),
+        ParamSpec("up", (hidden, width)),
+        ParamSpec("down", (width, hidden)),
+        ParamSpec("norm1", (width,)),
+        ParamSpec("norm2", (width,)),
+    ]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 64, 512])
+def test_transformer_layers_stay_within_two_percent(world: int) -> None:
+    for sizes in [(4096, 11008, 4096), (8192, 28672, 1024), (2880, 2880, 512), (768, 3072, 768)]:
+        for layout in plan_layouts(llama_layer(*sizes), 2, world):
+            content = layout.numel - layout.padding
+            one_row_per_rank = world * max(slot.row_numel for slot in layout.slots)
+            assert layout.padding <= max(0.02 * content, one_row_per_rank, (1 << 20) / 2)
+            assert layout.shard_numel * 2 % 16 == 0
+
+
+def test_rows_that_do_not_fit_together_get_separate_buckets() -> None:
+    """Rows of 18432, 16384 and 7168 as in DeepSeek-V3: their least common multiple is 1,032,192 elements."""
+    params = [ParamSpec("a", (7168, 18432)), ParamSpec("b", (7168, 16384)), ParamSpec("c", (16384, 7168))]
+    (together,) = plan_layouts(params, 2, world_size=2)
+    assert together.padding <= 0.02 * together.numel
+    apart = plan_layouts(params, 2, world_size=256)
+    assert len(apart) > 1
+    for layout in apart:
+        assert layout.padding <= 0.02 * (layout.numel - layout.padding)
+
+
+def test_world_of_65536_ranks_is_planned_in_milliseconds() -> None:
+    params = llama_layer(8192, 28672, 1024)
+    begun = time.perf_counter()
+    planned = plan_layouts(params, 2, world_size=65536)
+    for layout in planned:
+        for rank in (0, 1, 32768, 65535):
+            for index in range(len(layout.slots)):
+                layout.rows(index, rank)
+    assert time.perf_counter() - begun < 0.05  # measured: 0.3 ms
+    for index, slot in enumerate(planned[0].slots):
+        assert sum(len(planned[0].rows(index, rank)) for rank in range(65536)) == slot.num_rows
+
+
+@pytest.mark.parametrize(
+    ("slots", "shard_numel"),
+    [
+        ([Slot("a", (4, 4), 0), Slot("b", (4,), 8)], 64),  # overlap
+        ([Slot("a", (4,), 3)], 64),  # not aligned
+        ([Slot("a", (4, 4), 0)], 6),  # a border cuts a row
+        ([Slot("a", (64,), 0)], 16),  # ends beyond the bucket
+    ],
+)
+def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> None:
+    with pytest.raises(ValueError, match=r"overlaps|cuts|beyond"):
+        BucketLayout(4, 2, shard_numel, tuple(slots), alignment_bytes=16)
+
+
+def test_names_must_be_unique() -> None:
+    with pytest.raises(ValueError, match="unique"):
+        plan_layouts([ParamSpec("a", (1,)), ParamSpec("a", (2,))], 4, 2)
+
+
+@pytest.mark.parametrize("bad", [{"alignment_bytes": 3}, {"max_padding": -1.0}, {"free_padding_bytes": -1}])
+def test_impossible_policies_are_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"power of two|negative"):
+        LayoutPolicy(**bad)
