@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
 
 test: check
-	$(BIN)/pytest -q -m processes
+	$(BIN)/pytest -q -m "processes or slow"
 
 check: lint types fast
 
@@ -37,7 +37,7 @@ types: $(READY)
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 
 fast: $(READY)
-	$(BIN)/pytest -q -m "not processes"
+	$(BIN)/pytest -q -m "not processes and not slow"
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py

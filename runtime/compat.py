@@ -172,7 +172,7 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
         new.meta = dict(old.meta)
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
-    graph.output(output)
+    graph.output(output).meta = dict(gm.graph.output_node().meta)
     copied = fx.GraphModule(gm, graph)
     copied.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):

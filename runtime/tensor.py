@@ -192,6 +192,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(args[0]._local_tensor, *args[1:], **kwargs)
     if torch.Tag.pointwise in func.tags or func in _ROW_LOCAL or _is_foreach_pointwise(func):
         return _row_local(func, args, kwargs)
+    if func in _MASKED and _is_mask_of(args[1], args[0]):
+        return _row_local(func, args, kwargs)
     if func in _SAME_SHAPE_VIEWS and tuple(args[1]) == tuple(args[0].shape):
         return _row_local(aten.alias.default, args[:1], {})
     raise _unsupported(func, args, kwargs)
@@ -249,12 +251,24 @@ _ALIASES = {aten.detach.default, aten.alias.default}
 _SAME_SHAPE_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
 _FACTORIES = {aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default}
 _ROW_LOCAL |= _FACTORIES
+_MASKED = {aten.index_put_.default, aten.index_put.default}
 _FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 
 
 def _is_foreach_pointwise(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
     return name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS
+
+
+def _is_mask_of(indices: Any, tensor: Any) -> bool:
+    """Whether ``tensor[indices]`` is ``tensor[mask]`` with a sharded mask of the tensor's shape."""
+    return (
+        len(indices) == 1
+        and isinstance(indices[0], RowShardedTensor)
+        and isinstance(tensor, RowShardedTensor)
+        and indices[0].dtype == torch.bool
+        and indices[0].shape == tensor.shape
+    )
 
 
 def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

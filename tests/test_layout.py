@@ -37,7 +37,9 @@ def test_documented_example() -> None:
 @anything
 @example([ParamSpec("a", (3, 1000003)), ParamSpec("b", (5, 1000003))], 2, 8, LayoutPolicy())
 @example([ParamSpec("a", (100, 100)), ParamSpec("b", (37, 101))], 2, 64, LayoutPolicy(free_padding_bytes=0))
-def test_every_parameter_has_one_place(params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy) -> None:
+def test_every_parameter_has_one_place(
+    params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
+) -> None:
     planned = plan_layouts(params, itemsize, world, policy)
     slots = [slot for layout in planned for slot in layout.slots]
     assert sorted((s.name, s.shape) for s in slots) == sorted((p.name, p.shape) for p in params)

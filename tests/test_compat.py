@@ -1,0 +1,271 @@
+"""Every private torch symbol in ``runtime/compat.py`` does what the rest of the package takes it to do."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import mfsdp_compile
+from mfsdp_compile.runtime import compat, ops
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_torch_version() -> None:
+    assert compat.TORCH_VERSION >= compat.MIN_TORCH
+
+
+def test_backward_is_seen_from_inside() -> None:
+    seen: list[Any] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append((compat.in_backward(), compat.backward_id())))
+    assert not compat.in_backward()
+    assert compat.backward_id() == -1
+    y.sum().backward()
+    (y2 := x * 2).register_hook(lambda _: seen.append((compat.in_backward(), compat.backward_id())))
+    y2.sum().backward()
+    assert [inside for inside, _ in seen] == [True, True]
+    assert seen[0][1] != seen[1][1] != -1
+
+
+def test_callbacks_run_when_backward_ends() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: compat.on_backward_end(lambda: order.append("end")))
+    x.register_hook(lambda _: order.append("leaf"))
+    y.sum().backward()
+    assert order == ["leaf", "end"]
+
+
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    assert not compat.saved_tensor_hooks_active()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert compat.saved_tensor_hooks_active()
+    assert not compat.saved_tensor_hooks_active()
+
+
+def test_saved_storage() -> None:
+    base = torch.randn(8)
+    assert compat.saved_storage(base[2:]) == compat.saved_storage(base)
+    assert compat.saved_storage(base.clone()) != compat.saved_storage(base)
+    seen = []
+    torch.func.vmap(lambda t: seen.append(compat.saved_storage(t)) or t)(base)
+    assert seen == [None] or isinstance(seen[0], int)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")
+def test_calls_of_modules_are_seen_on_the_stack() -> None:
+    class Asks(nn.Module):
+        def forward(self, modules: set[nn.Module]) -> bool:
+            return compat.in_call_of(modules)
+
+    asks, other = Asks(), Asks()
+    assert asks({asks})
+    assert not asks({other})
+    assert not compat.in_call_of({asks})
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(compat.in_call_of({asks})))
+    thread.start()
+    thread.join(10)
+    assert results == [False]
+    compiled = torch.compile(asks, backend="eager")  # frames that Dynamo has rewritten count too
+    assert compiled({asks})
+    torch._dynamo.reset()
+
+
+def test_disabled_functions_are_known() -> None:
+    assert compat.is_dynamo_disabled(torch.compiler.disable(lambda: None))
+    assert not compat.is_dynamo_disabled(lambda: None)
+
+
+def test_functions_that_are_only_inlined() -> None:
+    """Traced as a part of something; run as they are when eager code calls them."""
+
+    @compat.only_inline
+    def where() -> bool:
+        return torch.compiler.is_compiling()
+
+    seen: list[bool] = []
+
+    def outer(x: Tensor) -> Tensor:
+        if where():
+            x = x + 1
+        torch._dynamo.graph_break()
+        helper()
+        return x + 1
+
+    @torch._dynamo.disable(recursive=False)
+    def helper() -> None:
+        seen.append(where())
+
+    assert torch.equal(torch.compile(outer, backend="eager")(torch.zeros(1)), torch.full((1,), 2.0))
+    assert seen == [False]
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_store_keeps_values() -> None:
+    store = compat.default_store()
+    assert hasattr(store, "set")
+    assert hasattr(store, "wait")
+
+
+def dynamo_graph(function: Any, *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
+    caught: list[Any] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        caught.append((gm, example_inputs, compat.tracing_fake_mode(), compat.detect_fake_mode(example_inputs)))
+        return gm.forward
+
+    torch.compile(function, backend=backend, fullgraph=True)(*inputs)
+    torch._dynamo.reset()
+    gm, example_inputs, tracing, detected = caught[0]
+    assert tracing is not None
+    assert detected in (None, tracing)
+    return gm, example_inputs
+
+
+def test_dynamo_graphs_are_copied_with_what_compilers_need() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    linear = nn.Linear(3, 3)
+    gm, _ = dynamo_graph(lambda x: checkpoint(linear, x, use_reentrant=False), torch.randn(2, 3))
+    copied = compat.copy_dynamo_graph(gm)
+    assert copied.graph is not gm.graph
+    assert [n.op for n in copied.graph.nodes] == [n.op for n in gm.graph.nodes]
+    children = [(dict(gm.named_children())[name], child) for name, child in copied.named_children()]
+    assert children
+    assert all(old is not new and old.graph is not new.graph for old, new in children)
+    for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
+        assert old.meta.keys() == new.meta.keys()
+        assert getattr(old, "_dynamo_source", None) is getattr(new, "_dynamo_source", None)
+    arguments = [compat.graph_argument(n) for n in gm.graph.nodes if n.op == "placeholder"]
+    assert any(argument is linear.weight for argument in arguments)
+
+
+def test_parameter_placeholders() -> None:
+    gm, _ = dynamo_graph(nn.Linear(3, 3), torch.randn(2, 3))
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(first):
+        node = compat.add_parameter_placeholder(gm.graph, "shard", like=first)
+    assert node.op == "placeholder"
+    assert node.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
+
+
+def test_order_keeping_settings_exist() -> None:
+    patches = compat.inductor_config_patches()
+    assert patches["reorder_for_peak_memory"] is False
+    assert patches["reorder_for_locality"] is False
+    if compat.TORCH_VERSION >= (2, 15):
+        assert patches["aten_distributed_optimizations.enable_simple_overlap"] is False
+    import torch._inductor.config as config
+
+    with config.patch(patches):
+        assert config.reorder_for_peak_memory is False
+
+
+def test_passes_pickle_as_their_identity() -> None:
+    import pickle
+
+    for make in (compat.graph_pass, compat.partitioner):
+        made = make(lambda *_: None, "identity")
+        assert made.uuid() == "identity"
+        assert pickle.loads(pickle.dumps(made)) == "identity"
+
+
+def test_aot_eager_compiles_forward_backward_and_inference() -> None:
+    finished: list[fx.GraphModule] = []
+    partitions: list[dict[str, Any]] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        partitions.append(kwargs)
+        assert any(compat.is_backward_node(n) for n in joint.graph.nodes)
+        return compat.min_cut_partition(joint, inputs, **kwargs)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        return compat.compile_with_aot_eager(gm, inputs, partition, finished.append)
+
+    linear = nn.Linear(3, 2)
+    compiled = torch.compile(linear, backend=backend)
+    compiled(torch.ones(1, 3)).sum().backward()
+    with torch.no_grad():
+        compiled(torch.ones(1, 3))
+    torch._dynamo.reset()
+    assert len(finished) == 3
+    assert partitions[0]["num_fwd_outputs"] == 1
+    assert torch.equal(linear.weight.grad, torch.ones(2, 3))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
+    graphs: list[fx.Graph] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in gm.graph.nodes:
+            if node.target in (torch.ops.mfsdp.gather, torch.ops.mfsdp.gather.default):
+                node.meta["custom"] = {"mark": 7}
+        return compat.compile_with_aot_eager(
+            gm, inputs, compat.min_cut_partition, lambda finished: graphs.append(finished.graph)
+        )
+
+    def function(shard: Tensor, x: Tensor) -> Tensor:
+        weight, bias = torch.ops.mfsdp.gather(shard, [4, 2, 4], [2, 1], [0, 8], 4, "0", torch.float32, "avg")
+        return torch.nn.functional.linear(x, weight, bias)
+
+    shard = torch.randn(4, requires_grad=True)
+    torch.compile(function, backend=backend, fullgraph=True)(shard, torch.randn(3, 2)).sum().backward()
+    torch._dynamo.reset()
+    assert shard.grad is not None
+    marks = {n.target: n.meta.get("custom") for graph in graphs for n in graph.nodes}
+    for target in (compat.all_gather, compat.reduce_scatter, torch.ops.mfsdp.pack_gradients.default):
+        assert marks[target] == {"mark": 7}
+    assert ops.__all__
+
+
+def test_private_torch_is_touched_in_compat_only() -> None:
+    """No ``torch._something`` in the package outside of compat.py, but for what torch documents."""
+    documented = {"torch._foreach_mul_", "torch._dynamo", "torch._ops", "torch.__version__"}
+    found = []
+    for folder in ("mfsdp_compile", "passes", "runtime"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name == "compat.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                    found += [
+                        f"{path.name}: {n}"
+                        for n in names
+                        if n.startswith("torch") and "._" in n and n not in documented
+                    ]
+                elif isinstance(node, ast.Attribute):
+                    text = ast.unparse(node)
+                    private = text.startswith("torch.") and "._" in text and not text.startswith("torch.ops")
+                    if private and not any(text.startswith(d) for d in documented):
+                        found.append(f"{path.name}: {text}")
+    assert not found
+
+
+def test_nothing_in_torch_is_patched() -> None:
+    """Importing the package leaves torch's functions as they were."""
+    import subprocess
+    import sys
+
+    program = (
+        "import torch, torch.nn as nn, torch.distributed.tensor as dt\n"
+        "names = [(nn.Module, '__call__'), (nn.Module, '_apply'), (torch.Tensor, 'backward'), (torch, 'compile'),\n"
+        "         (dt.DTensor, 'full_tensor'), (torch.optim.Optimizer, 'step')]\n"
+        "before = [getattr(owner, name) for owner, name in names]\n"
+        "import mfsdp_compile\n"
+        "assert before == [getattr(owner, name) for owner, name in names]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=ROOT)
+    assert mfsdp_compile.__version__

@@ -1,0 +1,157 @@
+"""The package as users meet it: installed or not, through the entry point, from caches, on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+COMPILES = """
+import json, sys, torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+{imports}
+options = json.loads(sys.argv[1])
+dist.init_process_group("fake", rank=0, world_size=options.pop("world", 2), store=FakeStore())
+from mfsdp_compile import fully_shard_model
+torch.manual_seed(0)
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.Sequential(Block(), Block())
+    def forward(self, x):
+        return self.blocks(x).sum()
+model = fully_shard_model(Model(), fsdp_unit_modules=[Block])
+torch.compile(model, backend="mfsdp", options=options)(torch.ones(2, 16)).backward()
+from torch._dynamo.utils import counters
+print(json.dumps(dict(counters["aot_autograd"])))
+"""
+
+
+def run(program: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
+    out = run(
+        "import torch, sys; print('mfsdp' in torch._dynamo.list_backends(), 'mfsdp_compile' in sys.modules)",
+        cwd=tmp_path,
+    )
+    assert out.split() == ["True", "False"]
+
+
+def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
+    """``PYTHONPATH=.`` without an installation: how runs without a network start."""
+    program = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
+sys.path[:] = [p for p in sys.path if "editable" not in p]
+import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout, torch
+print(mfsdp_compile.passes.unshard.__file__)
+print(mfsdp_compile.runtime.layout.__file__)
+print("mfsdp" in torch._dynamo.list_backends())
+"""
+    out = run(program, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
+    assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "layout.py"), "True"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel's contents."""
+    target = tmp_path_factory.mktemp("installed")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(ROOT)],
+        check=True,
+        timeout=300,
+    )
+    return target
+
+
+def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
+    top = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
+    assert top <= {"mfsdp_compile", "bin"}
+    for part in ("passes/unshard.py", "runtime/layout.py", "examples/llama.py", "py.typed"):
+        assert (installed / "mfsdp_compile" / part).is_file()
+
+
+def test_checkout_root_with_a_plain_installation(installed: Path) -> None:
+    """Run from the checkout, Python takes the local folder, which has no ``passes`` inside; that must work too."""
+    out = run(
+        "import mfsdp_compile, mfsdp_compile.passes.unshard as u; print(mfsdp_compile.__file__, u.__file__)",
+        PYTHONPATH=str(installed),
+    ).split()
+    assert out[0] == str(ROOT / "mfsdp_compile" / "__init__.py")
+    assert Path(out[1]).is_file()
+
+
+@pytest.mark.slow
+def test_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
+    """... and an entry made under other options, layouts or world sizes is never hit."""
+
+    def start(**options: object) -> dict[str, int]:
+        program = COMPILES.format(imports="")
+        out = run(program, json.dumps(options), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
+        return json.loads(out.splitlines()[-1])
+
+    assert start().get("autograd_cache_miss") == 1
+    again = start()
+    assert again.get("autograd_cache_hit") == 1
+    assert "autograd_cache_miss" not in again
+    assert start(prefetch_units=0).get("autograd_cache_miss") == 1
+    assert start(world=4).get("autograd_cache_miss") == 1
+    assert start(prefetch_units=0).get("autograd_cache_hit") == 1
+
+
+def test_command_line(tmp_path: Path) -> None:
+    out = run("from mfsdp_compile.cli import main; main(['--version'])", cwd=tmp_path)
+    assert out.startswith("mfsdp-compile ")
+    with pytest.raises(AssertionError, match="invalid choice"):
+        run("from mfsdp_compile.cli import main; main(['train'])", cwd=tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("model", ["llama", "hf-llama"])
+def test_demo_with_hooks(tmp_path: Path, model: str) -> None:
+    """The whole demo, eagerly: compiling it is what ``make demo`` and its users do."""
+    out = run(
+        "from mfsdp_compile.cli import main; raise SystemExit(main(['demo', '--eager', '--steps', '6', '--batch', '2', "
+        f"'--length', '32', '--parity-steps', '3', '--model', '{model}']))",
+        cwd=tmp_path,
+        COLUMNS="200",
+    )
+    assert "equal" in out
+    assert "NOT EQUAL" not in out
+    assert "50.0%" in out
+    summary = json.loads((tmp_path / "demo-out" / "summary.json").read_text())
+    assert len(summary["losses"]) == 6
+    assert summary["losses"][-1] < summary["losses"][0]
+    assert summary["collectives"]["reductions"] == 8
+
+
+@pytest.mark.processes
+def test_demo_reports_a_rank_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="a rank failed"):
+        run(
+            "from mfsdp_compile.cli import main; raise SystemExit(main(['demo', '--eager', '--length', '9000000']))",
+            cwd=tmp_path,
+        )

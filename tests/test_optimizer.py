@@ -1,0 +1,308 @@
+"""Optimizers over shards do what they do over whole parameters."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+
+from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime.tensor import RowShardedTensor
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+}
+FUSED = {"SGD", "Adam", "AdamW", "Adagrad"}
+VARIANTS = [
+    (name, how) for name in OPTIMIZERS for how in ("for", "foreach", "fused") if how != "fused" or name in FUSED
+]
+
+
+def set_gradients(params: dict[str, Any], seed: int) -> None:
+    """The same whole gradients for sharded and for whole parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in params.values():
+        whole = torch.randn(param.shape, generator=generator)
+        param.grad = torch.zeros_like(param).copy_(whole)
+
+
+def params_of(model: nn.Module) -> dict[str, Any]:
+    return dict(getattr(model, "module", model).named_parameters())
+
+
+def assert_same(sharded: dict[str, Any], alone: dict[str, Any]) -> None:
+    """Element by element the same arithmetic: equal but for fused multiply-adds, which kernels use for whole vectors and
+    not for what is left at an end, and ends are elsewhere. One rounding each; 1e-6 is a dozen."""
+    for name, param in sharded.items():
+        torch.testing.assert_close(param.full_tensor(), alone[name].detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "how"), VARIANTS)
+@on_ranks(2)
+def test_elementwise_optimizers(name: str, how: str) -> None:
+    cls, settings = OPTIMIZERS[name]
+    settings = settings | {"foreach": how == "foreach"} | ({"fused": True} if how == "fused" else {})
+    if how == "fused":
+        settings.pop("foreach")
+    sharded = params_of(fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules="auto"))
+    alone = params_of(parity.build(zoo.Uneven))
+    optimizers = cls(sharded.values(), **settings), cls(alone.values(), **settings)
+    for step in range(4):
+        for params, optimizer in zip((sharded, alone), optimizers, strict=True):
+            set_gradients(params, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(sharded, alone)
+    for param in sharded.values():
+        for value in optimizers[0].state[param].values():
+            if isinstance(value, Tensor) and value.ndim:
+                assert isinstance(value, RowShardedTensor)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
+@on_ranks(2)
+def test_optimizers_that_need_whole_matrices_say_so(name: str) -> None:
+    model = fully_shard_model(nn.Linear(4, 6, bias=False))
+    before = model.module.weight.full_tensor()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with raises_everywhere(RuntimeError, "'weight'", "full_tensor()"):
+        optimizer.step(closure)
+    assert torch.equal(model.module.weight.full_tensor(), before)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("foreach", [True, False])
+@on_ranks(2, 3)
+def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
+    sharded = params_of(fully_shard_model(parity.build(zoo.Scalars), fsdp_unit_modules=[zoo.Scalars.block]))
+    alone = params_of(parity.build(zoo.Scalars))
+    for params in (sharded, alone):
+        set_gradients(params, 0)
+    norms = [
+        torch.nn.utils.clip_grad_norm_(params.values(), 0.5, norm_type, foreach=foreach)
+        for params in (sharded, {n: p for n, p in alone.items() if p.numel()})  # inf-norm of nothing is an error
+    ]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-6)
+    for name, param in sharded.items():
+        torch.testing.assert_close(param.grad.full_tensor(), alone[name].grad, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+def test_clip_grad_value_and_total_norm() -> None:
+    sharded = params_of(fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto"))
+    alone = params_of(parity.build(zoo.Plain))
+    for params in (sharded, alone):
+        set_gradients(params, 0)
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in params.values()]) for params in (sharded, alone)]
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=1e-6)
+    for params in (sharded, alone):
+        torch.nn.utils.clip_grad_value_(params.values(), 0.3)
+    for name, param in sharded.items():
+        assert torch.equal(param.grad.full_tensor(), alone[name].grad)
+
+
+def two_groups(model: nn.Module) -> torch.optim.AdamW:
+    """Weights decay, biases and norms do not; the head learns slower."""
+    head = list(model.head.parameters())
+    rest = [p for p in model.parameters() if all(p is not h for h in head)]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in rest if p.ndim > 1], "weight_decay": 0.3, "note": "matrices"},
+            {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": head, "lr": 1e-4},
+        ],
+        lr=1e-2,
+    )
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_fully_shard_keeps_groups_and_state(mode: str) -> None:
+    """An optimizer that has been used goes on as if nothing had happened."""
+    data = parity.batches(4)
+    whole, alone = parity.build(zoo.Plain), parity.build(zoo.Plain)
+    optimizer, alone_optimizer = two_groups(whole), two_groups(alone)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    alone_scheduler = torch.optim.lr_scheduler.ExponentialLR(alone_optimizer, 0.5)
+    for model, optim in ((whole, optimizer), (alone, alone_optimizer)):  # two unsharded steps
+        for batch in data[:2]:
+            sum(model(x) / len(batch) for x in batch).backward()
+            optim.step()
+            optim.zero_grad()
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+    model, same = fully_shard(whole, optimizer, fsdp_unit_modules=[zoo.Block])
+    assert same is optimizer
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == settings
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
+    for name, param in params_of(model).items():
+        state, expected = optimizer.state[param], alone_optimizer.state[params_of(alone)[name]]
+        assert state["step"] == expected["step"] == 2
+        assert torch.equal(state["exp_avg"].full_tensor(), expected["exp_avg"])
+        assert torch.equal(state["exp_avg_sq"].full_tensor(), expected["exp_avg_sq"])
+
+    call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    for batch in data[2:]:
+        call(batch[dist.get_rank()]).backward()
+        sum(alone(x) / len(batch) for x in batch).backward()
+        for optim, sched in ((optimizer, scheduler), (alone_optimizer, alone_scheduler)):
+            optim.step()
+            sched.step()
+            optim.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == alone_optimizer.param_groups[0]["lr"] == 1e-2 * 0.25
+    for name, param in params_of(model).items():
+        # AdamW divides by the gradient's size: rounding of small gradients moves parameters by up to lr * 1e-3.
+        torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_fully_shard_refuses_state_of_other_shapes() -> None:
+    model = parity.build(zoo.Plain)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+    model(torch.randn(2, 8)).backward()
+    optimizer.step()
+    with raises_everywhere(ValueError, "Adafactor", "row_var", "elementwise"):
+        fully_shard(model, optimizer, fsdp_unit_modules="auto")
+    model(torch.randn(2, 8)).backward()  # as it was
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_extended_step_and_zero_grad() -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+    head = list(model.module.head.parameters())
+    optimizer = fully_shard_optimizer(torch.optim.SGD(head, lr=0.1))
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    x = torch.randn(2, 8)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        return loss
+
+    before = model.module.head.weight.full_tensor()
+    expected = model(x).item()
+    assert optimizer.step(closure).item() == expected
+    assert calls == ["hook"]
+    assert not torch.equal(before, model.module.head.weight.full_tensor())
+    optimizer.step(sync_grad_before_optimizer_step=False, install_optimized_model_weights=False)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+    model(x).backward()
+    optimizer.zero_grad(zero_grad_buffer=False)  # only what the optimizer holds
+    assert model.module.head.weight.grad is None
+    assert model.module.enter.weight.grad is not None
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    model(x).backward()
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not p.grad.full_tensor().any() for p in model.parameters())
+    with raises_everywhere(TypeError):
+        optimizer.step(no_such_argument=1)  # type: ignore[call-arg]
+
+
+@on_ranks(2)
+def test_learning_rate_scheduler_before_or_after() -> None:
+    for before in (True, False):
+        model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        fully_shard_optimizer(optimizer)
+        if not before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model(torch.randn(2, 8)).backward()
+        optimizer.step(sync_grad_before_optimizer_step=True)
+        scheduler.step()  # warns, and counts wrong, if it did not see the step
+        assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@on_ranks(2)
+def test_optimizer_in_backward() -> None:
+    """Steps from hooks, parameter by parameter, while backward goes on."""
+    for mode in (EAGER, AOT_EAGER):
+        model, call = parity.shard(parity.build(zoo.Plain), mode)
+        alone = parity.build(zoo.Plain)
+        for param in model.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+
+            def step(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            param.register_post_accumulate_grad_hook(step)
+        data = parity.batches(2)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for batch in data:
+            call(batch[dist.get_rank()]).backward()
+            sum(alone(x) / len(batch) for x in batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, param in params_of(model).items():
+            torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_optimizer_state_dict_round_trip() -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    x = torch.randn(2, 8)
+    model(x).backward()
+    optimizer.step()
+    saved_model = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = copy.deepcopy(optimizer.state_dict())
+    after: list[Tensor] = []
+    for _ in range(2):  # the same step twice, from the same state
+        model.load_state_dict(saved_model)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        after.append(torch.cat([p.full_tensor().flatten() for p in model.parameters()]))
+    assert torch.equal(after[0], after[1])
+
+
+@on_ranks(2)
+def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
+    for mode in (EAGER, AOT_EAGER):
+        model, call = parity.shard(parity.build(zoo.Unused), mode, units=[zoo.Block])
+        call(torch.randn(2, 8)).backward()
+        empty = 0
+        for param in model.parameters():
+            assert isinstance(param.grad, RowShardedTensor)
+            assert param.grad.to_local().shape == param.to_local().shape
+            assert param.grad.dtype == param.dtype
+            empty += not param.to_local().numel()
+        assert empty > 0  # there are such
+        spare = model.module.spare_block.up.weight
+        assert not spare.grad.full_tensor().any()

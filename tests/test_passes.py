@@ -1,0 +1,386 @@
+"""Passes on small graphs made by hand, and on the graphs of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zoo
+from torch import fx, nn
+
+from mfsdp_compile.passes import pipeline, reduce, roles, schedule, verify
+from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
+from mfsdp_compile.passes.verify import ScheduleError
+from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+WIDTH = 8
+
+
+def context(units: list[str], policy: SchedulePolicy | None = None, trainable: bool = True) -> Context:
+    """Buckets of one matrix each, for units of these names."""
+    infos = []
+    for i, unit in enumerate(units):
+        (layout,) = plan_layouts([ParamSpec(f"w{i}", (WIDTH, WIDTH))], 4, 2)
+        arguments = ([WIDTH, WIDTH], [2], [0], 2, "0", torch.float32, "avg")
+        infos.append(BucketInfo(f"{unit}.{i}", unit, layout, arguments, layout.numel * 4, trainable))
+    return Context(tuple(infos), policy or SchedulePolicy(), whole_model=False)
+
+
+def marked(node: fx.Node, bucket: int) -> fx.Node:
+    node.meta["custom"] = {roles.MARK: bucket}
+    return node
+
+
+def gather(graph: fx.Graph, shard: fx.Node, bucket: int, cast: bool = False) -> fx.Node:
+    source = shard
+    if cast:
+        source = marked(graph.call_function(aten._to_copy.default, (shard,), {"dtype": torch.bfloat16}), bucket)
+    start = marked(graph.call_function(c10d.all_gather_into_tensor.default, (source, 2, "0")), bucket)
+    wait = marked(graph.call_function(c10d.wait_tensor.default, (start,)), bucket)
+    part = marked(graph.call_function(aten.slice.Tensor, (wait, 0, 0, WIDTH * WIDTH)), bucket)
+    return marked(graph.call_function(aten.view.default, (part, [WIDTH, WIDTH])), bucket)
+
+
+def forward_graph(units: int, cast: bool = False) -> fx.Graph:
+    """All gathers at the top, as they come from AOTAutograd, then a chain of matmuls."""
+    graph = fx.Graph()
+    shards = [graph.placeholder(f"shard_{i}") for i in range(units)]
+    x = graph.placeholder("x")
+    weights = [gather(graph, shard, i, cast) for i, shard in enumerate(shards)]
+    for weight in weights:
+        x = graph.call_function(aten.mm.default, (x, weight))
+        x = graph.call_function(aten.tanh.default, (x,))
+    set_phase_of(graph, (x,), Phase.FORWARD)
+    return graph
+
+
+def backward_graph(units: int) -> fx.Graph:
+    """Gradients, last unit first, each followed at the end of the graph by its reduction."""
+    graph = fx.Graph()
+    saved = [graph.placeholder(f"saved_{i}") for i in range(units)]
+    gradient = graph.placeholder("tangents")
+    packs = []
+    for i in reversed(range(units)):
+        whole = graph.call_function(aten.mm.default, (saved[i], gradient))
+        packs.append((i, whole))
+        gradient = graph.call_function(aten.tanh.default, (gradient,))
+    reduced = []
+    for i, whole in packs:
+        pack = marked(graph.call_function(torch.ops.mfsdp.pack_gradients.default, ([whole], [0], 64, torch.float32)), i)
+        start = marked(graph.call_function(c10d.reduce_scatter_tensor.default, (pack, "avg", 2, "0")), i)
+        reduced.append(marked(graph.call_function(c10d.wait_tensor.default, (start,)), i))
+    set_phase_of(graph, tuple(reduced), Phase.BACKWARD)
+    return graph
+
+
+def set_phase_of(graph: fx.Graph, outputs: tuple[fx.Node, ...], phase: Phase) -> None:
+    graph.output(outputs)
+    set_phase(graph, phase)
+    roles.assign(graph)
+
+
+def events(graph: fx.Graph, ctx: Context) -> list[str]:
+    """``gather 0``, ``wait 0``, ``compute``, ``reduce 0``, ``await 0`` in graph order."""
+    names = {
+        Kind.START_GATHER: "gather",
+        Kind.GATHERED: "wait",
+        Kind.START_REDUCE: "reduce",
+        Kind.REDUCED: "await",
+    }
+    found = []
+    for node in graph.nodes:
+        role = role_of(node)
+        if role is not None and role.kind in names:
+            found.append(f"{names[role.kind]} {role.bucket}")
+        elif node.target in (aten.mm.default,):
+            found.append("compute")
+    return found
+
+
+# -- schedule ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_gathers_start_one_unit_ahead(cast: bool) -> None:
+    ctx, graph = context(["a", "b", "c"]), forward_graph(3, cast)
+    report = schedule.apply(graph, ctx)
+    graph.lint()
+    assert events(graph, ctx) == [
+        "gather 0",
+        "gather 1",
+        "wait 0",
+        "compute",
+        "gather 2",
+        "wait 1",
+        "compute",
+        "wait 2",
+        "compute",
+    ]
+    assert report.lines[1] == "b: 256 B, started before a is used"
+
+
+def test_prefetch_distance() -> None:
+    graph, ctx = forward_graph(4), context(["a", "b", "c", "d"], SchedulePolicy(prefetch_units=2))
+    schedule.apply(graph, ctx)
+    graph.lint()
+    assert events(graph, ctx)[:5] == ["gather 0", "gather 1", "gather 2", "wait 0", "compute"]
+
+    graph, ctx = forward_graph(3), context(["a", "b", "c"], SchedulePolicy(prefetch_units=0))
+    schedule.apply(graph, ctx)
+    assert events(graph, ctx) == ["gather 0", "wait 0", "compute"] + [
+        *("gather 1", "wait 1", "compute"),
+        *("gather 2", "wait 2", "compute"),
+    ]
+
+
+def test_units_too_large_to_prefetch_wait_for_their_turn() -> None:
+    graph, ctx = forward_graph(2), context(["a", "b"], SchedulePolicy(prefetch_bytes=255))
+    report = schedule.apply(graph, ctx)
+    assert events(graph, ctx) == ["gather 0", "wait 0", "compute", "gather 1", "wait 1", "compute"]
+    assert "larger than prefetch_bytes (255 B)" in report.lines[1]
+
+
+def test_buckets_of_a_unit_start_together() -> None:
+    graph, ctx = forward_graph(4), context(["a", "b", "b", "c"])
+    schedule.apply(graph, ctx)
+    graph.lint()
+    assert events(graph, ctx)[:4] == ["gather 0", "gather 1", "gather 2", "wait 0"]
+    assert events(graph, ctx).index("gather 3") < events(graph, ctx).index("wait 1")
+
+
+def test_order_follows_use_not_registration() -> None:
+    graph = fx.Graph()
+    shards = [graph.placeholder(f"shard_{i}") for i in range(2)]
+    x = graph.placeholder("x")
+    first, second = (gather(graph, shard, i) for i, shard in enumerate(shards))
+    for weight in (second, first):
+        x = graph.call_function(aten.mm.default, (x, weight))
+    set_phase_of(graph, (x,), Phase.FORWARD)
+    ctx = context(["a", "b"])
+    schedule.apply(graph, ctx)
+    assert events(graph, ctx) == ["gather 1", "gather 0", "wait 1", "compute", "wait 0", "compute"]
+
+
+# -- reduce -----------------------------------------------------------------------------------------------------------
+
+
+def test_reductions_start_early_and_are_awaited_one_later() -> None:
+    graph, ctx = backward_graph(3), context(["a", "b", "c"])
+    reduce.apply(graph, ctx)
+    graph.lint()
+    assert events(graph, ctx) == [
+        "compute",
+        "reduce 2",
+        "compute",
+        "reduce 1",
+        "await 2",
+        "compute",
+        "reduce 0",
+        "await 1",
+        "await 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (SchedulePolicy(reductions_in_flight=0), ["reduce 2", "await 2", "compute", "reduce 1", "await 1"]),
+        (SchedulePolicy(reductions_in_flight=2), ["reduce 2", "compute", "reduce 1", "compute", "reduce 0", "await 2"]),
+        # Two buckets of 256 B are too much: each is awaited before the next is packed.
+        (SchedulePolicy(reduction_bytes=300), ["reduce 2", "compute", "await 2", "reduce 1", "compute", "await 1"]),
+    ],
+)
+def test_reductions_in_flight_are_bounded(policy: SchedulePolicy, expected: list[str]) -> None:
+    graph, ctx = backward_graph(3), context(["a", "b", "c"], policy)
+    reduce.apply(graph, ctx)
+    graph.lint()
+    assert events(graph, ctx)[1 : 1 + len(expected)] == expected
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def scheduled(graph: fx.Graph, ctx: Context) -> fx.Graph:
+    reduce.apply(graph, ctx)
+    schedule.apply(graph, ctx)
+    return graph
+
+
+def test_scheduled_graphs_pass() -> None:
+    ctx = context(["a", "b", "c"])
+    for graph, phase in ((forward_graph(3), Phase.FORWARD), (backward_graph(3), Phase.BACKWARD)):
+        report = verify.apply(scheduled(graph, ctx), ctx, phase, user_outputs=1)
+        assert "all rules hold" in report.lines[0]
+
+
+def find(graph: fx.Graph, kind: Kind, bucket: int) -> fx.Node:
+    return next(n for n in graph.nodes if (r := role_of(n)) and r.kind is kind and r.bucket == bucket)
+
+
+def read_before_wait(graph: fx.Graph) -> None:
+    start, view = find(graph, Kind.START_GATHER, 1), find(graph, Kind.VIEW, 1)
+    view.replace_input_with(find(graph, Kind.GATHERED, 1), start)
+
+
+def gather_twice(graph: fx.Graph) -> None:
+    start = find(graph, Kind.START_GATHER, 1)
+    with graph.inserting_before(start):
+        again = graph.node_copy(start)
+        wait = graph.node_copy(find(graph, Kind.GATHERED, 1), lambda _: again)
+        assert role_of(wait)
+
+
+def save_parameter(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    output.args = ((*output.args[0], find(graph, Kind.VIEW, 0)),)  # type: ignore[misc]
+
+
+def save_bucket(graph: fx.Graph) -> None:
+    output = graph.output_node()
+    output.args = ((*output.args[0], find(graph, Kind.GATHERED, 0)),)  # type: ignore[misc]
+
+
+def reduce_twice(graph: fx.Graph) -> None:
+    start, wait = find(graph, Kind.START_REDUCE, 1), find(graph, Kind.REDUCED, 1)
+    with graph.inserting_after(wait):
+        again = graph.node_copy(start)
+    with graph.inserting_after(again):
+        waited = graph.node_copy(wait, lambda _: again)
+    output = graph.output_node()
+    output.args = ((*output.args[0], waited),)  # type: ignore[misc]
+
+
+def wrong_offset(graph: fx.Graph) -> None:
+    pack = find(graph, Kind.PACK, 1)
+    pack.args = (pack.args[0], [4], *pack.args[2:])
+
+
+def wrong_size(graph: fx.Graph) -> None:
+    pack = find(graph, Kind.PACK, 1)
+    pack.args = (*pack.args[:2], 32, *pack.args[3:])
+
+
+def sum_for_mean(graph: fx.Graph) -> None:
+    start = find(graph, Kind.START_REDUCE, 1)
+    start.args = (start.args[0], "sum", *start.args[2:])
+
+
+def lose_gradient(graph: fx.Graph) -> None:
+    wait = find(graph, Kind.REDUCED, 1)
+    output = graph.output_node()
+    output.args = (tuple(None if a is wait else a for a in output.args[0]),)  # type: ignore[misc,union-attr]
+
+
+MUTANTS: list[tuple[Callable[[fx.Graph], None], Callable[[int], fx.Graph], str]] = [
+    (read_before_wait, forward_graph, "awaited before use"),
+    (gather_twice, forward_graph, "gathered once"),
+    (save_parameter, forward_graph, "not saved"),
+    (save_bucket, forward_graph, "not saved"),
+    (reduce_twice, backward_graph, "reduced once"),
+    (wrong_offset, backward_graph, "packed in place"),
+    (wrong_size, backward_graph, "packed in place"),
+    (sum_for_mean, backward_graph, "scaled right"),
+    (lose_gradient, backward_graph, "gradient returned"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "make", "rule"), MUTANTS, ids=lambda m: getattr(m, "__name__", str(m)))
+def test_broken_graphs_are_rejected(
+    mutate: Callable[[fx.Graph], None], make: Callable[[int], fx.Graph], rule: str
+) -> None:
+    ctx = context(["a", "b", "c"])
+    graph = scheduled(make(3), ctx)
+    phase = Phase.FORWARD if make is forward_graph else Phase.BACKWARD
+    verify.apply(graph, ctx, phase, user_outputs=1)
+    mutate(graph)
+    with pytest.raises(ScheduleError, match=rf"rule '{rule}'.*Bucket.*node") as caught:
+        verify.apply(graph, ctx, phase, user_outputs=1)
+    assert "unit" in str(caught.value)
+
+
+def test_frozen_buckets_are_not_reduced() -> None:
+    ctx = context(["a", "b", "c"], trainable=False)
+    with pytest.raises(ScheduleError, match="only trainable"):
+        verify.apply(scheduled(backward_graph(3), ctx), ctx, Phase.BACKWARD)
+
+
+def test_forward_graphs_do_not_reduce() -> None:
+    ctx = context(["a", "b", "c"])
+    with pytest.raises(ScheduleError, match="reduced in backward"):
+        verify.apply(scheduled(backward_graph(3), ctx), ctx, Phase.INFERENCE)
+
+
+# -- real graphs ------------------------------------------------------------------------------------------------------
+
+
+def compiled_record(factory: Callable[[], nn.Module], **options: Any) -> pipeline.Record:
+    model, call = parity.shard(parity.build(factory), parity.AOT_EAGER, **options)
+    call(torch.randn(6, 8)).backward()
+    (record,) = model.sharded.compiled_graphs
+    return record
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_whole_models_keep_what_forward_used_last() -> None:
+    kept = compiled_record(zoo.Plain)
+    assert "root:after: kept for backward" in kept.reports[Phase.JOINT][0].lines
+    assert "gather  root:after" not in " ".join(kept.schedules[Phase.BACKWARD])
+    not_kept = compiled_record(zoo.Plain, keep_last=False)
+    assert any("gather  root:after" in line for line in not_kept.schedules[Phase.BACKWARD])
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_parts_of_models_keep_nothing() -> None:
+    """Blocks compiled one by one: each would keep its bucket, and the whole model would stay gathered."""
+    model, _ = parity.shard(parity.build(zoo.Plain), parity.EAGER)
+    for block in model.module.blocks:
+        block.compile(backend="mfsdp", options={"inner": "aot_eager"})
+    model(torch.randn(6, 8)).backward()
+    (record,) = model.sharded.compiled_graphs
+    assert not any("kept" in line for report in record.reports[Phase.JOINT] for line in report.lines)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("name", ["Plain", "Tied", "FrozenParameters", "FrozenUnit", "Checkpointed", "CalledTwice"])
+def test_reports_read_well(name: str) -> None:
+    record = compiled_record(parity.MODELS[name])
+    text = "\n".join(str(report) for reports in record.reports.values() for report in reports)
+    for words in ("unshard", "reshard", "reduce", "schedule", "all rules hold"):
+        assert words in text
+    for lines in record.schedules.values():
+        assert any(line.startswith("gather") for line in lines)
+        assert any("operators" in line for line in lines)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_frozen_units_are_gathered_and_not_reduced() -> None:
+    record = compiled_record(zoo.FrozenUnit)
+    backward = record.schedules[Phase.BACKWARD]
+    assert any(line.startswith("gather  blocks.1 ") for line in backward)  # gradients flow through it
+    assert not any(line.startswith("reduce  blocks.1 ") for line in backward)
+    assert not any("root:before" in line for line in backward)  # nothing in front of it trains
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_rewritten_graph_runs_by_itself() -> None:
+    """What ``unshard`` leaves is valid Python, and computes."""
+    seen: list[str] = []
+
+    def spy(gm: fx.GraphModule, ctx: Context) -> pipeline.Record:
+        record = original(gm, ctx)
+        seen.append(gm.print_readable(print_output=False))
+        return record
+
+    original = pipeline.rewrite_dynamo_graph
+    pipeline.rewrite_dynamo_graph = spy
+    try:
+        compiled_record(zoo.Plain)
+    finally:
+        pipeline.rewrite_dynamo_graph = original
+    assert "torch.ops.mfsdp.gather.default(shard_0" in seen[0]
+    assert "mfsdp.unshard" not in seen[0]
+    compile(seen[0], "graph", "exec")
