@@ -119,25 +119,27 @@ def test_store_keeps_values() -> None:
 
 
 def dynamo_graph(function: Any, *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """Dynamo's graph of a function, and the real arguments that its placeholders stand for."""
     caught: list[Any] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        caught.append((gm, example_inputs, compat.tracing_fake_mode(), compat.detect_fake_mode(example_inputs)))
+        arguments = [compat.graph_argument(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        caught.append((gm, arguments, compat.tracing_fake_mode(), compat.detect_fake_mode(example_inputs)))
         return gm.forward
 
     torch.compile(function, backend=backend, fullgraph=True)(*inputs)
     torch._dynamo.reset()
-    gm, example_inputs, tracing, detected = caught[0]
+    gm, arguments, tracing, detected = caught[0]
     assert tracing is not None
     assert detected in (None, tracing)
-    return gm, example_inputs
+    return gm, arguments
 
 
 def test_dynamo_graphs_are_copied_with_what_compilers_need() -> None:
     from torch.utils.checkpoint import checkpoint
 
     linear = nn.Linear(3, 3)
-    gm, _ = dynamo_graph(lambda x: checkpoint(linear, x, use_reentrant=False), torch.randn(2, 3))
+    gm, arguments = dynamo_graph(lambda x: checkpoint(linear, x, use_reentrant=False), torch.randn(2, 3))
     copied = compat.copy_dynamo_graph(gm)
     assert copied.graph is not gm.graph
     assert [n.op for n in copied.graph.nodes] == [n.op for n in gm.graph.nodes]
@@ -147,7 +149,6 @@ def test_dynamo_graphs_are_copied_with_what_compilers_need() -> None:
     for old, new in zip(gm.graph.nodes, copied.graph.nodes, strict=True):
         assert old.meta.keys() == new.meta.keys()
         assert getattr(old, "_dynamo_source", None) is getattr(new, "_dynamo_source", None)
-    arguments = [compat.graph_argument(n) for n in gm.graph.nodes if n.op == "placeholder"]
     assert any(argument is linear.weight for argument in arguments)
 
 

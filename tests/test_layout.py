@@ -72,7 +72,7 @@ def test_ranks_own_whole_rows_and_every_row_once(
             assert owned == list(range(slot.num_rows))
             for rank in range(world):
                 start = layout.shard_offset(index, rank)
-                assert 0 <= start
+                assert start >= 0
                 assert start + len(layout.rows(index, rank)) * slot.row_numel <= layout.shard_numel
 
 

@@ -191,7 +191,7 @@ def is_embedding(name: str) -> bool:
     return any(part in name for part in ("embed", "wte", "wpe"))
 
 
-class fresh_compilation:  # noqa: N801
+class fresh_compilation:
     """Without compile caches, which would skip the code."""
 
     def __enter__(self) -> None:

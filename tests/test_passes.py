@@ -131,7 +131,8 @@ def test_prefetch_distance() -> None:
 
     graph, ctx = forward_graph(3), context(["a", "b", "c"], SchedulePolicy(prefetch_units=0))
     schedule.apply(graph, ctx)
-    assert events(graph, ctx) == ["gather 0", "wait 0", "compute"] + [
+    assert events(graph, ctx) == [
+        *("gather 0", "wait 0", "compute"),
         *("gather 1", "wait 1", "compute"),
         *("gather 2", "wait 2", "compute"),
     ]
