@@ -1,0 +1,292 @@
+"""What the benchmarks share: the systems that are compared, the processes they run in, and how a result is written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+
+__all__ = ["SYSTEMS", "Config", "System", "batch_of", "build", "launch", "parse", "synchronize", "write"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run of a benchmark; the same model, data, seed and optimizer for every system.
+
+    Args:
+        ranks: of the process group.
+        simulate: all ranks but this one are fake: collectives return at once, with undefined content. Computation and
+            memory are real, communication takes no time. Results are labelled.
+        batch, length: tokens per rank and step.
+        rounds: in each, every system does one step.
+        cache: folder of compile caches; empty for a new one, so that first steps hold all of compilation.
+        dtype: that the model computes in; parameters, gradients and AdamW's moments are kept in float32, except by
+            systems that cannot (which then say so).
+    """
+
+    ranks: int
+    simulate: bool
+    systems: tuple[str, ...]
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    vocabulary: int
+    batch: int
+    length: int
+    rounds: int
+    dtype: str
+    seed: int
+    cache: str
+    out: str
+
+    @property
+    def model(self) -> LlamaConfig:
+        return LlamaConfig(self.vocabulary, self.width, self.layers, self.heads, self.heads, self.hidden)
+
+
+@dataclass
+class System:
+    """A model in the hands of one system: what to call, and what holds its parameters."""
+
+    name: str
+    model: nn.Module
+    call: Callable[..., Tensor]
+    optimizer: torch.optim.Optimizer
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = self.call(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _whole(config: Config, device: torch.device) -> nn.Module:
+    torch.manual_seed(config.seed)
+    return Llama(config.model).to(device, getattr(torch, config.dtype))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+
+def _ours(config: Config, device: torch.device, compiled: bool) -> System:
+    model = fully_shard_model(
+        _whole(config, device), fsdp_unit_modules=[Block], mixed_precision_policy=MixedPrecisionPolicy()
+    )
+    call = torch.compile(model, backend="mfsdp") if compiled else model
+    return System("", model, call, _adamw(model))
+
+
+def _fsdp2(config: Config, device: torch.device, compiled: bool) -> System:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Precision
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (config.ranks,))
+    policy = Fsdp2Precision(param_dtype=getattr(torch, config.dtype))
+    torch.manual_seed(config.seed)
+    model = Llama(config.model).to(device)  # FSDP2 keeps what it is given, and casts for computation
+    for name, layer in list(model.layers.named_children()):
+        if compiled:  # as torchtitan does it: the block, then its sharding around it
+            layer = torch.compile(layer, fullgraph=True)
+            model.layers.register_module(name, layer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return System("", model, model, _adamw(model))
+
+
+def _ddp(config: Config, device: torch.device) -> System:
+    model = nn.parallel.DistributedDataParallel(_whole(config, device))
+    return System("", model, torch.compile(model), _adamw(model))
+
+
+def _megatron_fsdp(config: Config, device: torch.device) -> System:
+    import megatron_fsdp
+
+    model = megatron_fsdp.fully_shard_model(
+        _whole(config, device), fsdp_unit_modules=[Block], zero_dp_strategy=3, device=device
+    )
+    optimizer = megatron_fsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return System("", model, model, optimizer)
+
+
+SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
+    "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
+    "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
+    "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),
+    "FSDP2 compiled by block": lambda c, d: _fsdp2(c, d, compiled=True),
+    "DDP compiled": _ddp,
+    "Megatron-FSDP": _megatron_fsdp,
+}
+"""In the order in which they are shown. Megatron-FSDP needs a GPU."""
+
+
+def build(name: str, config: Config, device: torch.device) -> System | str:
+    """A system, or why it cannot run here."""
+    if name == "Megatron-FSDP":
+        if device.type != "cuda":
+            return "needs a GPU"
+        try:
+            import megatron_fsdp  # noqa: F401
+        except ImportError:
+            return "megatron-fsdp is not installed"
+    if name == "DDP compiled" and config.simulate:
+        return "its gradient hooks check what a fake group returns"
+    try:
+        system = SYSTEMS[name](config, device)
+    except Exception as error:  # a benchmark of the others goes on
+        return f"{type(error).__name__}: {error}"
+    system.name = name
+    return system
+
+
+def batch_of(config: Config, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(config.seed * 1000 + rank)
+    tokens = torch.randint(0, config.vocabulary, (config.batch, config.length + 1), generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def synchronize(config: Config, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if not config.simulate:
+        dist.barrier()
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def launch(work: Callable[[Config, int, torch.device], Any], config: Config) -> Any:
+    """Run ``work`` on every rank (one, if the others are simulated) and return what rank 0 returns."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    real = 1 if config.simulate else config.ranks
+    with tempfile.TemporaryDirectory() as new:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.cache or new
+        processes = [context.Process(target=_process, args=(work, config, rank, port, queue)) for rank in range(real)]
+        for process in processes:
+            process.start()
+        while queue.empty() and not any(process.exitcode for process in processes):
+            time.sleep(0.1)
+        result = None if queue.empty() else queue.get()
+        for process in processes:
+            process.join(60)
+            process.kill()
+    if result is None:
+        raise SystemExit(f"a rank failed; exit codes: {[process.exitcode for process in processes]}")
+    return result
+
+
+def _process(work: Callable[..., Any], config: Config, rank: int, port: int, queue: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(config.ranks))
+    warnings.filterwarnings("ignore")
+    torch._logging.set_logs(dynamo=logging.ERROR, inductor=logging.ERROR)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // config.ranks) if not config.simulate else 1)
+    if config.simulate:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=config.ranks, store=FakeStore())
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=config.ranks)
+    result = work(config, rank, device)
+    if rank == 0:
+        queue.put(result)
+    if not config.simulate:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- command line and results -----------------------------------------------------------------------------------------
+
+
+def parse(description: str, rounds: int) -> Config:
+    gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=gpus or 2)
+    parser.add_argument("--simulate", type=int, metavar="N", help="one process as rank 0 of N; the others are fake")
+    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--width", type=int, default=2048 if gpus else 512)
+    parser.add_argument("--layers", type=int, default=16 if gpus else 8)
+    parser.add_argument("--heads", type=int, default=16 if gpus else 8)
+    parser.add_argument("--hidden", type=int, default=5504 if gpus else 1376)
+    parser.add_argument("--vocabulary", type=int, default=32768 if gpus else 2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=2048 if gpus else 64)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--dtype", default="bfloat16" if gpus else "float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cache", default="", help="folder of compile caches; a new one if not given")
+    parser.add_argument("--out", default="", help="a JSON file to write")
+    given = vars(parser.parse_args())
+    simulate = given.pop("simulate")
+    if simulate:
+        given["ranks"] = simulate
+    return Config(**given | {"systems": tuple(given["systems"]), "simulate": bool(simulate)})
+
+
+def describe(config: Config) -> list[str]:
+    """What a reader must know about a result: machine, versions, command, model."""
+    if torch.cuda.is_available():
+        machine = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    else:
+        machine = f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads by default"
+    parameters = sum(p.numel() for p in _meta(config).parameters())
+    how = f"SIMULATED: rank 0 of {config.ranks}, the others fake" if config.simulate else f"{config.ranks} ranks"
+    return [
+        f"machine: {machine}",
+        f"versions: torch {torch.__version__}, Python {platform.python_version()}",
+        f"command: {' '.join([Path(sys.executable).name, *sys.argv])}",
+        f"group: {how}",
+        f"model: Llama, {parameters / 1e6:.1f} M parameters, {config.layers} layers of width {config.width}, "
+        f"computing in {config.dtype}; {config.batch} x {config.length} tokens per rank; AdamW (foreach)",
+        f"date: {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    ]
+
+
+def _meta(config: Config) -> nn.Module:
+    with torch.device("meta"):
+        return Llama(config.model)
+
+
+def write(config: Config, facts: Sequence[str], results: Any) -> None:
+    if config.out:
+        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+        Path(config.out).write_text(
+            json.dumps({"about": facts, "config": asdict(config), "results": results}, indent=1)
+        )
+        print(f"written to {config.out}")
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)

@@ -1,0 +1,132 @@
+"""Bytes per rank: what lives between steps, and the peak within one, for the same systems as ``step_time.py``.
+
+    python benchmarks/memory.py
+    python benchmarks/memory.py --simulate 64     # what rank 0 of 64 holds; without what collectives allocate themselves
+
+At rest: parameters, gradients (before they are cleared) and optimizer state, by their storages. Peak: the most bytes
+that were allocated at a time during a step, beyond what is at rest before it, by torch's allocator (CUDA) or by its
+profiler, which sees every allocation (CPU). One system is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from common import SYSTEMS, Config, System, batch_of, build, describe, launch, parse, synchronize, write
+from torch import Tensor
+
+
+def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
+    tokens, targets = batch_of(config, rank, device)
+    results: dict[str, Any] = {}
+    for name in config.systems:
+        system = build(name, config, device)
+        if isinstance(system, str):
+            results[name] = {"skipped": system}
+            continue
+        for _ in range(3):
+            system.step(tokens, targets)
+        synchronize(config, device)
+        results[name] = _at_rest(system, tokens, targets) | {"peak": _peak(system, tokens, targets, device)}
+        if rank == 0:
+            print(f"{name}: measured", flush=True)
+        del system
+        gc.collect()
+        torch._dynamo.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results
+
+
+def _at_rest(system: System, tokens: Tensor, targets: Tensor) -> dict[str, int]:
+    system.call(tokens, targets).backward()
+    params = list(system.model.parameters())
+    state = [v for s in system.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    held = {
+        "parameters": _bytes(params),
+        "gradients": _bytes([p.grad for p in params if p.grad is not None]),
+        "optimizer": _bytes(state),
+    }
+    system.optimizer.zero_grad()
+    return held
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Of the storages behind the tensors; one that several share counts once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        storage = local.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _peak(system: System, tokens: Tensor, targets: Tensor, device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        system.step(tokens, targets)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _silence(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        system.step(tokens, targets)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """The profiler of some builds prints from C++."""
+    sys.stdout.flush()
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        for descriptor, target in zip(kept, (1, 2), strict=True):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        os.close(nowhere)
+
+
+def show(config: Config, results: dict[str, Any]) -> None:
+    label = "simulated, " if config.simulate else ""
+    print(
+        f"\n{'system':26} {'parameters':>12} {'gradients':>12} {'optimizer':>12} {'peak beyond':>12}   MiB, {label}rank 0"
+    )
+    for name in SYSTEMS:
+        result = results.get(name)
+        if result is None:
+            continue
+        if "skipped" in result:
+            print(f"{name:26} not run: {result['skipped']}")
+            continue
+        columns = (result[key] / (1 << 20) for key in ("parameters", "gradients", "optimizer", "peak"))
+        print(f"{name:26} " + " ".join(f"{value:12.1f}" for value in columns))
+
+
+def main() -> None:
+    config = parse(__doc__.splitlines()[0], rounds=1)
+    facts = describe(config)
+    print("\n".join(facts), flush=True)
+    results = launch(measure, config)
+    show(config, results)
+    write(config, facts, results)
+
+
+if __name__ == "__main__":
+    main()

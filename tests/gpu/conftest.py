@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.path.parts:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture
+def nccl() -> Iterator[None]:
+    """This process alone, on NCCL."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[int]:
+    """Rank 0 of eight; the others do not exist, and collectives return at once with undefined content."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield 8
+    dist.destroy_process_group()
+    torch._dynamo.reset()

@@ -1,0 +1,145 @@
+"""What only a GPU shows: NCCL, Triton's code, streams and the CUDA allocator. Skipped without one."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+
+CONFIG = LlamaConfig(vocabulary=1024, width=512, layers=4, heads=8, kv_heads=4, hidden=1408)
+MODES = ["eager", "aot_eager", "inductor"]
+
+
+def whole(dtype: torch.dtype = torch.float32) -> Llama:
+    torch.manual_seed(0)
+    return Llama(CONFIG).to("cuda", dtype)
+
+
+def tokens(step: int = 0, batch: int = 4, length: int = 128) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    windows = torch.randint(0, CONFIG.vocabulary, (batch, length + 1), generator=generator).cuda()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def sharded(mode: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    model = fully_shard_model(whole(dtype), fsdp_unit_modules=[Block])
+    if mode == "eager":
+        return model, model
+    return model, torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("mode", MODES)
+def test_one_rank_trains_as_without_sharding(mode: str) -> None:
+    model, call = sharded(mode)
+    alone = whole()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, fused=True)
+    for step in range(5):
+        losses = []
+        for each, optim in ((call, optimizer), (alone, alone_optimizer)):
+            loss = each(*tokens(step))
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        # float32 matmuls of other shapes of kernels: 1e-6 per step, which AdamW amplifies.
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_eager_and_compiled_agree_to_the_bit() -> None:
+    runs = []
+    for mode in ("eager", "aot_eager"):
+        model, call = sharded(mode, torch.bfloat16)
+        loss = call(*tokens())
+        loss.backward()
+        runs.append((loss, [p.grad.to_local() for p in model.parameters()]))
+    assert torch.equal(runs[0][0], runs[1][0])
+    for a, b in zip(runs[0][1], runs[1][1], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_with_float32_shards(mode: str) -> None:
+    model, call = sharded(mode, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for _ in range(10):
+        loss = call(*tokens())
+        loss.backward()
+        assert torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("mode", MODES)
+def test_peak_memory(mode: str) -> None:
+    """Shards' gradients, two gathered units, gradients in flight, and the activations of one small batch."""
+    model, call = sharded(mode, torch.bfloat16)
+    x, y = tokens(batch=1, length=16)
+    for _ in range(3):
+        call(x, y).backward()
+        model.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call(x, y).backward()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    buckets = model.sharded.buckets
+    unit = max(b.plan.gathered_bytes for b in buckets)
+    gradients = sum(b.plan.shard_bytes for b in buckets)
+    in_flight = 2 * unit if mode == "inductor" else 3 * unit
+    casts = sum(sorted(b.plan.shard_bytes for b in buckets)[-2:])  # shards in bfloat16, and their reductions
+    activations = 8 << 20
+    assert peak <= gradients + 2 * unit + in_flight + casts + activations
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_generated_code_computes_gradients_in_place() -> None:
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._inductor.utils import run_and_get_code
+
+    model, call = sharded("inductor", torch.bfloat16)
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        _, (forward, backward) = run_and_get_code(lambda: call(*tokens()).backward())
+    alias = r"(\w+) = reinterpret_tensor\((\w+), \((\d+), (\d+)\), \(\d+, 1\), (\d+)\)  # alias"
+    parts = {part: bucket for part, bucket, *_ in re.findall(alias, backward)}
+    outs = re.findall(r"extern_kernels\.mm\(.*out=(\w+)\)", backward)
+    matrices = sum(len(slot.shape) == 2 for b in model.sharded.buckets for slot in b.plan.layout.slots)
+    assert sum(out in parts for out in outs) >= matrices - 1  # all but the embedding's
+    assert forward.count("all_gather_into_tensor.default(") == len(model.sharded.buckets)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_training_makes_no_host_synchronisation() -> None:
+    """Nothing waits for the GPU but what the user asks for."""
+    model, call = sharded("inductor", torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        call(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = tokens()
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
