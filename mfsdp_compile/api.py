@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import optimizer as optimizers
-from mfsdp_compile.runtime.model import Precision, ShardedModel
+from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
+from mfsdp_compile.runtime.topology import build_topology
 
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
@@ -68,12 +69,29 @@ def fully_shard_model(
             before.
         device_mesh: the ranks to shard over; None: all ranks, on the device type of the default process group.
         dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
+        dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
+            or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
+        hybrid_fsdp_group: the process group of all ranks of both; needed with ``dp_outer_dim``.
         fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and released as one: a
             transformer's layer. ``"auto"``: the model's repeated blocks. None: the whole model is one unit.
-        zero_dp_strategy: what is sharded; 3 or ``"optim_grads_params"``, everything, is implemented.
-        outer_dp_sharding_strategy: for hybrid sharding; 0 or ``"no_shard"`` is implemented.
+        zero_dp_strategy: what is sharded, in the words of ZeRO: 0 or ``"no_shard"``, nothing; 1 or ``"optim"``, the
+            optimizer's state; 2 or ``"optim_grads"``, gradients too; 3 or ``"optim_grads_params"``, parameters too.
+        outer_dp_sharding_strategy: over ``dp_outer_dim``: 0 or ``"no_shard"``; 1 or ``"optim"``, which needs
+            ``zero_dp_strategy`` 3.
         device: where the shards live; None: the current device of the mesh's type.
         mixed_precision_policy: dtypes of shards and gradients. The default keeps float32 shards.
+        overlap_grad_reduce: let reductions run while backward computes.
+        overlap_param_gather: let gathers run while the unit before computes.
+        sync_model_each_microbatch: reduce gradients completely after every backward. If False, what can wait for the
+            optimizer's step does, unless the last microbatch is marked; see :meth:`MegatronFSDP.sync`.
+        report_nan_in_param_grad: look for NaN in every rank's gradients before they are reduced, and raise on all ranks
+            after the backward, naming rank, unit and parameter. Waits for the device once per backward.
+        average_in_collective: let the collective average gradients. By default they are summed and the sum is scaled,
+            but float16 gradients, whose sum might overflow, are scaled first.
+        calculate_per_token_loss: gradients are the sum over ranks, not the mean; see
+            :meth:`MegatronFSDP.scale_gradients`.
+        use_decoupled_grad: gradients are in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and ``.grad`` is
+            None; for Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
         check_values: compare the values of parameters between ranks too, not only names, shapes and dtypes; False if
             they differ on purpose.
         preserve_fp32_weights: older name for ``mixed_precision_policy.main_params_dtype``: True is float32, False None.
@@ -90,15 +108,9 @@ def fully_shard_model(
     """
     given = dict(locals())
     _refuse_unimplemented(given)
-    strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
-    if strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
-        raise NotImplementedError(
-            f"zero_dp_strategy={zero_dp_strategy!r} is not implemented yet; 3 ('optim_grads_params') is."
-        )
-    outer = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
-    if outer is not ShardingStrategy.NO_SHARD:
-        raise NotImplementedError(
-            f"outer_dp_sharding_strategy={outer_dp_sharding_strategy!r} is not implemented yet; 0 ('no_shard') is."
+    if calculate_per_token_loss and average_in_collective:
+        raise ValueError(
+            "calculate_per_token_loss sums gradients and average_in_collective averages them: give one of them."
         )
     precision = _precision(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
@@ -107,8 +119,29 @@ def fully_shard_model(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
-    mesh = _data_parallel_mesh(device_mesh, dp_shard_dim)
-    sharded = ShardedModel(module, fsdp_unit_modules, mesh, precision, _device(device, mesh), check_values)
+    topology, every = build_topology(
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        hybrid_fsdp_group,
+        ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy"),
+        ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+    )
+    scaling = Scaling.SUM_THEN_SCALE
+    if calculate_per_token_loss or average_in_collective:
+        scaling = Scaling.SUM if calculate_per_token_loss else Scaling.AVERAGE_IN_COLLECTIVE
+    sharded = ShardedModel(
+        module,
+        fsdp_unit_modules,
+        topology,
+        every,
+        precision,
+        _device(device, topology.mesh),
+        GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
+        Overlap(overlap_param_gather, overlap_grad_reduce),
+        check_values,
+    )
+    sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
 
 
@@ -163,29 +196,20 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "dp_outer_dim": (None, "hybrid sharding"),
     "tp_dim": (None, "tensor parallelism"),
-    "hybrid_fsdp_group": (None, "hybrid sharding"),
     "hybrid_fsdp_expt_group": (None, "expert parallelism"),
     "expt_device_mesh": (None, "expert parallelism"),
     "fsdp_group_ag": (None, "a separate group for gathers"),
     "expt_fsdp_group_ag": (None, "expert parallelism"),
     "init_model_with_meta_device": (False, "initialisation from the meta device"),
-    "overlap_grad_reduce": (True, "sharding without overlap"),
-    "overlap_param_gather": (True, "sharding without overlap"),
-    "sync_model_each_microbatch": (True, "deferred gradient synchronisation"),
     "preproc_state_dict_for_dcp_ckpt": (True, "another checkpoint format"),
-    "report_nan_in_param_grad": (False, "the search for NaN in gradients"),
-    "average_in_collective": (False, "the choice of the averaging operator"),
     "disable_bucketing": (False, "sharding without buckets"),
-    "calculate_per_token_loss": (False, "summing gradients without averaging"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
     "nccl_ub": (False, "NCCL user buffers"),
     "fsdp_double_buffer": (False, "persistent communication buffers"),
     "fsdp_db_use_persist_buf_on_alloc_fail": (False, "persistent communication buffers"),
     "disable_symmetric_registration": (False, "NCCL user buffers"),
     "enable_fine_grained_param_gather": (False, "gathering module by module"),
-    "use_decoupled_grad": (False, "decoupled gradients"),
     "cuda_graph_mode": (False, "CUDA graphs"),
     "maxpool_double_buffer": (False, "persistent communication buffers"),
 }
@@ -220,36 +244,7 @@ def _precision(
                 f"mixed_precision_policy says {main_grads}. Give one of them."
             )
         main_grads = wanted
-    if main_grads is not None or policy.grad_comm_dtype is not None:
-        name = "main_grads_dtype" if main_grads is not None else "grad_comm_dtype"
-        raise NotImplementedError(f"mixed_precision_policy.{name} is not implemented yet; leave it at None.")
-    return Precision(main_params)
-
-
-def _data_parallel_mesh(device_mesh: DeviceMesh | None, dp_shard_dim: str | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard_model needs a process group. Call torch.distributed.init_process_group first, and start the "
-            "program with torchrun --nproc-per-node=N; a single process can shard over itself."
-        )
-    if device_mesh is None:
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(dp_shard_dim or "fsdp",))
-    if dp_shard_dim is None:
-        if device_mesh.ndim > 1:
-            raise ValueError(
-                f"The device mesh has {device_mesh.ndim} dimensions, {device_mesh.mesh_dim_names}: name the one to "
-                "shard over with dp_shard_dim."
-            )
-        return device_mesh
-    try:
-        mesh = device_mesh[dp_shard_dim]
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"dp_shard_dim={dp_shard_dim!r} is not a dimension of the device mesh, which has "
-            f"{device_mesh.mesh_dim_names}. ({error})"
-        ) from error
-    return mesh
+    return Precision(main_params, main_grads, policy.grad_comm_dtype)
 
 
 def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:

@@ -8,14 +8,27 @@ resumed after a graph break).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, Role, phase_of, set_phase, set_role
+from mfsdp_compile.passes.context import (
+    BucketInfo,
+    Context,
+    Kind,
+    Phase,
+    Role,
+    SchedulePolicy,
+    phase_of,
+    set_phase,
+    set_role,
+)
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Bucket, Home
 from mfsdp_compile.runtime.model import ShardedModel
@@ -38,25 +51,37 @@ def mfsdp(
     gm = compat.copy_dynamo_graph(gm)
     shells = _find_shells(gm)
     if not shells:
+        if not ShardedModel.any_exists():
+            warnings.warn(
+                'backend="mfsdp" compiles a model that is not sharded, and there is no sharded one in this process: every '
+                "rank would train alone. Call fully_shard_model first.",
+                stacklevel=2,
+            )
         return _compile_inner(gm, example_inputs, chosen, None)
 
-    call = _Call(shells)
-    context = Context(tuple(_info(bucket) for bucket in call.buckets), chosen.schedule, _is_whole_model(call.buckets))
+    buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+    call = _Call(shells, buckets)
+    schedule = _without_overlap(chosen.schedule, buckets)
+    context = Context(tuple(_info(bucket) for bucket in buckets), schedule, _is_whole_model(buckets))
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
-            set_role(node, Role(Kind.SHELL, call.buckets.index(home.bucket), home.index))
+            set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
     record = pipeline.rewrite_dynamo_graph(gm, context)
-    for owner in dict.fromkeys(bucket.owner for bucket in call.buckets):
+    for owner in dict.fromkeys(bucket.owner for bucket in buckets):
+        owner.check_complete()
         owner.compiled_graphs.append(record)
 
     fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
-    shards = [fake_mode.from_tensor(bucket.flat, static_shapes=True) for bucket in call.buckets]
+    shards = [fake_mode.from_tensor(t, static_shapes=True) for bucket in buckets for t in _tensors(bucket)]
     others = [value for position, value in enumerate(example_inputs) if position not in shells]
     compiled = _compile_inner(gm, [*shards, *others], chosen, record)
 
     def run(*args: Any) -> Any:
-        flats, rest = call.exchange(args)
-        return compiled(*flats, *rest)
+        owners, tensors, rest = call.exchange(args)
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner.eager.for_compiled_code())
+            return compiled(*tensors, *rest)
 
     return run
 
@@ -64,25 +89,29 @@ def mfsdp(
 class _Call:
     """How to turn the arguments of Dynamo's graph into those of the rewritten one.
 
+    It holds no bucket: Dynamo keeps compiled code longer than users keep models.
+
     Args:
         shells: by position among the graph's arguments.
+        buckets: theirs, in the order of the graph.
     """
 
-    def __init__(self, shells: Mapping[int, Home]) -> None:
-        self.buckets: tuple[Bucket, ...] = tuple(dict.fromkeys(home.bucket for home in shells.values()))
-        self._signatures = [bucket.signature for bucket in self.buckets]
-        self._shells = [(position, self.buckets.index(h.bucket), h.index) for position, h in shells.items()]
-        self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(self.buckets))]
+    def __init__(self, shells: Mapping[int, Home], buckets: Sequence[Bucket]) -> None:
+        self._names = [bucket.plan.name for bucket in buckets]
+        self._signatures = [bucket.signature for bucket in buckets]
+        self._shells = [(position, buckets.index(h.bucket), h.index) for position, h in shells.items()]
+        self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
         self._positions = frozenset(shells)
 
-    def exchange(self, args: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-        """Shards of the buckets that the shells among ``args`` belong to, and the other arguments."""
+    def exchange(self, args: Sequence[Any]) -> tuple[list[ShardedModel], list[Tensor], list[Any]]:
+        """The models that the shells among ``args`` belong to, what the graph gets of their buckets, and the other
+        arguments."""
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
             home: Home = args[position].mfsdp_home
             if home.bucket is not buckets[number] or home.index != index:
                 raise RuntimeError(
-                    f"Compiled code for {self.buckets[number].plan.name!r} was given parameters that are bucketed in "
+                    f"Compiled code for {self._names[number]!r} was given parameters that are bucketed in "
                     f"another way ({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules "
                     "whose parameters are grouped into units differently. Compile these modules apart, with "
                     "module.compile(backend='mfsdp') on each."
@@ -94,9 +123,22 @@ class _Call:
                     "Please report this; torch._dynamo.reset() makes torch compile anew."
                 )
             bucket.check_unchanged()
-        for owner in {id(bucket.owner): bucket.owner for bucket in buckets}.values():
+        owners = list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
+        for owner in owners:
             owner.enter_compiled()
-        return [b.flat for b in buckets], [a for i, a in enumerate(args) if i not in self._positions]
+            owner.refresh()
+        tensors = [t for b in buckets for t in _tensors(b)]
+        return owners, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+
+
+def _tensors(bucket: Bucket) -> list[Tensor]:
+    """What a graph gets for a bucket: its shard, its resident and its token, as far as it has these."""
+    tensors = [bucket.flat]
+    if bucket.resident is not None:
+        tensors.append(bucket.resident)
+    if bucket.pending is not None:
+        tensors.append(bucket.pending.token)
+    return tensors
 
 
 def _find_shells(gm: fx.GraphModule) -> dict[int, Home]:
@@ -108,8 +150,24 @@ def _find_shells(gm: fx.GraphModule) -> dict[int, Home]:
 def _info(bucket: Bucket) -> BucketInfo:
     plan = bucket.plan
     return BucketInfo(
-        plan.name, plan.unit, plan.layout, bucket.gather_arguments, plan.gathered_bytes, plan.requires_grad
+        plan.name,
+        plan.unit,
+        plan.layout,
+        bucket.exchange,
+        plan.gathered_bytes,
+        plan.requires_grad,
+        bucket.resident is not None,
+        bucket.pending is not None,
     )
+
+
+def _without_overlap(schedule: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
+    """What ``overlap_param_gather=False`` and ``overlap_grad_reduce=False`` make of a schedule."""
+    if not all(bucket.owner.overlap.gathers for bucket in buckets):
+        schedule = replace(schedule, prefetch_units=0)
+    if not all(bucket.owner.overlap.reductions for bucket in buckets):
+        schedule = replace(schedule, reductions_in_flight=0)
+    return schedule
 
 
 def _is_whole_model(buckets: Sequence[Bucket]) -> bool:

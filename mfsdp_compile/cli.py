@@ -16,7 +16,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mfsdp-compile {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands.add_parser("demo", help="train a small transformer on real text, sharded, and account for it"))
+    doctor = commands.add_parser("doctor", help="look at the installation; with --table, at the numbers")
+    doctor.add_argument(
+        "--table", action="store_true", help="compute every strategy in every way of accumulating, on four processes"
+    )
     given = parser.parse_args(arguments)
+    if given.command == "doctor":
+        from mfsdp_compile import doctor as the_doctor
+
+        return the_doctor.run(given.table)
 
     from mfsdp_compile.examples.demo import DemoConfig, run
 
@@ -27,18 +35,27 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
+    parser.add_argument("--steps", type=_positive, default=60, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--eager", action="store_true", help="eager hooks instead of torch.compile")
-    parser.add_argument("--model", choices=["llama", "hf-llama"], default="llama", help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=128, help="bytes per sequence (default: %(default)s)")
+    parser.add_argument(
+        "--model", choices=["llama", "hf-llama"], default="llama", help="ours or Hugging Face's (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=_positive, default=8, help="sequences per rank and step (default: %(default)s)")
+    parser.add_argument("--length", type=_positive, default=128, help="bytes per sequence (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-3, help="of AdamW (default: %(default)s)")
     parser.add_argument(
         "--parity-steps", type=int, default=12, help="steps that one process repeats; 0: none (default: %(default)s)"
     )
     parser.add_argument("--out", default="demo-out", help="folder for curve and schedule (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Inductor's lowering of ``mfsdp::pack_gradients``: gradients are computed in their place.
+"""Inductor's lowerings of our operators.
+
+``mfsdp::reduce_if_due`` is a collective: what it reads and writes is left alone until its wait.
+
+``mfsdp::pack_gradients``: gradients are computed in their place.
 
 Inductor would run the operator as it stands: every gradient is computed into memory of its own and copied into the
 bucket. With this lowering the bucket is one buffer, a :class:`ConcatKernel` in Inductor's words, and each gradient is
@@ -22,6 +26,10 @@ __all__ = ["register_lowerings"]
 def register_lowerings() -> None:
     """Tell Inductor about our operators. Once per process."""
     compat.register_lowering(torch.ops.mfsdp.pack_gradients.default, _pack_gradients)
+    compat.register_lowering(
+        torch.ops.mfsdp.reduce_if_due.default,
+        functools.partial(compat.inductor_collective, torch.ops.mfsdp.reduce_if_due.default),
+    )
 
 
 def _pack_gradients(gradients: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mfsdp_compile.passes.context import SchedulePolicy
+from mfsdp_compile.runtime import compat
 
 __all__ = ["CompileOptions"]
 
@@ -48,6 +49,8 @@ class CompileOptions:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
         if inductor and inner != "inductor":
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
+        if unknown := compat.unknown_inductor_options(inductor):
+            raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
         if inductor.get("triton.cudagraphs"):
             raise NotImplementedError(
                 "CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model import Precision, ShardedModel
+from mfsdp_compile.runtime.tensor import UnreducedGradient
+from mfsdp_compile.runtime.topology import Topology
+
+from .policy import MixedPrecisionPolicy
 
 __all__ = ["MegatronFSDP"]
 
@@ -57,44 +64,123 @@ class MegatronFSDP(nn.Module):
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
 
+    # -- when gradients are reduced -----------------------------------------------------------------------------------
+    #
+    # With optim_grads and optim_grads_params gradients are reduced over inner ranks in every backward. What can wait for
+    # the last microbatch is the reduction over outer ranks, and, with no_shard and optim, all of it.
+
+    @property
+    def is_last_microbatch(self) -> bool | None:
+        """Whether the backward at hand is the last one before the optimizer's step; None: not told, so that
+        :attr:`model_auto_sync` decides. To be set before ``backward``."""
+        return self.sharded.synchronisation.last_microbatch
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool | None) -> None:
+        self.sharded.synchronisation.last_microbatch = value
+
+    @property
+    def model_auto_sync(self) -> bool:
+        """Whether gradients are reduced completely after every backward."""
+        return self.sharded.synchronisation.automatic
+
+    @property
+    def microbatch_count(self) -> int:
+        """Backwards since gradients were last reduced completely."""
+        return self.sharded.synchronisation.microbatches
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Reduce gradients completely after every backward from now on, or not."""
+        self.sharded.synchronisation.automatic = bool(sync_model)
+
+    def sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside reduce gradients completely, with what waits from before."""
+        return self._override(True)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards inside are not the last before the optimizer's step: what can wait, waits."""
+        return self._override(False)
+
+    @contextlib.contextmanager
+    def _override(self, due: bool) -> Iterator[None]:
+        synchronisation = self.sharded.synchronisation
+        before, synchronisation.override = synchronisation.override, due
+        try:
+            yield
+        finally:
+            synchronisation.override = before
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Reduce what waits for it, and give every trainable parameter its gradient. Collective; costs nothing if
+        nothing waits."""
+        self.sharded.finish_synchronisation()
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by ``factor``."""
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        """Multiply every gradient by ``factor``, for instance one over the number of tokens, all ranks', after
+        ``calculate_per_token_loss``."""
+        for bucket in self.sharded.buckets:
+            if bucket.pending is not None and bucket.pending.total is not None:
+                bucket.pending.total.mul_(factor)
+            gradients = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients: every parameter's ``.grad`` becomes None, and the memory is free."""
-        for param in self.parameters():
-            param.grad = None
+        """Forget all gradients, also what waits: every parameter's ``.grad`` becomes None, and the memory is free."""
+        self.sharded.zero_gradients()
 
-    def finish_grad_sync(self) -> None:
-        """See that gradients are reduced. With full sharding they are when ``backward()`` returns."""
+    def gradient_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
+        """The norm of every parameter's whole gradient, by name; 0-d, equal on every rank. One all-reduce."""
+        names, gradients = [], []
+        for bucket in self.sharded.buckets:
+            for sites, gradient in zip(bucket.sites, bucket.gradients, strict=True):
+                if gradient is not None:
+                    names.append(sites[0].name)
+                    gradients.append(gradient)
+        return dict(zip(names, torch._foreach_norm(gradients, norm_type), strict=True)) if gradients else {}
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,
+        wait for them. With full sharding over one dimension there are none: graphs and forwards gather for themselves.
+        """
+        self.sharded.refresh()
+        if force_sync:
+            for bucket in self.sharded.buckets:
+                if bucket.resident is not None:
+                    bucket.await_resident()
 
     def install_optimized_model_weights(self) -> None:
-        """See that the next forward reads optimized weights. With full sharding it reads the shards themselves."""
+        """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,
+        for strategies that keep parameters gathered, starts now."""
+        self.sharded.refresh()
 
+    # -- settings -----------------------------------------------------------------------------------------------------
 
-def _later(name: str) -> Any:
-    def method(self: MegatronFSDP, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"MegatronFSDP.{name} is not implemented yet: gradients are reduced after every backward, and may be "
-            "accumulated over several."
-        )
+    def get_distributed_index(self) -> Topology:
+        """The ranks that the model is sharded over, and how."""
+        return self.sharded.topology
 
-    method.__name__ = method.__qualname__ = name
-    return method
+    @contextlib.contextmanager
+    def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Reduce gradients in ``policy.grad_comm_dtype`` inside. Compiled graphs are compiled once for each dtype.
 
-
-for _name in (
-    "no_sync",
-    "sync",
-    "set_model_auto_sync",
-    "start_param_sync",
-    "mixed_precision_context",
-    "get_distributed_index",
-):
-    setattr(MegatronFSDP, _name, _later(_name))
+        Raises:
+            ValueError: the policy differs from the model's in something else.
+        """
+        before = self.sharded.precision
+        wanted = Precision(policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype)
+        if replace(wanted, grad_comm_dtype=before.grad_comm_dtype) != before:
+            raise ValueError(
+                f"mixed_precision_context can change grad_comm_dtype and nothing else: the model has {before}, got "
+                f"{policy}."
+            )
+        self.sharded.set_precision(wanted)
+        try:
+            yield
+        finally:
+            self.sharded.set_precision(before)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from torch import fx
 
+from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import BucketLayout
 
 __all__ = [
@@ -47,8 +47,11 @@ class SchedulePolicy:
 
     def __post_init__(self) -> None:
         for name in ("prefetch_units", "prefetch_bytes", "reductions_in_flight", "reduction_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} cannot be negative, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} takes a whole number, got {value!r}")
+            if value < 0:
+                raise ValueError(f"{name} cannot be negative, got {value}")
 
 
 @dataclass(frozen=True)
@@ -59,22 +62,29 @@ class BucketInfo:
         name: of the bucket in the model that the graph was compiled for; other instances may run the graph too.
         unit: name of its unit there.
         layout: its layout.
-        gather_arguments: what ``mfsdp::gather`` takes after the shard.
+        exchange: what ``mfsdp::gather`` takes after its tensors.
         gathered_bytes: of the gathered bucket.
         trainable: whether it has gradients.
+        has_resident: whether something of it stays gathered between uses; the graph gets that besides the shard.
+        has_token: whether its reduction may have to wait; the graph gets what stands for the waiting sum.
     """
 
     name: str
     unit: str
     layout: BucketLayout
-    gather_arguments: tuple[Any, ...]
+    exchange: Exchange
     gathered_bytes: int
     trainable: bool
+    has_resident: bool = False
+    has_token: bool = False
 
     @property
     def signature(self) -> str:
         """What the passes' decisions depend on; no names, which differ between instances that share a graph."""
-        return f"{self.layout.signature}:{self.gather_arguments[3:]}:{self.gathered_bytes}:{self.trainable}"
+        return (
+            f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
+            f"{self.has_resident}:{self.has_token}"
+        )
 
 
 @dataclass(frozen=True)
@@ -112,13 +122,13 @@ class Kind(Enum):
 
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
     SHARD = "shard"  # placeholder of this rank's shard
-    CAST = "cast"  # the shard in the compute dtype
+    CAST = "cast"  # what is gathered: the shard in the compute dtype, the awaited resident
     START_GATHER = "start gather"
-    GATHERED = "gathered"  # the awaited gather: the whole bucket
+    GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, a cast of a whole shard
     VIEW = "view"  # of the gathered bucket
     PACK = "pack"  # the bucket of gradients
-    START_REDUCE = "start reduce"
-    REDUCED = "reduced"  # the awaited reduction: the shard's gradient
+    START_REDUCE = "start reduce"  # of a stage
+    REDUCED = "reduced"  # an awaited stage; the last one is the shard's gradient
 
 
 @dataclass(frozen=True)

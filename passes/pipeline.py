@@ -65,12 +65,21 @@ def describe(graph: fx.Graph, context: Context) -> list[str]:
     ended: dict[fx.Node, str] = {}
     for gather in roles.gathers(graph):
         info = context.buckets[gather.bucket]
-        begun[gather.start] = f"gather  {info.name}  {info.gathered_bytes:,} B"
-        ended[gather.wait] = f"wait    {info.name}"
+        if gather.start is not None:
+            begun[gather.start] = f"gather  {info.name}  {info.gathered_bytes:,} B"
+        if gather.whole is not None:
+            ended[gather.whole] = (
+                f"wait    {info.name}" if gather.start or info.has_resident else f"cast    {info.name}"
+            )
     for reduction in roles.reductions(graph):
         info = context.buckets[reduction.bucket]
-        begun[reduction.start] = f"reduce  {info.name}  {info.gathered_bytes:,} B"
-        ended[reduction.wait] = f"await   {info.name}"
+        size = info.gathered_bytes
+        for stage, (start, wait) in enumerate(reduction.stages):
+            which = f", stage {stage + 1}" if len(reduction.stages) > 1 else ""
+            due = ", if due" if info.exchange.may_wait(stage) else ""
+            begun[start] = f"reduce  {info.name}  {size:,} B{which}{due}"
+            ended[wait] = f"await   {info.name}{which}"
+            size //= info.exchange.group_sizes[stage] if info.exchange.collectives[stage] == "reduce_scatter" else 1
     lines: list[str] = []
     computed = 0
     for node in graph.nodes:

@@ -26,25 +26,32 @@ def apply(graph: fx.Graph, context: Context) -> Report:
         anchor = ready[reduction]
         if anchor.op == "placeholder":
             anchor = [node for node in graph.nodes if node.op == "placeholder"][-1]
-        anchor.append(reduction.pack)
-        reduction.pack.append(reduction.start)
+        for node in (reduction.pack, *reduction.scale, reduction.start):
+            anchor.append(node)
+            anchor = node
 
-    output = graph.output_node()
     lines = []
+    # What is put at the same place stays in the order of the reductions.
+    ends: dict[fx.Node, fx.Node] = {}
+    output = graph.output_node()
     for i, reduction in enumerate(found):
-        await_at, when = _await_at(found, i, context)
-        for node in (reduction.wait, *reduction.after):
-            if await_at is None:
-                output.prepend(node)
-            else:
-                await_at.append(node)
-                await_at = node
+        when = ""
+        for stage in range(len(reduction.stages)):
+            await_at, when = _await_at(found, i, stage, context)
+            nodes = [reduction.stages[stage][1]]
+            nodes += reduction.stages[stage + 1][:1] if stage + 1 < len(reduction.stages) else reduction.after
+            for node in nodes:
+                if await_at is None:
+                    output.prepend(node)
+                else:
+                    ends.get(await_at, await_at).append(node)
+                    ends[await_at] = node
         lines.append(f"{context.buckets[reduction.bucket].name}: awaited {when}")
     return Report("reduce", lines)
 
 
-def _await_at(found: list[roles.Reduction], i: int, context: Context) -> tuple[fx.Node | None, str]:
-    """The node after which reduction ``i`` is awaited; None for the end of the graph."""
+def _await_at(found: list[roles.Reduction], i: int, stage: int, context: Context) -> tuple[fx.Node | None, str]:
+    """The node after which a stage of reduction ``i`` is awaited; None for the end of the graph."""
     policy = context.policy
 
     def gradient_bytes(r: roles.Reduction) -> int:
@@ -57,8 +64,9 @@ def _await_at(found: list[roles.Reduction], i: int, context: Context) -> tuple[f
             before = later.pack.prev
             return before, f"before {context.buckets[later.bucket].name} is packed: {in_flight:,} B would be in flight"
     if policy.reductions_in_flight == 0:
-        return found[i].start, "at once"
-    if i + policy.reductions_in_flight < len(found):
-        later = found[i + policy.reductions_in_flight]
+        return found[i].stages[stage][0], "at once"
+    following = i + policy.reductions_in_flight * (stage + 1)
+    if following < len(found):
+        later = found[following]
         return later.start, f"after {context.buckets[later.bucket].name} has started"
     return None, "at the end"

@@ -12,7 +12,6 @@ Needs: roles. Leaves: tags.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -25,30 +24,31 @@ __all__ = ["apply", "kept_bucket"]
 
 _REGION = 1_000_000_000
 
-_CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
-
 
 def apply(graph: fx.Graph, context: Context) -> Report:
     found = roles.gathers(graph)
-    kept = kept_bucket(graph, found, context)
+    kept = kept_bucket(graph, [gather for gather in found if gather.start], context)
     lines = []
     for gather in found:
-        chain = [*gather.before, gather.start, gather.wait]
+        chain = [node for node in gather.nodes if node not in gather.views]
         derived = [*gather.views, *_casts(gather)]
         if gather is kept:
-            gather.wait.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            gather.collective[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
             chain = []
         for node in chain + derived:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION
-        what = "kept for backward" if gather is kept else "gathered again in backward, if needed there"
+        if gather is kept:
+            what = "kept for backward"
+        else:
+            what = "gathered again in backward, if needed there" if gather.start else "whole at all times"
         lines.append(f"{context.buckets[gather.bucket].name}: {what}")
     return Report("reshard", lines)
 
 
 def _casts(gather: roles.Gather) -> list[fx.Node]:
     """Casts of parameters (autocast's) and views of those."""
-    casts = [use for use in gather.uses if use.target in _CASTS]
+    casts = [use for use in gather.uses if use.target in roles.CASTS]
     pending = list(casts)
     while pending:
         for user in pending.pop().users:

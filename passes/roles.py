@@ -4,6 +4,9 @@
                                          \\-> view -> compute
 
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
+                                          (a second stage with outer ranks)
+
+Other strategies have gathers without an all-gather: ``resident -> wait -> view ...``, ``shard -> [cast] -> view ...``.
 
 ``passes.unshard`` marks the ``gather`` call in Dynamo's graph with the number of its bucket, in ``meta["custom"]``,
 which AOTAutograd copies to all nodes that come of it, forward and backward. This module turns marks into roles.
@@ -29,33 +32,61 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Gather:
-    """The nodes that gather one bucket.
+    """The nodes that make one bucket whole.
 
     Args:
         bucket: its number in the context.
-        before: the shard's cast, if any.
-        start, wait: of the all-gather.
-        views: of the gathered bucket, also views of views, in graph order.
+        before: what makes the input of the all-gather of this rank's part: a cast, a wait.
+        start: the all-gather; None where the bucket is whole already.
+        whole: the wait of the all-gather, or what else gives the whole bucket; None where that is a placeholder.
+        views: of the whole bucket, also views of views, in graph order.
         uses: nodes that read the gathered values.
     """
 
     bucket: int
     before: tuple[fx.Node, ...]
-    start: fx.Node
-    wait: fx.Node
+    start: fx.Node | None
+    whole: fx.Node | None
     views: tuple[fx.Node, ...]
     uses: tuple[fx.Node, ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All of it but the uses."""
+        return tuple(n for n in (*self.before, self.start, self.whole, *self.views) if n is not None)
+
+    @property
+    def collective(self) -> tuple[fx.Node, fx.Node]:
+        """Start and wait of a gather that communicates."""
+        assert self.start is not None
+        assert self.whole is not None
+        return self.start, self.whole
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The nodes that reduce one bucket's gradients; ``after`` is what turns the result into the graph's output."""
+    """The nodes that reduce one bucket's gradients.
+
+    Args:
+        pack: makes the bucket of gradients.
+        scale: nodes between that and the first stage.
+        stages: start and wait of each.
+        after: what turns the last wait into the graph's output.
+    """
 
     bucket: int
     pack: fx.Node
-    start: fx.Node
-    wait: fx.Node
+    scale: tuple[fx.Node, ...]
+    stages: tuple[tuple[fx.Node, fx.Node], ...]
     after: tuple[fx.Node, ...]
+
+    @property
+    def start(self) -> fx.Node:
+        return self.stages[0][0]
+
+    @property
+    def wait(self) -> fx.Node:
+        return self.stages[-1][1]
 
 
 def is_view(node: fx.Node) -> bool:
@@ -67,79 +98,148 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
+_STARTS = (
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.all_reduce.default,
+    torch.ops.mfsdp.reduce_if_due.default,
+)
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
+
 def assign(graph: fx.Graph) -> None:
     """Give every node that gathers or reduces a bucket its role."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        source = node.all_input_nodes[0] if node.all_input_nodes else None
-        role = role_of(source) if source is not None else None
-        bucket = (node.meta.get("custom") or {}).get(MARK)
-        if node.target is _c10d.all_gather_into_tensor.default and bucket is not None:
-            assert source is not None
-            set_role(node, Role(Kind.START_GATHER, bucket))
-            if source.op == "placeholder":
-                set_role(source, Role(Kind.SHARD, bucket))
-            else:
-                set_role(source, Role(Kind.CAST, bucket))
-                set_role(source.all_input_nodes[0], Role(Kind.SHARD, bucket))
-        elif node.target is torch.ops.mfsdp.pack_gradients.default and bucket is not None:
-            set_role(node, Role(Kind.PACK, bucket))
-        elif role is None:
+        kind = _kind(node)
+        if kind is None:
             continue
-        elif node.target is _c10d.reduce_scatter_tensor.default and role.kind is Kind.PACK:
-            set_role(node, Role(Kind.START_REDUCE, role.bucket))
-        elif node.target is _c10d.wait_tensor.default and role.kind is Kind.START_GATHER:
-            set_role(node, Role(Kind.GATHERED, role.bucket))
-        elif node.target is _c10d.wait_tensor.default and role.kind is Kind.START_REDUCE:
-            set_role(node, Role(Kind.REDUCED, role.bucket))
-        elif role.kind in (Kind.GATHERED, Kind.VIEW) and is_view(node):
-            set_role(node, Role(Kind.VIEW, role.bucket))
+        bucket = _mark(node)
+        if bucket is None:
+            source = role_of(node.all_input_nodes[0])
+            assert source is not None
+            bucket = source.bucket
+        set_role(node, Role(kind, bucket))
+        if node.all_input_nodes and node.all_input_nodes[0].op == "placeholder" and kind is not Kind.PACK:
+            set_role(node.all_input_nodes[0], Role(Kind.SHARD, bucket))
 
 
-def _of_kind(graph: fx.Graph, kind: Kind) -> Iterator[tuple[fx.Node, Role]]:
+def _mark(node: fx.Node) -> int | None:
+    return (node.meta.get("custom") or {}).get(MARK)
+
+
+def _kind(node: fx.Node) -> Kind | None:
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    role = role_of(source) if source is not None else None
+    of = role.kind if role is not None else None
+    target = node.target
+    if target is torch.ops.mfsdp.pack_gradients.default and _mark(node) is not None:
+        return Kind.PACK
+    if target in _STARTS and of in (Kind.PACK, Kind.REDUCED):
+        return Kind.START_REDUCE
+    if target is _c10d.wait_tensor.default and of is Kind.START_REDUCE:
+        return Kind.REDUCED
+    if target is _c10d.wait_tensor.default and of is Kind.START_GATHER:
+        return Kind.GATHERED
+    if is_view(node) and (of in (Kind.GATHERED, Kind.VIEW) or (_mark(node) is not None and _is_input(source))):
+        return Kind.VIEW
+    if _mark(node) is None:
+        return None
+    if target is _c10d.all_gather_into_tensor.default:
+        return Kind.START_GATHER
+    if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is Kind.CAST):
+        feeds = any(user.target is _c10d.all_gather_into_tensor.default or user.target in CASTS for user in node.users)
+        return Kind.CAST if feeds else Kind.GATHERED
+    if of is Kind.PACK:  # scaled before it is reduced
+        return Kind.PACK
+    return None
+
+
+def _is_input(node: fx.Node | None) -> bool:
+    return node is not None and node.op == "placeholder"
+
+
+def _of_kind(graph: fx.Graph, *kinds: Kind) -> Iterator[tuple[fx.Node, Role]]:
     for node in graph.nodes:
         role = role_of(node)
-        if role is not None and role.kind is kind:
+        if role is not None and role.kind in kinds:
             yield node, role
 
 
 def gathers(graph: fx.Graph) -> list[Gather]:
     """All gathers of a graph with roles, in graph order."""
-    return [_gather(node, role) for node, role in _of_kind(graph, Kind.START_GATHER)]
+    found = []
+    for node, role in _of_kind(graph, Kind.START_GATHER, Kind.GATHERED, Kind.SHARD):
+        if role.kind is Kind.START_GATHER:
+            (whole,) = (user for user in node.users if _has_kind(user, Kind.GATHERED))
+            found.append(_gather(role.bucket, _casts_before(node), node, whole, whole))
+        elif role.kind is Kind.GATHERED:
+            if not _has_kind(node.all_input_nodes[0], Kind.START_GATHER):
+                found.append(_gather(role.bucket, _casts_before(node), None, node, node))
+        elif any(_has_kind(user, Kind.VIEW) for user in node.users):
+            found.append(_gather(role.bucket, (), None, None, node))
+    return found
 
 
-def _gather(start: fx.Node, role: Role) -> Gather:
-    source = start.all_input_nodes[0]
-    source_role = role_of(source)
-    before = (source,) if source_role is not None and source_role.kind is Kind.CAST else ()
-    (wait,) = (user for user in start.users if (r := role_of(user)) and r.kind is Kind.GATHERED)
+def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
+    before: list[fx.Node] = []
+    while _has_kind(node := node.all_input_nodes[0], Kind.CAST):
+        before.insert(0, node)
+    return tuple(before)
+
+
+def _gather(
+    bucket: int, before: tuple[fx.Node, ...], start: fx.Node | None, whole: fx.Node | None, root: fx.Node
+) -> Gather:
     views: list[fx.Node] = []
     uses: dict[fx.Node, None] = {}
-    pending = [wait]
+    pending = [root]
     while pending:
-        for user in pending.pop().users:
-            user_role = role_of(user)
-            if user_role is not None and user_role.kind is Kind.VIEW:
+        node = pending.pop()
+        for user in node.users:
+            if _has_kind(user, Kind.VIEW):
                 if user not in views:
                     views.append(user)
                     pending.append(user)
-            else:
+            elif whole is not None or node is not root:  # of a placeholder, views are read, not itself
                 uses[user] = None
-    return Gather(role.bucket, before, start, wait, tuple(sorted(views)), tuple(sorted(uses)))
+    return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)))
 
 
 def reductions(graph: fx.Graph) -> list[Reduction]:
     """All reductions of a graph with roles, in graph order."""
     found = []
-    for start, role in _of_kind(graph, Kind.START_REDUCE):
-        (wait,) = (user for user in start.users if (r := role_of(user)) and r.kind is Kind.REDUCED)
-        after: list[fx.Node] = []
-        pending = [wait]
-        while pending:
-            for user in pending.pop().users:
-                if user.op != "output" and user not in after:
-                    after.append(user)
-                    pending.append(user)
-        found.append(Reduction(role.bucket, start.all_input_nodes[0], start, wait, tuple(sorted(after))))
+    for pack, role in _of_kind(graph, Kind.PACK):
+        if pack.target is not torch.ops.mfsdp.pack_gradients.default:
+            continue
+        scale: list[fx.Node] = []
+        node = pack
+        while scaled := [user for user in node.users if _has_kind(user, Kind.PACK)]:
+            node = scaled[0]
+            scale.append(node)
+        for start in [user for user in node.users if _has_kind(user, Kind.START_REDUCE)]:
+            found.append(_reduction(role.bucket, pack, tuple(scale), start))
     return found
+
+
+def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx.Node) -> Reduction:
+    stages: list[tuple[fx.Node, fx.Node]] = []
+    following: fx.Node | None = start
+    wait = start
+    while following is not None:
+        (wait,) = (user for user in following.users if _has_kind(user, Kind.REDUCED))
+        stages.append((following, wait))
+        following = next((user for user in wait.users if _has_kind(user, Kind.START_REDUCE)), None)
+    after: list[fx.Node] = []
+    pending = [wait]
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and user not in after:
+                after.append(user)
+                pending.append(user)
+    return Reduction(bucket, pack, scale, tuple(stages), tuple(sorted(after)))
+
+
+def _has_kind(node: fx.Node, kind: Kind) -> bool:
+    role = role_of(node)
+    return role is not None and role.kind is kind

@@ -32,14 +32,18 @@ class _Group:
     @property
     def nodes(self) -> list[fx.Node]:
         """What starts the gathers, in order."""
-        return [node for gather in self.gathers for node in (*gather.before, gather.start)]
+        return [node for gather in self.gathers for node in (*gather.before, gather.collective[0])]
+
+    @property
+    def first_wait(self) -> fx.Node:
+        return self.gathers[0].collective[1]
 
 
 def apply(graph: fx.Graph, context: Context) -> Report:
+    for gather in roles.gathers(graph):
+        if gather.uses:
+            _sink(gather)
     groups = _groups(graph, context)
-    for group in groups:
-        for gather in group.gathers:
-            _sink(graph, gather)
     lines = []
     for i, group in enumerate(groups):
         anchor, when = _start_before(graph, groups, i, context)
@@ -51,7 +55,10 @@ def apply(graph: fx.Graph, context: Context) -> Report:
 
 def _groups(graph: fx.Graph, context: Context) -> list[_Group]:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    found = sorted((g for g in roles.gathers(graph) if g.uses), key=lambda g: min(order[use] for use in g.uses))
+    found = sorted(
+        (g for g in roles.gathers(graph) if g.uses and g.start is not None),
+        key=lambda g: min(order[use] for use in g.uses),
+    )
     groups: list[list[roles.Gather]] = []
     for gather in found:
         unit = context.buckets[gather.bucket].unit
@@ -69,24 +76,25 @@ def _groups(graph: fx.Graph, context: Context) -> list[_Group]:
     ]
 
 
-def _sink(graph: fx.Graph, gather: roles.Gather) -> None:
-    """Wait, and its views, right before the first use."""
+def _sink(gather: roles.Gather) -> None:
+    """Wait, and its views, right before the first use; all of it where there is nothing to start."""
     first_use = min(gather.uses)
-    for node in (gather.wait, *gather.views):
-        first_use.prepend(node)
+    for node in gather.nodes:
+        if gather.start is None or (node is not gather.start and node not in gather.before):
+            first_use.prepend(node)
 
 
 def _start_before(graph: fx.Graph, groups: list[_Group], i: int, context: Context) -> tuple[fx.Node, str]:
     """The node before which group ``i`` starts."""
     policy, group = context.policy, groups[i]
     if policy.prefetch_units == 0:
-        return group.gathers[0].wait, "at its use"
+        return group.first_wait, "at its use"
     if group.bytes > policy.prefetch_bytes:
-        return group.gathers[0].wait, f"at its use: larger than prefetch_bytes ({policy.prefetch_bytes:,} B)"
+        return group.first_wait, f"at its use: larger than prefetch_bytes ({policy.prefetch_bytes:,} B)"
     if i < policy.prefetch_units:
         if i > 0:
-            return groups[i - 1].gathers[-1].start.next, "at once"
+            return groups[i - 1].gathers[-1].collective[0].next, "at once"
         own = set(group.nodes)
         return next(node for node in graph.nodes if node.op != "placeholder" and node not in own), "at once"
     earlier = groups[i - policy.prefetch_units]
-    return earlier.gathers[0].wait, f"before {earlier.name} is used"
+    return earlier.first_wait, f"before {earlier.name} is used"

@@ -2,13 +2,13 @@
 
 Before                                              After
     L_weight [6, 8]   placeholder, SHELL                shard_0 [32]      placeholder, SHARD
-    unshard = mfsdp.unshard(L_weight, "...")            gather = mfsdp.gather(shard_0, ...)
+    unshard = mfsdp.unshard(L_weight, "...")            gather = mfsdp.gather(shard_0, None, None, ...)
     linear = linear(x, unshard)                         getitem = gather[0]
                                                         linear = linear(x, getitem)
 
 Needs: shell placeholders with their roles; every use of one is a marker, or passes it into a region (a checkpointed
-one, say) whose body has the marker. Leaves: no shell and no marker; shards are the first placeholders, one per bucket
-in the context's order. Run as it stands, the new graph is the reference for everything that later passes do to it.
+one, say) whose body has the marker. Leaves: no shell and no marker; the first placeholders are the shards, one per
+bucket in the context's order, each followed by the bucket's resident and token where it has these. Run as it stands, the new graph is the reference for everything that later passes do to it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,27 @@ def apply(gm: fx.GraphModule, context: Context) -> Report:
         first_of.setdefault(role.bucket, node)
 
     first = next(iter(graph.nodes))
-    shards = []
+    sources: list[tuple[fx.Node, fx.Node | None, fx.Node | None]] = []
     with graph.inserting_before(first):
-        for bucket in range(len(context.buckets)):
-            shard = compat.add_parameter_placeholder(graph, f"shard_{bucket}", like=first_of[bucket])
+        for bucket, info in enumerate(context.buckets):
+            placeholders: list[fx.Node | None] = []
+            for name, exists in (("shard", True), ("resident", info.has_resident), ("token", info.has_token)):
+                placeholder = None
+                if exists:
+                    like = first_of[bucket] if name == "shard" else None
+                    placeholder = compat.add_parameter_placeholder(graph, f"{name}_{bucket}", like)
+                placeholders.append(placeholder)
+            shard, resident, token = placeholders
+            assert shard is not None
             set_role(shard, Role(Kind.SHARD, bucket))
-            shards.append(shard)
+            sources.append((shard, resident, token))
 
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
     gathered: list[fx.Node] = []
     at = last_placeholder
     for bucket, info in enumerate(context.buckets):
         with graph.inserting_after(at):
-            call = graph.call_function(torch.ops.mfsdp.gather.default, (shards[bucket], *info.gather_arguments))
+            call = graph.call_function(torch.ops.mfsdp.gather.default, (*sources[bucket], *info.exchange))
         call.meta["custom"] = {MARK: bucket}
         gathered.append(call)
         at = call

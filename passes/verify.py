@@ -31,15 +31,15 @@ def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0
     seen: set[int] = set()
     for gather in gathers:
         if gather.bucket in seen:
-            raise _breach("gathered once", "its bucket is gathered twice", gather.bucket, gather.start, context)
+            raise _breach("gathered once", "its bucket is gathered twice", gather.bucket, gather.nodes[0], context)
         seen.add(gather.bucket)
-        for user in gather.start.users:
-            if user is not gather.wait:
-                raise _breach("awaited before use", f"{user} reads it unawaited", gather.bucket, gather.start, context)
+        for user in gather.start.users if gather.start is not None else ():
+            if user is not gather.whole:
+                raise _breach("awaited before use", f"{user} reads it unawaited", gather.bucket, user, context)
         for node in gather.uses:
-            if order[node] < order[gather.wait]:
+            if gather.whole is not None and order[node] < order[gather.whole]:
                 raise _breach("awaited before use", "it is read before its wait", gather.bucket, node, context)
-        for node in (gather.wait, *gather.views):
+        for node in gather.nodes:
             if node in saved and not _is_kept(node, context):
                 raise _breach("not saved", "a gathered parameter is saved for backward", gather.bucket, node, context)
 
@@ -69,10 +69,13 @@ def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0
             raise _breach(
                 "gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context
             )
-        if reduction.start.args[1] != info.gather_arguments[-1]:
-            raise _breach(
-                "scaled right", f"reduced with {reduction.start.args[1]}", reduction.bucket, reduction.start, context
-            )
+        if len(reduction.stages) != len(info.exchange.groups):
+            what = f"{len(reduction.stages)} of {len(info.exchange.groups)} stages of its reduction are there"
+            raise _breach("reduced over all ranks", what, reduction.bucket, reduction.start, context)
+        for stage, (start, _) in enumerate(reduction.stages):
+            if info.exchange.reduce_op not in start.args or info.exchange.groups[stage] not in start.args:
+                what = f"stage {stage + 1} is reduced with {start.args[1:]}"
+                raise _breach("scaled right", what, reduction.bucket, start, context)
 
     for node in graph.nodes:
         role = role_of(node)

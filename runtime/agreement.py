@@ -104,9 +104,14 @@ def _explain(
     mine, its = (json.loads(store.get(f"{key}/lines/{rank}")) for rank in (first, other))
     index = next(i for i in range(max(len(mine), len(its))) if mine[i : i + 1] != its[i : i + 1])
     show = [held[index] if index < len(held) else "nothing more" for held in (mine, its)]
+    hint = ""
+    if show[0].startswith("values of"):
+        hint = (
+            " Seed all ranks alike before the model is built, or pass check_values=False if values differ on purpose."
+        )
     return (
         f"{topic}: rank {culprits} of {len(ranks)} differs from rank {first}. First difference: rank {first} has "
-        f"[{show[0]}], rank {other} has [{show[1]}]."
+        f"[{show[0]}], rank {other} has [{show[1]}].{hint}"
     )
 
 

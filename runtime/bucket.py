@@ -2,15 +2,18 @@
 
 originals     weight [6, 8]                          bias [6]
               |                                      |
-bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      never whole in memory, except while it is gathered
+bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full sharding never whole in memory, except in use
                                    |
 flat          this rank's slice, a leaf that autograd knows; main dtype
 params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
+resident      what stays gathered between uses, in the compute dtype, for strategies that leave parameters whole, or
+              HFSDP, which leaves them whole over outer ranks. ``flat`` is a part of it where dtypes agree
 shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -18,11 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from . import compat
+from .exchange import Exchange
 from .layout import BucketLayout
-from .ops import gather_arguments
-from .tensor import RowShardedTensor, RowSplit
+from .pending import Pending
+from .tensor import RowShardedTensor, RowSplit, UnreducedGradient
+from .topology import Topology
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
 
@@ -51,7 +56,12 @@ class BucketPlan:
         compute_dtype: of the gathered parameters; the dtype that the model was built with.
         main_dtype: of the shard, its gradients and the optimizer's state.
         requires_grad: of all its parameters.
-        reduce_op: over the data-parallel group, ``"avg"`` or ``"sum"``.
+        grad_dtype: that gradients are summed in, over microbatches.
+        comm_dtype: that gradients are reduced in.
+        reduce_op: over data-parallel ranks, ``"avg"`` or ``"sum"``.
+        scale: of reduced gradients.
+        decoupled: gradients go to ``parameter.decoupled_grad``.
+        inspected: gradients are looked at before they are reduced.
     """
 
     name: str
@@ -60,7 +70,17 @@ class BucketPlan:
     compute_dtype: torch.dtype
     main_dtype: torch.dtype
     requires_grad: bool
+    grad_dtype: torch.dtype
+    comm_dtype: torch.dtype
     reduce_op: str = "avg"
+    scale: float = 1.0
+    decoupled: bool = False
+    inspected: bool = False
+
+    @property
+    def grad_attribute(self) -> str:
+        """The attribute of parameters that holds gradients."""
+        return "decoupled_grad" if self.decoupled else "grad"
 
     @property
     def gathered_bytes(self) -> int:
@@ -94,7 +114,7 @@ class Bucket:
         plan: layout and dtypes.
         originals: the whole parameters, in the order of the layout's slots. Their rows are copied; they are not kept.
         sites: for each parameter, every place where a module holds it.
-        mesh: one-dimensional, the data-parallel ranks.
+        topology: who holds what.
         device: of the shard.
     """
 
@@ -106,21 +126,19 @@ class Bucket:
         plan: BucketPlan,
         originals: Sequence[nn.Parameter],
         sites: Sequence[Sequence[Site]],
-        mesh: DeviceMesh,
+        topology: Topology,
         device: torch.device,
     ) -> None:
         self.plan = plan
         self.sites = tuple(tuple(s) for s in sites)
-        self.mesh = mesh
-        self.group_name: str = mesh.get_group().group_name
-        self.rank = mesh.get_local_rank()
+        self.topology = topology
         layout = plan.layout
         self.splits = tuple(RowSplit(layout, index) for index in range(len(layout.slots)))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         for original, view, split in zip(originals, self.views(flat), self.splits, strict=True):
             whole = original.detach()
-            rows = split.rows(self.rank)
+            rows = split.rows(topology.shard)
             if rows:
                 view.copy_(whole[rows.start : rows.stop] if split.shape else whole)
         self._make(flat, originals)
@@ -128,11 +146,25 @@ class Bucket:
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
         """Shard, parameters and shells over the values of ``flat``; Python attributes of ``like`` are kept."""
         plan = self.plan
+        self.resident: Tensor | None = None
+        self._resident_of = -1  # version of the shard that the resident was gathered from
+        self._resident_awaited = True
+        if (group := self.topology.resident_group) is not None:
+            resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
+            if plan.main_dtype == plan.compute_dtype:
+                mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
+                # The same memory, but a version of its own: gathers write to the resident whenever they like.
+                flat = mine.copy_(flat).data
+            self.resident = resident
+            weakref.finalize(self, compat.wait_tensor_when_dropped, resident)  # a gather that nobody used
         self.flat = flat.requires_grad_(plan.requires_grad)
         # Views of the detached shard: they share its memory and version, not its place in autograd graphs.
         views = self.views(flat.detach())
+        backing = (flat,) if self.resident is None else (flat, self.resident)
         self.params = tuple(
-            nn.Parameter(RowShardedTensor.wrap(view, split, self.mesh, backing=flat), requires_grad=plan.requires_grad)
+            nn.Parameter(
+                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=plan.requires_grad
+            )
             for view, split in zip(views, self.splits, strict=True)
         )
         for param, view in zip(self.params, views, strict=True):
@@ -145,29 +177,101 @@ class Bucket:
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
-        self.gather_arguments = gather_arguments(plan.layout, self.group_name, plan.compute_dtype, plan.reduce_op)
+        self.set_plan(plan)
+        self.pending = Pending(self, plan.grad_dtype) if plan.requires_grad and self.exchange.needs_token else None
+
+    def set_plan(self, plan: BucketPlan) -> None:
+        """Take over another way of exchanging; layout and dtypes of what is at rest stay."""
+        self.plan = plan
+        self.exchange = Exchange.of(
+            plan.layout, self.topology, plan.compute_dtype, plan.comm_dtype, plan.reduce_op, plan.scale, plan.inspected
+        )
         # Buckets whose signatures are equal can run each other's compiled graphs.
         self.signature = (
-            f"{plan.layout.signature}:{plan.compute_dtype}:{plan.main_dtype}:{plan.requires_grad}:"
-            f"{plan.reduce_op}:{self.group_name}"
+            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.resident is None}:"
+            f"{self.exchange[4:]}"
         )
 
     def _place(self, index: int) -> Place:
         layout = self.plan.layout
-        start = layout.shard_offset(index, self.rank)
-        numel = len(layout.rows(index, self.rank)) * layout.slots[index].row_numel
-        return Place(start, start + numel, self.splits[index].local_shape(self.rank))
+        start = layout.shard_offset(index, self.topology.shard)
+        numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
+        return Place(start, start + numel, self.splits[index].local_shape(self.topology.shard))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat shard (or of its gradient), ``[shard_numel]``, that belong to each parameter."""
         return [flat[start:stop].view(shape) for start, stop, shape in self.places]
 
-    def local_views(self, flat: Tensor) -> list[RowShardedTensor]:
+    def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """The same as DTensors."""
         return [
-            RowShardedTensor.wrap(view, split, self.mesh)
+            RowShardedTensor.wrap(view, split, self.topology, backing=backing)
             for view, split in zip(self.views(flat), self.splits, strict=True)
         ]
+
+    # -- residents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether shards have changed since the resident was gathered."""
+        return self.resident is not None and self._resident_of != self.flat._version
+
+    @torch.no_grad()
+    def start_refresh(self) -> None:
+        """Start to gather the resident anew. Every rank must."""
+        group = self.topology.resident_group
+        assert group is not None
+        assert self.resident is not None
+        self.await_resident()
+        shard = self.flat.detach().to(self.plan.compute_dtype)
+        with compat.no_saved_tensor_hooks():
+            compat.all_gather_out(shard, group.size, group.name, out=self.resident)
+        self._resident_of, self._resident_awaited = self.flat._version, False
+
+    def await_resident(self) -> Tensor:
+        assert self.resident is not None
+        if not self._resident_awaited:
+            compat.wait_tensor(self.resident)
+            self._resident_awaited = True
+        return self.resident
+
+    def source(self) -> Tensor:
+        """What parameters in use are made of on this rank: the resident, or the shard; without autograd."""
+        return self.flat.detach() if self.resident is None else self.await_resident()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What is attached to each parameter."""
+        return [getattr(param, self.plan.grad_attribute, None) for param in self.params]
+
+    @property
+    def gradient_waits(self) -> bool:
+        """Whether the last gradient was kept for a later reduction."""
+        return self.pending is not None and self.pending.kept
+
+    # What Pending asks of its holder
+
+    def reductions_are_due(self) -> bool:
+        return self.owner.reductions_are_due()
+
+    def show_unreduced(self) -> None:
+        for param, attached in zip(self.params, self.gradients, strict=True):
+            if attached is None:
+                setattr(param, self.plan.grad_attribute, UnreducedGradient.like(param))
+
+    def forget_abandoned(self, total: Tensor) -> None:
+        # All of the bucket waits, or this rank's inner shard of it.
+        start = self.topology.inner.rank * total.numel() if total.numel() < self.plan.layout.numel else 0
+        for attached, slot in zip(self.gradients, self.plan.layout.slots, strict=True):
+            if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
+                total[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
+                if attached is not None:
+                    attached.zeroed = False
+
+    def inspect(self, gradient: Tensor) -> None:
+        self.owner.inspect(self, gradient)
 
     def check_unchanged(self) -> None:
         """Raise if somebody exchanged a parameter, or froze or thawed one, since the model was sharded."""

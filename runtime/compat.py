@@ -8,9 +8,11 @@ not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,21 +38,28 @@ if not dist.is_available():
     raise ImportError("mfsdp-compile needs a torch that was built with torch.distributed")
 
 try:
-    from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
-    from torch._C._autograd import _top_saved_tensors_default_hooks
+    from torch._C import DisableTorchFunctionSubclass, DispatchKey, _current_graph_task_id
+    from torch._C._autograd import (
+        _pop_saved_tensors_default_hooks,
+        _push_saved_tensors_default_hooks,
+        _top_saved_tensors_default_hooks,
+    )
     from torch._guards import detect_fake_mode
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.distributed_c10d import _get_default_store
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
 
     all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    all_gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
     all_reduce = torch.ops._c10d_functional.all_reduce.default
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     _execution_engine = torch.autograd.Variable._execution_engine
     _eval_frame: Any = torch._C._dynamo.eval_frame
-    _run_as_is = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+    _run_as_is = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
@@ -62,11 +71,14 @@ DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 
 __all__ = [
     "DTENSOR_SUBCLASSES_DISPATCH",
+    "ChunkStorageMetadata",
     "DTensorSpec",
     "DisableTorchFunctionSubclass",
+    "DispatchKey",
     "TensorMeta",
     "TorchDispatchMode",
     "all_gather",
+    "all_gather_out",
     "all_reduce",
     "default_store",
     "detect_fake_mode",
@@ -104,10 +116,38 @@ def saved_tensor_hooks_active() -> bool:
     return _top_saved_tensors_default_hooks(False) is not None
 
 
-def saved_storage(tensor: Tensor) -> int | None:
-    """The address of the storage of a tensor that is saved for backward; None for a tensor that wraps others."""
+@contextlib.contextmanager
+def no_saved_tensor_hooks(pack: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Take default hooks on saved tensors off this thread for a moment: all, or the topmost if it is ``pack``'s.
+
+    A gloo collective takes the state of the thread that starts it along to a thread of its own, which counts references
+    to these hooks without holding Python's lock: sooner or later memory is corrupted ("malloc(): unaligned tcache chunk
+    detected"; torch 2.11 to 2.15: twenty lines without this package show it). So collectives are started inside this.
+    """
+    taken: list[tuple[Any, Any]] = []
+    while (top := _top_saved_tensors_default_hooks(False)) is not None and (pack is None or top[0] == pack):
+        taken.append(top)
+        _pop_saved_tensors_default_hooks()
     try:
-        return tensor.untyped_storage().data_ptr()
+        yield
+    finally:
+        for pack_hook, unpack_hook in reversed(taken):
+            _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
+
+
+def wait_tensor_when_dropped(tensor: Tensor) -> None:
+    """``wait_tensor`` for finalizers, which may run in the middle of a trace."""
+    with _disable_current_modes(), torch.no_grad():
+        wait_tensor(tensor)
+
+
+def storage_address(tensor: Tensor) -> int | None:
+    """Where the storage of a tensor begins in memory; None for one that has none, or wraps others.
+
+    Computed, and not asked of ``untyped_storage()``, which makes a Python object for every storage that is looked at.
+    """
+    try:
+        return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return None
 
@@ -119,11 +159,12 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
     """Whether this thread is inside the call of one of ``modules``.
 
     For code that runs eagerly in the middle of compiled code, whose forwards were traced and do not run. A call of a
-    module leaves a frame of ``nn.Module._call_impl`` on the stack, also when Dynamo has rewritten it.
+    module leaves a frame of ``nn.Module._call_impl`` on the stack, also when Dynamo has rewritten it. Other methods of
+    ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) are no calls.
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == _MODULE_FILE:
+        if frame.f_code.co_filename == _MODULE_FILE and "_call_impl" in frame.f_code.co_name:
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.nn.Module) and owner in modules:
                 return True
@@ -131,9 +172,26 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
     return False
 
 
-def only_inline(function: Any) -> Any:
-    """Let Dynamo trace calls of ``function`` as parts of what it compiles, but never compile ``function`` by itself,
-    which it would do when eager code calls it between two graphs. A decorator."""
+_DYNAMO_FOLDER = str(Path(torch.__file__).parent / "_dynamo")
+
+
+def called_by_guards() -> bool:
+    """Whether the property that calls this is being read by Dynamo's guards (``hasattr(self, "weight")`` in a forward
+    makes one), and not by the code of a module."""
+    reader = sys._getframe(2).f_code.co_filename
+    return reader == _MODULE_FILE or reader.startswith(_DYNAMO_FOLDER)
+
+
+def graph_break(message: str) -> Exception:
+    """What to raise for Dynamo to leave the code at hand to Python; an error with ``message`` under fullgraph."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(message, "mfsdp_compile: a sharded parameter")
+
+
+def python_only(function: Any) -> Any:
+    """Keep Dynamo from compiling ``function``, and what it calls, when eager code calls it between two graphs. It may
+    still be inlined in code that is compiled. A decorator."""
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
 
@@ -144,6 +202,12 @@ def is_dynamo_disabled(function: Any) -> bool:
 
 
 # -- torch.distributed ------------------------------------------------------------------------------------------------
+
+
+def shard_write_item(name: str, chunk: ChunkStorageMetadata, local: Tensor, shape: torch.Size) -> WriteItem:
+    """What torch.distributed.checkpoint writes for this rank's part of a tensor."""
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=shape)
+    return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def default_store() -> dist.Store:
@@ -183,13 +247,16 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node) -> fx.Node:
+def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) -> fx.Node:
     """A placeholder that AOTAutograd treats as a parameter: static address, no guards.
 
-    ``like`` is the placeholder whose source it takes over: AOTAutograd and Inductor look sources up in messages.
+    ``like`` is the placeholder whose source it takes over: AOTAutograd and Inductor look sources up in messages. None
+    for one that stands for nothing in the user's program.
     """
     node = graph.placeholder(name)
-    if hasattr(like, "_dynamo_source"):
+    if like is None:
+        node._dynamo_source = None  # type: ignore[attr-defined]
+    elif hasattr(like, "_dynamo_source"):
         node._dynamo_source = like._dynamo_source  # type: ignore[attr-defined]
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return node
@@ -219,6 +286,12 @@ _ORDER_KEEPING: dict[str, Any] = {
 
 def inductor_config_patches() -> dict[str, Any]:
     """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
+    unknown = unknown_inductor_options(_ORDER_KEEPING)
+    return {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
+
+
+def unknown_inductor_options(names: Iterable[str]) -> list[str]:
+    """Which of ``names`` are no settings of ``torch._inductor.config``."""
     import torch._inductor.config as config
 
     def exists(name: str) -> bool:
@@ -229,7 +302,7 @@ def inductor_config_patches() -> dict[str, Any]:
             owner = getattr(owner, part)
         return True
 
-    return {name: value for name, value in _ORDER_KEEPING.items() if exists(name)}
+    return [name for name in names if not exists(name)]
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
@@ -314,6 +387,13 @@ def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     from torch._inductor.lowering import register_lowering as register
 
     register(operator, type_promotion_kind=None)(lower)
+
+
+def inductor_collective(operator: Any, *args: Any) -> Any:
+    """Lower ``operator`` as Inductor lowers its own out-of-place collectives: buffers are kept until the wait."""
+    from torch._inductor import ir
+
+    return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
 
 
 class InductorBucket:

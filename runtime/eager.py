@@ -30,7 +30,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,7 +39,8 @@ from torch import Tensor, nn
 
 from . import compat, gradients
 from .bucket import Bucket, Home
-from .ops import pack_and_reduce
+from .exchange import When
+from .ops import pack, start_collective, start_stage
 
 __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "Window"]
 
@@ -49,7 +50,7 @@ class EagerPolicy:
     """The numbers that steer the eager path.
 
     Args:
-        prefetch_bytes: the next unit is gathered early if it is at most this large.
+        prefetch_bytes: the next unit is gathered early if it is at most this large; -1: never.
         reductions_in_flight: reductions that may be under way before the oldest is awaited.
     """
 
@@ -90,7 +91,17 @@ class _Gathered:
     started: Tensor | None
     version: int  # of the shard, when it was gathered
     full: Tensor | None = None
+    content: int = 0  # version of ``full``, as it came
     views: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduction:
+    """One stage of a bucket's reduction, under way."""
+
+    bucket: Bucket
+    stage: int
+    result: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +132,19 @@ class _SavedView:
     offset: int
 
 
+def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gathered parameters are ordinary tensors without history, wherever they are gathered: also in inference mode."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return function(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args)
+
+    return wrapped
+
+
 class BackwardOwner(Protocol):
     """The sharded model, as the eager path sees it."""
 
@@ -132,6 +156,12 @@ class BackwardOwner(Protocol):
 
     def touched(self, bucket: Bucket) -> None:
         """The bucket got gradients."""
+
+    def check_complete(self) -> None:
+        """Raise if the model has parameters that are in no bucket."""
+
+    def refresh(self) -> None:
+        """Start to gather what stays gathered, if shards have changed since."""
 
 
 class EagerRuntime:
@@ -161,7 +191,7 @@ class EagerRuntime:
         self._last_read: EagerUnit | None = None
         self._ran: dict[Bucket, set[Window]] = {}
         self._windows_of: dict[Bucket, set[Window]] = {}
-        self._reductions: deque[tuple[Bucket, Tensor]] = deque()
+        self._reductions: deque[_Reduction] = deque()
         self._order: list[EagerUnit] = []  # of this forward
         self._learn(self.units)
 
@@ -175,17 +205,24 @@ class EagerRuntime:
         for bucket in window.owns:
             self._windows_of.setdefault(bucket, set()).add(window)
 
+    @compat.python_only
     def enter(self, window: Window) -> None:
         if window.is_root and not compat.in_backward():
             self._depth = 0
-        if self._depth == 0:
-            self._open(window)
+        try:
+            if self._depth == 0:
+                self._open(window)
+            if window.unit is not None:
+                if window.unit in self._idle:
+                    self._idle.remove(window.unit)
+                self._start(window.unit)
+        except BaseException:
+            if self._depth == 0:
+                self._hooks.close()
+            raise
         self._depth += 1
-        if window.unit is not None:
-            if window.unit in self._idle:
-                self._idle.remove(window.unit)
-            self._start(window.unit)
 
+    @compat.python_only
     def leave(self, window: Window) -> None:
         if self._depth == 0:
             return
@@ -207,9 +244,11 @@ class EagerRuntime:
         else:
             self._owner.leave_backward()
             self.reset()
-            for unit in self.units if window.is_root else [window.unit] if window.unit is not None else []:
-                for bucket in unit.buckets:
-                    bucket.check_unchanged()
+            mine = self.units if window.is_root else [window.unit] if window.unit is not None else []
+            for bucket in [*(bucket for unit in mine for bucket in unit.buckets), *window.owns]:
+                bucket.check_unchanged()
+            if window.is_root:
+                self._owner.check_complete()
         if not compat.saved_tensor_hooks_active():
             # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
             # to decide. Ours on top would hide tensors from a recomputation that counts them.
@@ -219,12 +258,16 @@ class EagerRuntime:
         self._hooks.close()
         if compat.in_backward():
             return
+        written = [bucket for bucket, state in self._gathered.items() if self._is_written(state)]
         for unit in self.units:
             if not keep_last or unit is not self._last_read:
                 self._release(unit)
         self._idle.clear()
         if self._order:
             self._learn(self._order)
+        for bucket in written:
+            self._release_bucket(bucket)
+            self._refuse_writes(bucket)
 
     def reset(self) -> None:
         """Let go of everything that belongs to a running step. Reductions under way are awaited and dropped."""
@@ -233,7 +276,7 @@ class EagerRuntime:
         for unit in self.units:
             self._release(unit)
         while self._reductions:
-            compat.wait_tensor(self._reductions.popleft()[1])
+            compat.wait_tensor(self._reductions.popleft().result)
         self._anchors.clear()
         self._idle.clear()
         self._ran.clear()
@@ -260,17 +303,27 @@ class EagerRuntime:
             self._anchors[bucket] = _Reduce.apply(bucket.flat, bucket, self)
         return self._anchors[bucket]
 
+    @_as_parameters
     def _start(self, unit: EagerUnit) -> None:
         for bucket in unit.buckets:
+            state = self._gathered.get(bucket)
+            if state is not None and state.version != bucket.flat._version:
+                self._release_bucket(bucket)  # shards have changed since
             if bucket not in self._gathered:
-                shard = bucket.flat.detach()
-                layout = bucket.plan.layout
-                started = compat.all_gather(shard.to(bucket.plan.compute_dtype), layout.world_size, bucket.group_name)
+                if bucket.is_stale:
+                    self._owner.refresh()
+                group = bucket.topology.gather_group
+                started = None
+                if group is not None:
+                    shard = bucket.source().to(bucket.plan.compute_dtype)
+                    with compat.no_saved_tensor_hooks():
+                        started = compat.all_gather(shard, group.size, group.name)
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
+    @_as_parameters
     def _gather(self, bucket: Bucket) -> _Gathered:
         state = self._gathered.get(bucket)
-        if state is not None and state.full is not None:
+        if state is not None and state.full is not None and state.version == bucket.flat._version:
             return state
         unit = self._unit_of[bucket]
         for idle in self._idle:
@@ -279,11 +332,14 @@ class EagerRuntime:
         self._idle.clear()
         self._start(unit)
         state = self._gathered[bucket]
-        assert state.started is not None
-        state.full, state.started = compat.wait_tensor(state.started), None
+        if state.started is not None:
+            state.full, state.started = compat.wait_tensor(state.started), None
+        else:
+            state.full = bucket.source().to(bucket.plan.compute_dtype)
+        state.content = state.full._version
         state.views = [state.full[slot.offset : slot.end].view(slot.shape) for slot in bucket.plan.layout.slots]
-        if state.full.numel():
-            self._by_storage[state.full.untyped_storage().data_ptr()] = bucket
+        if address := compat.storage_address(state.full):
+            self._by_storage[address] = bucket
         in_backward = compat.in_backward()
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
@@ -303,8 +359,12 @@ class EagerRuntime:
 
     def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
         for bucket in unit.buckets:
-            if not (only_frozen and bucket.plan.requires_grad):
-                self._release_bucket(bucket)
+            if only_frozen and bucket.plan.requires_grad:
+                continue
+            state = self._gathered.get(bucket)
+            self._release_bucket(bucket)
+            if state is not None and self._depth > 0 and self._is_written(state):
+                self._refuse_writes(bucket)
 
     def _release_bucket(self, bucket: Bucket) -> None:
         state = self._gathered.pop(bucket, None)
@@ -312,18 +372,35 @@ class EagerRuntime:
             return
         if state.started is not None:  # gathered early and not used: a collective must not be left unawaited
             compat.wait_tensor(state.started)
-        if state.full is not None and state.full.numel():
-            del self._by_storage[state.full.untyped_storage().data_ptr()]
+        if state.full is not None and (address := compat.storage_address(state.full)):
+            self._by_storage.pop(address, None)
+
+    def _is_written(self, state: _Gathered) -> bool:
+        return state.full is not None and state.full._version != state.content
+
+    def _refuse_writes(self, bucket: Bucket) -> None:
+        names = ", ".join(sites[0].name for sites in bucket.sites[:4])
+        raise RuntimeError(
+            f"Forward has written to a parameter of {bucket.plan.unit!r} ({names}{', ...' if len(bucket.sites) > 4 else ''}"
+            "): what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under "
+            "torch.no_grad()), or hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
+        )
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
         pairs = list(itertools.pairwise(order))
         self._next = dict(pairs)
         self._previous = {later: earlier for earlier, later in pairs}
 
+    def for_compiled_code(self) -> contextlib.AbstractContextManager[None]:
+        """Around compiled graphs that run inside a window. They save no gathered parameter; see
+        :func:`~mfsdp_compile.runtime.compat.no_saved_tensor_hooks`."""
+        return compat.no_saved_tensor_hooks(self._pack)
+
     # -- tensors saved for backward -----------------------------------------------------------------------------------
 
+    @compat.python_only
     def _pack(self, tensor: Tensor) -> _SavedView | tuple[Tensor, int]:
-        bucket = self._by_storage.get(compat.saved_storage(tensor) or 0)
+        bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
         if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not look for
             # in-place changes of tensors that went through hooks, so that is done here.
@@ -331,6 +408,7 @@ class EagerRuntime:
         version = self._gathered[bucket].version
         return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
+    @compat.python_only
     def _unpack(self, packed: _SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(packed, tuple):
             tensor, version = packed
@@ -354,21 +432,45 @@ class EagerRuntime:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    @compat.python_only
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
         self._owner.enter_backward()
-        _, _, offsets, world_size, group, dtype, op = bucket.gather_arguments
-        numel = bucket.plan.layout.numel
-        started = pack_and_reduce(whole_gradients, offsets, numel, dtype, op, world_size, group)
-        self._reductions.append((bucket, started))
+        token = bucket.pending.token if bucket.pending is not None else None
+        packed = pack(whole_gradients, bucket.exchange)
+        with compat.no_saved_tensor_hooks():
+            started = start_stage(packed, 0, bucket.exchange, token)
+        self._reductions.append(_Reduction(bucket, 0, started))
         self._release_bucket(bucket)
-        while len(self._reductions) > self.policy.reductions_in_flight:
+        for _ in range(len(self._reductions) - self.policy.reductions_in_flight):
             self._take_in()
 
     def _take_in(self) -> None:
-        bucket, started = self._reductions.popleft()
-        gradients.accumulate(bucket, compat.wait_tensor(started).to(bucket.plan.main_dtype))
+        """Await the oldest stage under way. What it has reduced goes into the next stage, or is the gradient."""
+        reduction = self._reductions.popleft()
+        bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, compat.wait_tensor(reduction.result)
+        following = reduction.stage + 1
+        if following < len(exchange.groups):
+            token = bucket.pending.token if bucket.pending is not None else None
+            with compat.no_saved_tensor_hooks():
+                started = start_stage(result, following, exchange, token)
+            self._reductions.append(_Reduction(bucket, following, started))
+            return
+        if not bucket.gradient_waits:  # if it does, this is zeros
+            gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
         self._owner.touched(bucket)
+
+    def reduce_waiting(self, bucket: Bucket) -> None:
+        """Reduce what waits for it, outside of the backward that it came from."""
+        assert bucket.pending is not None
+        exchange = bucket.exchange
+        first = exchange.when.index(When.IF_DUE.value)
+        result = bucket.pending.take(exchange.comm_dtype)
+        for stage in range(first, len(exchange.groups)):
+            with compat.no_saved_tensor_hooks():
+                started = start_collective(result, stage, exchange)
+            result = compat.wait_tensor(started)
+        gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
 
     def finish_reductions(self) -> None:
         while self._reductions:
@@ -404,8 +506,12 @@ class _Reduce(torch.autograd.Function):
         return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[None, None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True) through sharded parameters is not supported: reductions are not "
+                "differentiated again. Gradients of inputs (torch.autograd.grad(loss, x, create_graph=True)) are."
+            )
         bucket, runtime = ctx.bucket(), ctx.runtime()
         if bucket is not None and runtime is not None and any(g is not None for g in whole_gradients):
             runtime.reduce(bucket, whole_gradients)

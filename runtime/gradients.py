@@ -7,21 +7,29 @@ rank. Nothing but these views keeps the flat gradient alive: setting them to Non
     before more is added    ``collect``   the flat gradient behind the parameters' ``.grad`` again; slices whose
                                           ``.grad`` was set to None start from zero, foreign tensors are copied in
     after                   ``install``   every parameter's ``.grad`` is a view of the flat gradient
+
+Variations
+    * gradients are summed in another dtype than the parameters have (``main_grads_dtype``): ``.grad`` shows the sum in
+      the parameter's dtype; the sum itself hangs on it.
+    * ``use_decoupled_grad``: the sum is the parameter's ``.decoupled_grad``, in its own dtype, and ``.grad`` is None.
+    * the gradient waits for its reduction (:mod:`mfsdp_compile.runtime.pending`): ``.grad`` is an
+      :class:`~mfsdp_compile.runtime.tensor.UnreducedGradient`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from . import compat
 from .bucket import Bucket
-from .tensor import RowShardedTensor
+from .tensor import RowShardedTensor, UnreducedGradient, take_rows
 
-__all__ = ["accumulate", "fill_missing", "watch"]
+__all__ = ["accumulate", "clear", "fill_missing", "watch"]
 
 
 def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
@@ -34,20 +42,32 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
     # Autograd holds the hooks where Python's garbage collector does not look.
     the_bucket = weakref.ref(bucket)
     the_touched = weakref.WeakMethod(touched)
+    # Autograd adds in place to what is there, in the parameter's dtype; where that will not do, we add.
+    plan = bucket.plan
+    autograd_adds = bucket.pending is None and plan.grad_dtype == plan.main_dtype and not plan.decoupled
 
+    @compat.python_only
     def before(gradient: Tensor | None) -> Tensor | None:
         bucket = the_bucket()
         if gradient is None or bucket is None:
             return None  # the eager path passes no gradient through autograd, but hooks run
+        if not autograd_adds:
+            bucket.flat.grad = None
+            return None
         bucket.flat.grad = collect(bucket)
         return _run_tensor_hooks(bucket, gradient)
 
+    @compat.python_only
     def after(flat: Tensor) -> None:
         bucket, touched = the_bucket(), the_touched()
-        total, flat.grad = flat.grad, None
-        if total is not None and bucket is not None and touched is not None:
-            install(bucket, total)
-            touched(bucket)
+        gradient, flat.grad = flat.grad, None
+        if gradient is None or bucket is None or touched is None:
+            return
+        if autograd_adds:
+            install(bucket, gradient)
+        elif not bucket.gradient_waits:  # if it does, this is zeros
+            accumulate(bucket, gradient)
+        touched(bucket)
 
     bucket.flat.register_hook(before)
     bucket.flat.register_post_accumulate_grad_hook(after)
@@ -56,7 +76,7 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
 @torch.no_grad()
 def accumulate(bucket: Bucket, gradient: Tensor) -> None:
     """Add a reduced gradient, ``[shard_numel]`` in the main dtype, which may be kept."""
-    gradient = _run_tensor_hooks(bucket, gradient)
+    gradient = _run_tensor_hooks(bucket, gradient).to(bucket.plan.grad_dtype)
     total = collect(bucket)
     install(bucket, gradient if total is None else total.add_(gradient))
 
@@ -64,59 +84,101 @@ def accumulate(bucket: Bucket, gradient: Tensor) -> None:
 @torch.no_grad()
 def fill_missing(bucket: Bucket) -> None:
     """Zeros for parameters without gradient: on every rank, every trainable parameter has one after backward."""
-    if any(param.grad is None for param in bucket.params):
+    if any(gradient is None for gradient in _attached(bucket)):
         total = collect(bucket)
-        install(bucket, torch.zeros_like(bucket.flat, requires_grad=False) if total is None else total)
+        if total is None:
+            total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
+        install(bucket, total)
+
+
+def clear(bucket: Bucket) -> None:
+    """Forget all gradients."""
+    if bucket.pending is not None:
+        bucket.pending.total = None
+    for param in bucket.params:
+        _attach(bucket, param, None)
 
 
 @torch.no_grad()
 def collect(bucket: Bucket) -> Tensor | None:
     """The flat gradient that the parameters' ``.grad`` are views of, or one made from them; None if all are None."""
-    gradients = [param.grad for param in bucket.params]
+    gradients = _attached(bucket)
     if all(gradient is None for gradient in gradients):
         return None
-    flat = _shared_flat(bucket, gradients)
-    if flat is not None:
-        for view, gradient in zip(bucket.views(flat), gradients, strict=True):
-            if gradient is None:
-                view.zero_()
-        return flat
-    flat = torch.zeros_like(bucket.flat, requires_grad=False)
-    for view, gradient, sites in zip(bucket.views(flat), gradients, bucket.sites, strict=True):
+    total = _shared_total(bucket, gradients)
+    if total is not None:
+        if any(gradient is None for gradient in gradients):
+            total = total.clone()  # somebody may keep a gradient that was taken off its parameter
+            for view, gradient in zip(bucket.views(total), gradients, strict=True):
+                if gradient is None:
+                    view.zero_()
+        return total
+    total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
+    parts = zip(bucket.views(total), gradients, bucket.sites, bucket.splits, strict=True)
+    for view, gradient, sites, split in parts:
         if gradient is None:
             continue
+        if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
+            gradient = RowShardedTensor.wrap(take_rows(gradient, split, bucket.topology.shard), split, bucket.topology)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
                 f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor sharded like the "
                 "parameter. Set it to None or to a tensor computed from parameter.grad."
             )
         view.copy_(gradient._local_tensor)
-    return flat
+    return total
 
 
-def install(bucket: Bucket, flat: Tensor) -> None:
-    for param, view in zip(bucket.params, bucket.local_views(flat), strict=True):
-        param.grad = view
+def install(bucket: Bucket, total: Tensor) -> None:
+    shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
+    for param, view in zip(bucket.params, bucket.local_views(shown, backing=(shown,)), strict=True):
+        if shown is not total:
+            view.__dict__["mfsdp_total"] = (total, shown._version)
+        _attach(bucket, param, view)
         # The parameter is no leaf of the autograd graph (the flat shard is), so nobody else runs these.
         for hook in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
             hook(param)
 
 
-def _shared_flat(bucket: Bucket, gradients: list[Tensor | None]) -> Tensor | None:
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _attached(bucket: Bucket) -> list[Tensor | None]:
+    """What is attached and has values."""
+    return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in bucket.gradients]
+
+
+def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:
+    setattr(param, bucket.plan.grad_attribute, gradient)
+
+
+def _shows_cast(bucket: Bucket) -> bool:
+    return bucket.plan.grad_dtype != bucket.plan.main_dtype and not bucket.plan.decoupled
+
+
+def _shared_total(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum that all gradients show, if they still do."""
+    flat = _shared_flat(bucket, gradients)
+    if flat is None or not _shows_cast(bucket):
+        return flat
+    # The sum in its own dtype, unless somebody changed what is shown of it.
+    total, version = next(vars(gradient)["mfsdp_total"] for gradient in gradients if gradient is not None)
+    return total if flat._version == version else None
+
+
+def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
     """The flat tensor that all gradients are the right views of, if there is one."""
-    index, present = next((i, g) for i, g in enumerate(gradients) if g is not None)
-    if not isinstance(present, RowShardedTensor) or present.dtype != bucket.flat.dtype:
+    dtype = bucket.plan.main_dtype if _shows_cast(bucket) else bucket.plan.grad_dtype
+    present = next(gradient for gradient in gradients if gradient is not None)
+    if not isinstance(present, RowShardedTensor) or len(present.backing) != 1:
         return None
-    local = present._local_tensor
-    base = local.storage_offset() - bucket.places[index].start
-    storage = local.untyped_storage()
-    if base < 0 or (base + bucket.flat.numel()) * local.element_size() > storage.nbytes():
+    (flat,) = present.backing
+    if flat.dtype != dtype or flat.shape != bucket.flat.shape:
         return None
-    flat = torch.empty(0, dtype=local.dtype, device=local.device).set_(storage, base, bucket.flat.shape)
     for view, gradient in zip(bucket.views(flat), gradients, strict=True):
         if gradient is None:
             continue
-        if not isinstance(gradient, RowShardedTensor):
+        if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
             return None
         local = gradient._local_tensor
         if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):

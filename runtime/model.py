@@ -4,39 +4,108 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from . import compat, gradients
 from .agreement import agree, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
-from .layout import LayoutPolicy, ParamSpec, plan_layouts
-from .modules import check_no_stray_references, shard_module
+from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
+from .modules import check_no_stray_references, label_module, shard_module
+from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
-__all__ = ["Precision", "ShardedModel"]
+__all__ = ["GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Which dtypes shards have.
+    """Which dtypes things have, besides the dtype that the model computes in.
 
     Args:
-        main_params_dtype: of shards, gradients and optimizer state; None keeps each parameter's own.
+        main_params_dtype: of shards and optimizer state; None keeps each parameter's own.
+        main_grads_dtype: that gradients are summed in; None: that of the shards.
+        grad_comm_dtype: that gradients are reduced in; None: ``main_grads_dtype`` if given, else the parameter's own.
     """
 
-    main_params_dtype: torch.dtype | None
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
 
     def main_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
         if self.main_params_dtype is None or not compute_dtype.is_floating_point:
             return compute_dtype
         return self.main_params_dtype
+
+    def grad_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        return self.main_grads_dtype or self.main_dtype(compute_dtype)
+
+    def comm_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
+
+
+class Scaling(str, Enum):
+    """What becomes of gradients over data-parallel ranks."""
+
+    SUM_THEN_SCALE = "sum, then scale"
+    AVERAGE_IN_COLLECTIVE = "average in the collective"
+    SUM = "sum"
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """What is done with gradients.
+
+    Args:
+        scaling: mean over data-parallel ranks, in one way or another, or sum.
+        decoupled: they go to ``parameter.decoupled_grad``.
+        report_nan: look for NaN in them before they are reduced.
+    """
+
+    scaling: Scaling = Scaling.SUM_THEN_SCALE
+    decoupled: bool = False
+    report_nan: bool = False
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What may run while the model computes."""
+
+    gathers: bool = True
+    reductions: bool = True
+
+
+@dataclass
+class Synchronisation:
+    """When reductions that run once per optimizer step are due.
+
+    What was said last and closest counts: a context manager around the backward, then ``last_microbatch`` if it was
+    set, then ``automatic``.
+
+    Args:
+        automatic: after every backward.
+        last_microbatch: whether the backward at hand is the last before the optimizer's step; None: not told.
+        override: by the innermost context manager.
+        microbatches: backwards since gradients were last reduced.
+    """
+
+    automatic: bool = True
+    last_microbatch: bool | None = None
+    override: bool | None = None
+    microbatches: int = 0
+
+    def is_due(self) -> bool:
+        if self.override is not None:
+            return self.override
+        return self.automatic if self.last_microbatch is None else self.last_microbatch
 
 
 @dataclass
@@ -47,14 +116,20 @@ class _BackwardIds:
     inner: int | None = None
 
 
+_models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+
 class ShardedModel:
     """Shards ``module`` in place.
 
     Args:
         module: the model, whole on this rank.
         unit_modules: see :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
-        mesh: one-dimensional, the data-parallel ranks.
-        precision: dtypes of shards.
+        topology: the data-parallel ranks, and what is sharded over them.
+        every: their process group.
+        precision: dtypes of shards and gradients.
+        gradient_policy: what is done with gradients.
+        overlap: what may run while the model computes.
         device: where shards and buffers live.
         check_values: compare parameter values between ranks, not only names, shapes and dtypes.
         layout_policy: bounds for bucket layouts.
@@ -69,26 +144,35 @@ class ShardedModel:
         self,
         module: nn.Module,
         unit_modules: UnitClasses,
-        mesh: DeviceMesh,
+        topology: Topology,
+        every: dist.ProcessGroup,
         precision: Precision,
         device: torch.device,
+        gradient_policy: GradientPolicy = GradientPolicy(),
+        overlap: Overlap = Overlap(),
         check_values: bool = True,
         layout_policy: LayoutPolicy | None = None,
         eager_policy: EagerPolicy | None = None,
     ) -> None:
-        self.mesh = mesh
+        self.topology = topology
+        self.precision = precision
+        self.overlap = overlap
+        self.synchronisation = Synchronisation()
         plans: list[tuple[Unit, list[BucketPlan]]] = []
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules)
-            plans.extend((unit, _plan_unit(unit, mesh.size(), precision, layout_policy)) for unit in units)
-            return _describe(module, plans, check_values)
+            plan = _Planner(topology, precision, gradient_policy, layout_policy)
+            plans.extend((unit, plan.unit(unit)) for unit in units)
+            return [str(topology), *_describe(module, plans, check_values)]
 
-        agree(mesh.get_group(), "fully_shard_model", describe)
+        agree(every, "fully_shard_model", describe)
 
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
+        self._every = every
+        self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
         homes: dict[nn.Module, dict[str, Home]] = {}
         units = []
@@ -97,7 +181,7 @@ class ShardedModel:
             buckets = []
             for plan in unit_plans:
                 params = [members[slot.name] for slot in plan.layout.slots]
-                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], mesh, device)
+                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device)
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
@@ -111,8 +195,23 @@ class ShardedModel:
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = buffer.to(device) if buffer is not None else None
         self.buckets: tuple[Bucket, ...] = tuple(bucket for unit in units for bucket in unit.buckets)
-        self.eager = EagerRuntime(units, module.modules(), self, eager_policy or EagerPolicy())
+        eager_policy = eager_policy or EagerPolicy()
+        if not overlap.gathers:
+            eager_policy = replace(eager_policy, prefetch_bytes=-1)
+        if not overlap.reductions:
+            eager_policy = replace(eager_policy, reductions_in_flight=0)
+        self.eager = EagerRuntime(units, module.modules(), self, eager_policy)
         self._shard_modules(module, homes)
+        self._know(module)
+
+    @staticmethod
+    def any_exists() -> bool:
+        return bool(_models)
+
+    def _know(self, module: nn.Module) -> None:
+        _models.add(self)
+        self._module = weakref.ref(module)
+        self._known = frozenset(id(param) for bucket in self.buckets for param in bucket.params)
 
     def _shard_modules(self, root: nn.Module, homes: dict[nn.Module, dict[str, Home]]) -> None:
         unit_of = {unit.module: unit for unit in self.eager.units if not unit.is_root}
@@ -148,43 +247,128 @@ class ShardedModel:
             self.leave_backward()
             self.eager.leave_stray_reads()
 
+    def check_complete(self) -> None:
+        """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""
+        module = self._module()
+        for owner in module.modules() if module is not None else ():
+            for name, param in owner._parameters.items():
+                if param is not None and id(param) not in self._known:
+                    prefix = next(prefix for prefix, m in module.named_modules() if m is owner)  # type: ignore[union-attr]
+                    raise RuntimeError(
+                        f"Parameter {f'{prefix}.{name}' if prefix else name!r} came after fully_shard_model: it is not "
+                        "sharded, and its gradient would not be reduced. Change the model before sharding it."
+                    )
+
     def leave_backward(self) -> None:
         """Outside of backward: forget one that raised."""
         if not compat.in_backward():
             self._backward = _BackwardIds()
             self._touched.clear()
+            self._found_nan.clear()
 
     def touched(self, bucket: Bucket) -> None:
         """A bucket got gradients."""
         self._touched.add(bucket)
         self.enter_backward()
 
+    @compat.python_only
     def _finish_backward(self) -> None:
         self.eager.finish_backward()
         if self._touched:  # else gradients of something else were computed
-            for bucket in self.buckets:
-                if bucket.plan.requires_grad and bucket not in self._touched:
-                    gradients.fill_missing(bucket)
+            self.synchronisation.microbatches += 1
+            if self.reductions_are_due():
+                self.finish_synchronisation()
         self._touched.clear()
         self._backward = _BackwardIds()
+        if self._found_nan:
+            self._report_nan()
 
-    def zero_gradients(self, set_to_none: bool) -> None:
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def reductions_are_due(self) -> bool:
+        """Whether reductions that run once per optimizer step run in the backward at hand."""
+        return self.synchronisation.is_due()
+
+    def finish_synchronisation(self) -> None:
+        """Reduce what still waits, and give every trainable parameter a gradient."""
         for bucket in self.buckets:
-            for param in bucket.params:
-                if set_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
+            if not bucket.plan.requires_grad:
+                continue
+            if bucket.pending is not None and bucket.pending.total is not None:
+                bucket.forget_abandoned(bucket.pending.total)
+                self.eager.reduce_waiting(bucket)
+            gradients.fill_missing(bucket)
+        self.synchronisation.microbatches = 0
+
+    def finish_synchronisation_if_needed(self) -> None:
+        """Before an optimizer's step: a backward since the last complete reduction may have left something to do."""
+        if self.synchronisation.microbatches:
+            self.finish_synchronisation()
+
+    def zero_gradients(self, set_to_none: bool = True) -> None:
+        for bucket in self.buckets:
+            if set_to_none:
+                gradients.clear(bucket)
+                continue
+            for gradient in bucket.gradients:
+                if gradient is not None:
+                    gradient.zero_()
+
+    def inspect(self, bucket: Bucket, packed: Tensor) -> None:
+        """Look for NaN in a bucket of this rank's gradients. The answer stays on the device."""
+        self._found_nan.append((bucket, torch.stack([packed[s.offset : s.end].isnan().any() for s in _slots(bucket)])))
+
+    def _report_nan(self) -> None:
+        """Raise on every rank, if there was a NaN on any."""
+        found, self._found_nan = self._found_nan, []
+        params = [
+            f"unit {bucket.plan.unit!r}, parameter {slot.name!r}" for bucket, _ in found for slot in _slots(bucket)
+        ]
+        flags = torch.cat([flag for _, flag in found]).tolist()
+        mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
+        everyone: list[Any] = [None] * dist.get_world_size(self._every)
+        dist.all_gather_object(everyone, mine, group=self._every)
+        ranks = dist.get_process_group_ranks(self._every)
+        culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]
+        if culprits:
+            self.zero_gradients()
+            raise RuntimeError(
+                f"NaN in gradients before they were reduced: {'; '.join(culprits[:8])}"
+                f"{f' and {len(culprits) - 8} more' if len(culprits) > 8 else ''}. All gradients were set to None; "
+                "weights and optimizer state are those of before."
+            )
+
+    def set_precision(self, precision: Precision) -> None:
+        """Change the dtype that gradients are reduced in. Compiled graphs of another dtype stay for when it is back."""
+        self.precision = precision
+        for bucket in self.buckets:
+            bucket.set_plan(replace(bucket.plan, comm_dtype=precision.comm_dtype(bucket.plan.compute_dtype)))
+        for module in {site.module for bucket in self.buckets for sites in bucket.sites for site in sites}:
+            label_module(module)
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once."""
+        for bucket in self.buckets:
+            if bucket.is_stale:
+                bucket.start_refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate
-        duplicate.mesh = self.mesh
+        duplicate.topology, duplicate._every = self.topology, self._every
+        duplicate.precision, duplicate.overlap = self.precision, self.overlap
+        duplicate.synchronisation = copy.copy(self.synchronisation)
+        duplicate._found_nan = []
         duplicate._backward = _BackwardIds()
         duplicate._touched = set()
         duplicate.compiled_graphs = []
         duplicate.buckets = copy.deepcopy(self.buckets, memo)
         duplicate.eager = copy.deepcopy(self.eager, memo)
+        module = self._module()
+        assert module is not None
+        duplicate._know(copy.deepcopy(module, memo))
         for bucket in duplicate.buckets:
             gradients.watch(bucket, duplicate.touched)
         return duplicate
@@ -225,19 +409,48 @@ def _check_shardable(module: nn.Module) -> None:
             )
 
 
-def _plan_unit(
-    unit: Unit, world_size: int, precision: Precision, layout_policy: LayoutPolicy | None
-) -> list[BucketPlan]:
-    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
-    for param, sites in unit.params:
-        groups.setdefault((param.dtype, param.requires_grad), []).append(ParamSpec(sites[0].name, tuple(param.shape)))
-    plans: list[BucketPlan] = []
-    for (dtype, requires_grad), specs in groups.items():
-        for layout in plan_layouts(specs, dtype.itemsize, world_size, layout_policy):
-            plans.append(BucketPlan(unit.name, unit.name, layout, dtype, precision.main_dtype(dtype), requires_grad))
-    if len(plans) > 1:
-        plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
-    return plans
+@dataclass(frozen=True)
+class _Planner:
+    """Decides on buckets: plain data, equal on all ranks."""
+
+    topology: Topology
+    precision: Precision
+    gradient_policy: GradientPolicy
+    layout_policy: LayoutPolicy | None
+
+    def unit(self, unit: Unit) -> list[BucketPlan]:
+        groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+        for param, sites in unit.params:
+            spec = ParamSpec(sites[0].name, tuple(param.shape))
+            groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
+        plans: list[BucketPlan] = []
+        for (dtype, requires_grad), specs in groups.items():
+            for layout in plan_layouts(specs, dtype.itemsize, self.topology.shards, self.layout_policy):
+                plans.append(self._bucket(unit, layout, dtype, requires_grad))
+        if len(plans) > 1:
+            plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
+        return plans
+
+    def _bucket(self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool) -> BucketPlan:
+        scaling = self.gradient_policy.scaling
+        return BucketPlan(
+            unit.name,
+            unit.name,
+            layout,
+            dtype,
+            self.precision.main_dtype(dtype),
+            requires_grad,
+            self.precision.grad_dtype(dtype),
+            self.precision.comm_dtype(dtype),
+            "avg" if scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
+            1 / self.topology.every.size if scaling is Scaling.SUM_THEN_SCALE else 1.0,
+            self.gradient_policy.decoupled,
+            self.gradient_policy.report_nan,
+        )
+
+
+def _slots(bucket: Bucket) -> tuple[Slot, ...]:
+    return bucket.plan.layout.slots
 
 
 def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:

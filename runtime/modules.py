@@ -28,7 +28,7 @@ from . import compat
 from .bucket import Home
 from .eager import Window
 
-__all__ = ["check_no_stray_references", "shard_module"]
+__all__ = ["check_no_stray_references", "label_module", "shard_module"]
 
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
@@ -49,9 +49,15 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     state[_WINDOW] = window
     # Read by Dynamo: a plain dict of tensors, and a string.
     state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
-    state[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
+    label_module(module)
     cls: Any = type(module)
     module.__class__ = _sharded_class(cls, tuple(homes))
+
+
+def label_module(module: nn.Module) -> None:
+    """Tell Dynamo's guards how the module's parameters are bucketed, and how these are exchanged."""
+    homes: dict[str, Home] = vars(module)[_HOMES]
+    vars(module)[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
 
 
 @functools.cache
@@ -68,7 +74,7 @@ def _sharded_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn
 def _forward_in_window(cls: type[nn.Module]) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return cls.forward(self, *args, **kwargs)
         window: Window = self._mfsdp_window  # type: ignore[assignment]
         window.runtime.enter(window)
@@ -82,19 +88,25 @@ def _forward_in_window(cls: type[nn.Module]) -> Any:
 
 
 def _parameter_property(name: str) -> property:
-    @compat.only_inline
+    @compat.python_only
     def get(self: nn.Module) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # while Dynamo traces; not while it merely runs us, as guards do
             return torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
-        if runtime.in_forward():
-            return runtime.read(self._mfsdp_homes[name])  # type: ignore[index,operator]
-        return self._parameters[name]  # type: ignore[return-value]
+        param = self._parameters.get(name)
+        if param is None:  # taken out for a moment: see _apply
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not runtime.in_forward() or compat.called_by_guards():
+            return param
+        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        if home.bucket.params[home.index] is not param:
+            home.bucket.check_unchanged()  # torch.func.functional_call puts others in their place
+        return runtime.read(home)
 
     return property(get)
 
 
-@compat.only_inline
+@compat.python_only
 def _get_rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
@@ -150,13 +162,21 @@ class _Sharded(nn.Module):
             self._parameters.clear()
             self._parameters.update(shards | kept)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """``type(module)(...)`` makes what it always made: an unsharded module of the class that the user wrote."""
+        original = cls.__mro__[2]  # behind the made class and this one
+        return original(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Subclass hooks of the user's classes (registries) are not told of the classes made here."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A module sharded in the same way, with memory of its own."""
         for home in vars(self)[_HOMES].values():
             copy.deepcopy(home.bucket, memo)
         if id(self) in memo:  # its bucket has copied it
             return memo[id(self)]
-        duplicate = type(self).__new__(type(self))
+        duplicate = object.__new__(type(self))
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
@@ -168,7 +188,7 @@ class _Sharded(nn.Module):
         )
 
     def __copy__(self) -> nn.Module:
-        duplicate = type(self).__new__(type(self))
+        duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
         return duplicate
 

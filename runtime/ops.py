@@ -3,15 +3,19 @@
 ``unshard(shell, layout)``
     A marker. While a model is traced, reading ``module.weight`` gives ``unshard(shell)``; ``passes.unshard`` takes it
     out again. Running it means that another backend compiled the model, which would read freed memory: it raises.
-``gather(shard, ...)``
-    A bucket's parameters, from this rank's shard. Composite and differentiable: it is traced as cast, all-gather, wait
-    and views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast.
+``gather(shard, resident, token, ...)``
+    A bucket's parameters. Composite and differentiable: for full sharding it is traced as cast, all-gather, wait and
+    views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies leave collectives out
+    or add some; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
 ``pack_gradients(gradients, offsets, numel, dtype)``
     Gradients at their offsets of one flat bucket; zeros elsewhere. Inductor gets a lowering for it that lets a matmul
     write its result straight into the bucket (``mfsdp_compile.inductor``).
+``reduce_if_due(gradient, token, ...)``
+    A collective that is left out when gradients are to be summed over microbatches first; see
+    :mod:`mfsdp_compile.runtime.pending`. To be awaited like any other. Inductor treats it as a collective.
 
-``gather`` and ``pack_gradients`` take numbers and strings instead of layout and group objects, so that a graph that
-holds them prints as valid Python and its cache key says everything that matters.
+They take numbers and strings instead of layout and group objects, so that a graph that holds them prints as valid
+Python and its cache key says everything that matters.
 """
 
 from __future__ import annotations
@@ -24,34 +28,24 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .layout import BucketLayout
+from .exchange import Exchange, When
+from .pending import pending_of
 
-__all__ = ["gather_arguments", "pack_and_reduce"]
+__all__ = ["pack", "start_collective", "start_stage"]
 
 _library = torch.library.Library("mfsdp", "DEF")
 
 _library.define("unshard(Tensor shell, str layout) -> Tensor")
 _library.define(
-    "gather(Tensor shard, int[] sizes, int[] ndims, int[] offsets, int world_size, str group, ScalarType dtype, "
-    "str reduce_op) -> Tensor[]"
+    "gather(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> Tensor[]"
 )
 _library.define("pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype) -> Tensor")
-
-
-def gather_arguments(
-    layout: BucketLayout, group: str, dtype: torch.dtype, reduce_op: str
-) -> tuple[list[int], list[int], list[int], int, str, torch.dtype, str]:
-    """What ``gather`` takes after the shard.
-
-    Args:
-        layout: of the bucket.
-        group: name of the process group to gather over.
-        dtype: of the gathered parameters (the compute dtype); the shard is cast to it before it is sent.
-        reduce_op: ``"avg"`` or ``"sum"``, over the group, for the gradients.
-    """
-    sizes = [size for slot in layout.slots for size in slot.shape]
-    ndims = [len(slot.shape) for slot in layout.slots]
-    return sizes, ndims, [slot.offset for slot in layout.slots], layout.world_size, group, dtype, reduce_op
+_library.define(
+    "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
+    "bool inspected) -> Tensor"
+)
 
 
 # -- unshard ----------------------------------------------------------------------------------------------------------
@@ -84,71 +78,136 @@ torch.library.register_autograd("mfsdp::unshard", _unshard_backward, lib=_librar
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        shard: Tensor,
-        shapes: tuple[tuple[int, ...], ...],
-        offsets: tuple[int, ...],
-        world_size: int,
-        group: str,
-        dtype: torch.dtype,
-        reduce_op: str,
+        ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # an unused parameter costs no zeros: packing fills its place
-        ctx.bucket = (offsets, shard.numel() * world_size, world_size, group, dtype, reduce_op, shard.dtype)
-        full = compat.wait_tensor(compat.all_gather(shard.to(dtype), world_size, group))
+        ctx.exchange, ctx.main_dtype = exchange, shard.dtype
+        if token is not None:
+            ctx.save_for_backward(token)
+        # A resident is gathered by the runtime; the graph that uses it first awaits it.
+        full = shard if resident is None else compat.wait_tensor(resident)
+        full = full.to(exchange.dtype)
+        if exchange.gather_group:
+            full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
+        sizes = iter(exchange.sizes)
+        shapes = [[next(sizes) for _ in range(ndim)] for ndim in exchange.ndims]
         return tuple(
-            full.narrow(0, offset, math.prod(shape)).view(shape) for shape, offset in zip(shapes, offsets, strict=True)
+            full.narrow(0, offset, math.prod(shape)).view(shape)
+            for shape, offset in zip(shapes, exchange.offsets, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        offsets, numel, world_size, group, dtype, reduce_op, main_dtype = ctx.bucket
-        reduced = pack_and_reduce(gradients, offsets, numel, dtype, reduce_op, world_size, group)
-        return compat.wait_tensor(reduced).to(main_dtype), None, None, None, None, None, None
+        exchange: Exchange = ctx.exchange
+        token = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        reduced = pack(gradients, exchange)
+        for stage in range(len(exchange.groups)):
+            reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
+        return exchange.finish(reduced, ctx.main_dtype), None, None, None
 
 
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
-def _gather(
-    shard: Tensor,
-    sizes: Sequence[int],
-    ndims: Sequence[int],
-    offsets: Sequence[int],
-    world_size: int,
-    group: str,
-    dtype: torch.dtype,
-    reduce_op: str,
-) -> list[Tensor]:
-    remaining = iter(sizes)
-    shapes = tuple(tuple(next(remaining) for _ in range(ndim)) for ndim in ndims)
-    return list(_Gather.apply(shard, shapes, tuple(offsets), world_size, group, dtype, reduce_op))
+def _gather(shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any) -> list[Tensor]:
+    return list(_Gather.apply(shard, resident, token, Exchange(*arguments)))
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def pack_and_reduce(
-    gradients: Sequence[Tensor | None],
-    offsets: Sequence[int],
-    numel: int,
-    dtype: torch.dtype,
-    reduce_op: str,
-    world_size: int,
-    group: str,
-) -> Tensor:
-    """Start the reduction of a bucket of gradients.
+def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
+    """A bucket of gradients, ``[numel]`` in the communication dtype.
 
     Args:
         gradients: one per parameter of the bucket; None means zeros. At least one is a tensor.
-        offsets: of the parameters in the bucket, in elements.
-        numel: elements of the bucket.
-        dtype: to reduce in.
-
-    Returns:
-        This rank's slice of the reduced bucket, ``[numel / world_size]``, to be waited for.
     """
-    present = [(g, o) for g, o in zip(gradients, offsets, strict=True) if g is not None]
-    flat = torch.ops.mfsdp.pack_gradients([g for g, _ in present], [o for _, o in present], numel, dtype)
-    return compat.reduce_scatter(flat, reduce_op, world_size, group)
+    # An embedding with sparse=True makes sparse gradients; a bucket is dense.
+    present = [
+        (g.to_dense() if g.is_sparse else g, o)
+        for g, o in zip(gradients, exchange.offsets, strict=True)
+        if g is not None
+    ]
+    packed = torch.ops.mfsdp.pack_gradients(
+        [g for g, _ in present], [o for _, o in present], exchange.numel, exchange.comm_dtype
+    )
+    return packed * exchange.scale if exchange.scales_first else packed
+
+
+def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor | None) -> Tensor:
+    """Start one stage of a reduction. Returns its result, to be waited for.
+
+    Args:
+        gradient: the packed bucket, or what the stage before has made of it.
+        token: of the bucket's :class:`~mfsdp_compile.runtime.pending.Pending`, if it has one.
+    """
+    inspected = exchange.inspected and stage == 0
+    if not exchange.may_wait(stage) and not inspected:
+        return start_collective(gradient, stage, exchange)
+    assert token is not None
+    return torch.ops.mfsdp.reduce_if_due(
+        gradient,
+        token,
+        exchange.collectives[stage],
+        exchange.when[stage],
+        exchange.reduce_op,
+        exchange.group_sizes[stage],
+        exchange.groups[stage],
+        inspected,
+    )
+
+
+def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor:
+    """The collective of a stage, due or not."""
+    size, group = exchange.group_sizes[stage], exchange.groups[stage]
+    return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)
+
+
+def _start(gradient: Tensor, collective: str, op: str, size: int, group: str) -> Tensor:
+    if collective == "all_reduce":
+        return compat.all_reduce(gradient, op, group)
+    return compat.reduce_scatter(gradient, op, size, group)
+
+
+@torch.library.impl(_library, "reduce_if_due", "CompositeExplicitAutograd")
+def _reduce_if_due(
+    gradient: Tensor,
+    token: Tensor,
+    collective: str,
+    when: str,
+    reduce_op: str,
+    group_size: int,
+    group: str,
+    inspected: bool,
+) -> Tensor:
+    pending = pending_of(token)
+    to_reduce: Tensor | None = gradient
+    if inspected:
+        pending.holder.inspect(gradient)
+    if when == When.IF_DUE.value:
+        to_reduce = pending.exchange(gradient)
+    elif when == When.FOLLOWS.value and pending.kept:
+        to_reduce = None
+    if to_reduce is None:
+        return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))
+    with compat.no_saved_tensor_hooks():
+        return _start(to_reduce, collective, reduce_op, group_size, group)
+
+
+@torch.library.register_fake("mfsdp::reduce_if_due", lib=_library)
+def _reduce_if_due_fake(
+    gradient: Tensor,
+    token: Tensor,
+    collective: str,
+    when: str,
+    reduce_op: str,
+    group_size: int,
+    group: str,
+    inspected: bool,
+) -> Tensor:
+    return gradient.new_empty(_reduced_numel(gradient, collective, group_size))
+
+
+def _reduced_numel(gradient: Tensor, collective: str, group_size: int) -> int:
+    return gradient.numel() // (group_size if collective == "reduce_scatter" else 1)
 
 
 @torch.library.impl(_library, "pack_gradients", "CompositeExplicitAutograd")

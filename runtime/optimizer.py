@@ -66,18 +66,16 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
             group["params"][i] = param
             if whole in old_state:
                 optimizer.state[param] = {
-                    key: _shard_state(value, param) if isinstance(value, Tensor) else value
+                    key: _shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
                     for key, value in old_state[whole].items()
                 }
 
 
 def _shard_state(value: Tensor, param: Any) -> Tensor:
-    if not value.ndim and param.ndim:  # a step count
-        return value
     if value.shape != param.shape:
         return value
-    local = take_rows(value, param.split, param.device_mesh.get_local_rank())
-    return RowShardedTensor.wrap(local.to(param.to_local().device, copy=True), param.split, param.device_mesh)
+    local = take_rows(value, param.split, param.topology.shard)
+    return RowShardedTensor.wrap(local.to(param.to_local().device, copy=True), param.split, param.topology)
 
 
 def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -97,7 +95,14 @@ def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         sync_grad_before_optimizer_step: bool = True,
         install_optimized_model_weights: bool = True,
     ) -> Any:
-        return step() if closure is None else step(closure)
+        if sync_grad_before_optimizer_step:
+            for owner in owners:
+                owner.finish_synchronisation_if_needed()
+        result = step() if closure is None else step(closure)
+        if install_optimized_model_weights:
+            for owner in owners:
+                owner.refresh()
+        return result
 
     @functools.wraps(zero_grad)
     def extended_zero_grad(

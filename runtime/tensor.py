@@ -17,18 +17,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from . import compat
 from .layout import BucketLayout
+from .topology import Topology
 
-__all__ = ["RowShardedTensor", "RowSplit", "take_rows"]
+__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
 
 aten = torch.ops.aten
 
@@ -59,26 +59,31 @@ class RowSplit:
         return (count, *self.shape[1:])
 
 
+_T = TypeVar("_T", bound="RowShardedTensor")
+
+
 class RowShardedTensor(DTensor):
-    """A DTensor, ``Shard(0)`` on a one-dimensional mesh, with rows as a :class:`RowSplit` says.
+    """A DTensor, ``Shard(0)`` over the ranks of a topology that share it, with rows as a :class:`RowSplit` says.
 
     ``to_local()`` is this rank's rows ``[n, *shape[1:]]``, a view of the bucket's flat shard for parameters.
     ``full_tensor()`` is the whole tensor, on every rank; all ranks must call it.
     """
 
     split: RowSplit
-    backing: Tensor | None
-    """The shard whose memory the rows are, if any. Operators on this class run below autograd, which therefore does not
-    see that they change the shard; it is told, so that a backward through changed weights is still an error."""
+    topology: Topology
+    backing: tuple[Tensor, ...]
+    """The flat tensors whose memory the rows are, if any. Operators on this class run below autograd, which therefore does not
+    see that they change these; it is told, so that a backward through changed weights is still an error."""
 
-    @staticmethod
+    @classmethod
     def wrap(
+        cls: type[_T],
         local: Tensor,
         split: RowSplit,
-        mesh: DeviceMesh,
+        topology: Topology,
         requires_grad: bool = False,
-        backing: Tensor | None = None,
-    ) -> RowShardedTensor:
+        backing: tuple[Tensor, ...] = (),
+    ) -> _T:
         """Wrap this rank's rows, without copying them."""
         shape = torch.Size(split.shape)
         strides: list[int] = []
@@ -87,9 +92,10 @@ class RowShardedTensor(DTensor):
             strides.insert(0, stride)
             stride *= max(size, 1)
         meta = compat.TensorMeta(shape, tuple(strides), local.dtype)
-        spec = compat.DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
-        wrapped = DTensor.__new__(RowShardedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        spec = compat.DTensorSpec(topology.mesh, topology.placements, tensor_meta=meta)
+        wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
+        wrapped.topology = topology
         wrapped.backing = backing
         return wrapped
 
@@ -97,12 +103,12 @@ class RowShardedTensor(DTensor):
         """Use :meth:`wrap`."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        rank = self.device_mesh.get_local_rank()
-        rows, world_size = self.split.rows(rank), self.split.layout.world_size
+        piece = self.topology.shard
+        rows, pieces = self.split.rows(piece), self.split.layout.world_size
         held = f"rows {rows.start}:{rows.stop}" if rows else "no rows"
         return (
             f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"rank {rank} of {world_size} holds {held}: {self._local_tensor!r})"
+            f"rank {piece} of {pieces} holds {held}: {self._local_tensor!r})"
         )
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ class RowShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, ``[*shape]``, a copy. Collective; not differentiable."""
         with torch.no_grad():
-            return _all_gather_rows(self._local_tensor, self.split, self.device_mesh)
+            return _all_gather_rows(self._local_tensor, self.split, self.topology)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
@@ -134,13 +140,46 @@ class RowShardedTensor(DTensor):
         with torch.no_grad():
             self.detach().copy_(values)
 
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """This rank's rows; gradients of what is computed from them are gradients of these rows alone."""
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return self._local_tensor.view_as(self._local_tensor)
+        return _ToLocal.apply(self)
+
+    def share_memory_(self) -> Tensor:
+        raise RuntimeError(f"{self.split.name!r} is a part of a bucket: its memory cannot be shared between processes.")
+
+    # torch.distributed.checkpoint asks these: which rows this rank holds, instead of what ``Shard(0)`` would mean.
+
+    def _chunk(self) -> Any:
+        rows = self.split.rows(self.topology.shard)
+        trailing = self.split.shape[1:]
+        if not self.split.shape:
+            return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
+        if not rows:
+            return None
+        return compat.ChunkStorageMetadata(
+            torch.Size([rows.start, *(0 for _ in trailing)]), torch.Size([len(rows), *trailing])
+        )
+
+    def __create_chunk_list__(self) -> list[Any]:
+        chunk = self._chunk()
+        return [chunk] if chunk is not None else []
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        chunk = self._chunk()
+        return [compat.shard_write_item(fqn, chunk, self._local_tensor, self.shape)] if chunk is not None else []
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return self._local_tensor
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy of the rows in memory of its own, in no bucket."""
         if not self.is_leaf:
             raise RuntimeError(
                 f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}"
             )
-        duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.split, self.device_mesh)
+        duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.split, self.topology)
         if isinstance(self, nn.Parameter):
             duplicate = nn.Parameter(duplicate, requires_grad=self.requires_grad)
         else:
@@ -156,9 +195,18 @@ class RowShardedTensor(DTensor):
             "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
         )
 
+    def __tensor_flatten__(self) -> NoReturn:
+        """Dynamo asks when it meets a sharded parameter in code that it compiles: an optimizer's step, a penalty on
+        weights. It would go on with a plain DTensor, which does not know where rows are."""
+        raise compat.graph_break(
+            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: what reads parameters between "
+            "steps (an optimizer, a penalty on weights) runs eagerly. Take it out of what fullgraph=True compiles."
+        )
+
     # -- operators ----------------------------------------------------------------------------------------------------
 
     @classmethod
+    @compat.python_only
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -167,6 +215,7 @@ class RowShardedTensor(DTensor):
     if not compat.DTENSOR_SUBCLASSES_DISPATCH:
 
         @classmethod
+        @compat.python_only
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
@@ -179,6 +228,73 @@ class RowShardedTensor(DTensor):
             if isinstance(out, Tensor) and out.grad_fn is not None:
                 out.register_hook(_no_backward)
             return out
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: RowShardedTensor) -> Tensor:
+        ctx.of = tensor.split, tensor.topology
+        return tensor._local_tensor.view_as(tensor._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return RowShardedTensor.wrap(gradient, *ctx.of)
+
+
+class UnreducedGradient(RowShardedTensor):
+    """The gradient of a parameter while it waits for its reduction: shape and dtype, no values.
+
+    It can be set to None, or to zero, which is what becomes of the waiting gradient. Computing with it is an error that
+    says how to get at the values, where silence would be a step with a part of the gradient.
+    """
+
+    zeroed: bool = False
+
+    @staticmethod
+    def like(param: RowShardedTensor) -> UnreducedGradient:
+        local = param._local_tensor
+        nothing = torch.zeros((), dtype=local.dtype, device=local.device).expand(local.shape)
+        return UnreducedGradient.wrap(nothing, param.split, param.topology)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        raise _unreduced(self)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        raise _unreduced(self)
+
+    @classmethod
+    @compat.python_only
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _dispatch_unreduced(func, args, kwargs or {})
+
+
+def _dispatch_unreduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    waiting = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, UnreducedGradient)]
+    if func in (aten.detach.default, aten.alias.default):
+        return waiting[0]
+    if func is aten.is_same_size.default:
+        return args[0].shape == args[1].shape
+    if func in (aten.zero_.default, aten._foreach_zero_.default):
+        for gradient in waiting:
+            gradient.zeroed = True
+        others = [t for t in compat.tree_leaves(args) if not isinstance(t, UnreducedGradient)]
+        if others:
+            torch._foreach_zero_(others)
+        return args[0] if func is aten.zero_.default else None
+    raise _unreduced(waiting[0])
+
+
+def _unreduced(gradient: UnreducedGradient) -> RuntimeError:
+    return RuntimeError(
+        f"The gradient of {gradient.split.name!r} is not reduced yet: the last microbatch of this step was not marked as "
+        "such. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
+        "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in step()."
+    )
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -200,11 +316,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _RowShardedMode(compat.TorchDispatchMode):
+    @compat.python_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(leaf, RowShardedTensor) for leaf in compat.tree_leaves((args, kwargs))):
+        leaves = compat.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, UnreducedGradient) for leaf in leaves):
+            return _dispatch_unreduced(func, args, kwargs)
+        if any(isinstance(leaf, RowShardedTensor) for leaf in leaves):
             return _dispatch(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -238,6 +358,10 @@ _ROW_LOCAL = {
     aten.full_like.default,
     aten.empty_like.default,
     aten.where.self,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
     aten.lift_fresh.default,
     aten._fused_adam_.default,
     aten._fused_adam_.tensor_lr,
@@ -289,6 +413,8 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def unwrap_argument(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
             return [unwrap(t, references[i % len(references)]) for i, t in enumerate(value)]
+        if in_lists is not None and not isinstance(value, DTensor):
+            return value  # scalars of a foreach operator, one per tensor
         return unwrap(value, first)
 
     def wrap(value: Any, reference: Any) -> Any:
@@ -298,8 +424,8 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return original  # an in-place operator returns its argument
         if not isinstance(reference, RowShardedTensor):
             return value
-        backing = reference.backing if func in _ALIASES else None
-        return RowShardedTensor.wrap(value, reference.split, reference.device_mesh, backing=backing)
+        backing = reference.backing if func in _ALIASES else ()
+        return RowShardedTensor.wrap(value, reference.split, reference.topology, backing=backing)
 
     if func in _FACTORIES:
         args = (args[0], first._local_tensor.shape, *args[2:])
@@ -319,8 +445,8 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for leaf in compat.tree_leaves(value):
-                if isinstance(leaf, RowShardedTensor) and leaf.backing is not None:
-                    written[id(leaf.backing)] = leaf.backing
+                if isinstance(leaf, RowShardedTensor):
+                    written |= {id(flat): flat for flat in leaf.backing}
     if written:
         torch.autograd.graph.increment_version(list(written.values()))
 
@@ -336,13 +462,16 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
             raise _mismatch(func, [reference, value])
         return value._local_tensor
     if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if value.ndim < reference.ndim or not value.ndim:
-        return value
-    if value.ndim == reference.ndim and value.shape[0] == reference.shape[0]:
-        return take_rows(value, reference.split, reference.device_mesh.get_local_rank())
-    if value.ndim > reference.ndim or value.shape[0] != 1:
+        if any(not placement.is_replicate() for placement in value.placements):
+            raise _unsupported(func, (reference, value), {})
+        value = value.to_local()
+    fits = value.ndim <= reference.ndim and all(
+        mine in (1, its) for mine, its in zip(reversed(value.shape), reversed(reference.shape), strict=False)
+    )
+    if not fits:
         raise _unsupported(func, (reference, value), {})
+    if value.ndim == reference.ndim and value.ndim and value.shape[0] == reference.shape[0]:
+        return take_rows(value, reference.split, reference.topology.shard)
     return value
 
 
@@ -355,25 +484,22 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     With the same seed on every rank (as torch.manual_seed gives) that is what one process would have drawn.
     """
     target: RowShardedTensor = args[0]
-    if not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
+    fills = func._schema.is_mutable or func._schema.name.endswith("_like")  # else the tensor's values matter
+    if not fills or not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
         raise _unsupported(func, args, kwargs)
     whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
     drawn = func(whole, *args[1:], **kwargs)
     if not isinstance(drawn, Tensor):
         raise _unsupported(func, args, kwargs)
-    local = take_rows(drawn, target.split, target.device_mesh.get_local_rank())
+    local = take_rows(drawn, target.split, target.topology.shard)
     if func._schema.is_mutable:
         _tell_autograd(func, args, kwargs)
         target._local_tensor.copy_(local)
         return target
-    return RowShardedTensor.wrap(local.clone(), target.split, target.device_mesh)
+    return RowShardedTensor.wrap(local.clone(), target.split, target.topology)
 
 
 # -- reductions -------------------------------------------------------------------------------------------------------
-
-
-def _all_reduce(value: Tensor, op: str, mesh: DeviceMesh) -> Tensor:
-    return compat.wait_tensor(compat.all_reduce(value, op, mesh.get_group().group_name))
 
 
 def _over_everything(dim: Any) -> bool:
@@ -384,7 +510,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor: RowShardedTensor = args[0]
     if not _over_everything(args[1] if len(args) > 1 else kwargs.get("dim")):
         raise _unsupported(func, args, kwargs)
-    return _all_reduce(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum", tensor.device_mesh)
+    return tensor.topology.sum(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum")
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -400,7 +526,22 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     if not local.numel():
         limits = torch.finfo if local.is_floating_point() else torch.iinfo
         local = local.new_full((1,), limits(local.dtype).min if largest else limits(local.dtype).max)
-    return _all_reduce(local.amax() if largest else local.amin(), "max" if largest else "min", tensor.device_mesh)
+    value = local.amax() if largest else local.amin()
+    return _extreme_of_all(value, "max" if largest else "min", tensor.topology)
+
+
+def _extreme_of_all(value: Tensor, op: str, topology: Topology) -> Tensor:
+    """Collectives take a maximum of NaN and a number for a number; torch does not."""
+    if not value.is_floating_point():
+        return topology.sum(value, op)
+    nan = value.isnan()
+    largest = "max" in op
+    clean = torch.where(nan, torch.full_like(value, float("-inf") if largest else float("inf")), value)
+    clean = clean if largest else -clean
+    found = topology.sum(torch.cat([clean.reshape(-1), nan.to(value.dtype).reshape(-1)]), "max")
+    extremes, nans = found.chunk(2)
+    extremes = extremes if largest else -extremes
+    return torch.where(nans > 0, torch.full_like(extremes, float("nan")), extremes).view(value.shape)
 
 
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -408,26 +549,28 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if len(args) > 1:
         raise _unsupported(func, args, kwargs)
     local = func(tensor._local_tensor.reshape(-1)).to(torch.int32)
-    return _all_reduce(local, "max" if "any" in func._schema.name else "min", tensor.device_mesh).bool()
+    return tensor.topology.sum(local, "max" if "any" in func._schema.name else "min").bool()
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     reference = next(a for a in args if isinstance(a, RowShardedTensor))
-    rank = reference.device_mesh.get_local_rank()
+    rank = reference.topology.shard
     mine = [
         _local_rows(func, a, reference) if isinstance(a, RowShardedTensor) else take_rows(a, reference.split, rank)
         for a in args
     ]
     same = torch.equal(mine[0], mine[1])
     device = reference._local_tensor.device
-    return bool(_all_reduce(torch.tensor(int(same), device=device), "min", reference.device_mesh).item())
+    return bool(reference.topology.sum(torch.tensor(int(same), device=device), "min").item())
 
 
 def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | None) -> list[Tensor]:
     """The vector norm of each whole tensor, with one all-reduce for all of them."""
     ord = float(ord)
+    if any(tensor.topology != tensors[0].topology for tensor in tensors):  # of several models
+        return [_norms([tensor], ord, dtype)[0] for tensor in tensors]
     locals_ = []
     for tensor in tensors:
         local = tensor._local_tensor
@@ -441,8 +584,9 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
             raise _unsupported(aten.linalg_vector_norm.default, (tensor, ord), {})
     if ord == float("-inf"):
         raise _unsupported(aten.linalg_vector_norm.default, (tensors[0], ord), {})
-    reduced = _all_reduce(torch.stack(locals_), "max" if ord == float("inf") else "sum", tensors[0].device_mesh)
-    return list((reduced if ord == float("inf") else reduced ** (1.0 / ord)).unbind())
+    if ord == float("inf"):
+        return list(_extreme_of_all(torch.stack(locals_), "max", tensors[0].topology).unbind())
+    return list((tensors[0].topology.sum(torch.stack(locals_), "sum") ** (1.0 / ord)).unbind())
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -457,6 +601,16 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if not all(isinstance(t, RowShardedTensor) for t in tensors):
         raise _unsupported(func, args, kwargs)
     return _norms(tensors, args[1] if len(args) > 1 else kwargs.get("ord", 2), kwargs.get("dtype"))
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler's: an inf on one rank is an inf on all of them, or they would not skip the same steps."""
+    gradients, found_inf, inv_scale = args
+    func([g._local_tensor if isinstance(g, RowShardedTensor) else g for g in gradients], found_inf, inv_scale)
+    topologies = dict.fromkeys(g.topology for g in gradients if isinstance(g, RowShardedTensor))
+    for topology in topologies:
+        found_inf.copy_(topology.sum(found_inf, "max"))
+    _tell_autograd(func, args, kwargs)
 
 
 _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -474,6 +628,7 @@ _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = 
     aten.norm.Scalar: _vector_norm,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
 
 
@@ -488,15 +643,17 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
     return whole[rows.start : rows.stop]
 
 
-def _all_gather_rows(local: Tensor, split: RowSplit, mesh: DeviceMesh) -> Tensor:
-    group = mesh.get_group()
-    world_size = dist.get_world_size(group)
-    longest = max(len(split.rows(rank)) for rank in range(world_size))
+def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
+    pieces = split.layout.world_size
+    longest = max(len(split.rows(piece)) for piece in range(pieces))
     row_numel = split.layout.slots[split.index].row_numel
-    padded = local.new_empty(longest * row_numel)
-    padded[: local.numel()].copy_(local.reshape(-1))
-    gathered = compat.wait_tensor(compat.all_gather(padded, world_size, group.group_name)).view(world_size, -1)
-    parts = [gathered[rank, : len(split.rows(rank)) * row_numel] for rank in range(world_size)]
+    gathered = local.new_empty(longest * row_numel)
+    gathered[: local.numel()].copy_(local.reshape(-1))
+    with compat.no_saved_tensor_hooks():
+        for group in topology.shard_groups:
+            gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
+    gathered = gathered.view(pieces, -1)
+    parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
     return torch.cat(parts).view(split.shape)
 
 

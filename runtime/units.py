@@ -42,7 +42,8 @@ class Unit:
 
 
 def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:
-    """Classes from classes, import paths (``"package.module.Class"``), ``"auto"``, and mixtures.
+    """Classes from classes, import paths (``"package.module.Class"``), names of classes in the model, ``"auto"``, and
+    mixtures.
 
     Raises:
         TypeError: an entry is neither a class of modules nor a string.
@@ -62,7 +63,7 @@ def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[t
                 )
             classes.extend(found)
             continue
-        cls = _import_class(entry) if isinstance(entry, str) else entry
+        cls = _find_class(model, entry) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"fsdp_unit_modules takes nn.Module classes and import paths of such, got {entry!r}")
         if not any(isinstance(module, cls) for module in model.modules()):
@@ -149,6 +150,20 @@ def _is_block(module: nn.Module) -> bool:
 
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def _find_class(model: nn.Module, name: str) -> type[nn.Module]:
+    """By import path, or by the bare name of a class in the model (Hugging Face's ``_no_split_modules`` has such)."""
+    if "." in name:
+        return _import_class(name)
+    found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ == name)
+    if len(found) != 1:
+        what = "several classes of this name" if found else "no such class"
+        raise ValueError(
+            f"fsdp_unit_modules names {name!r}, but the model has {what}. Give the import path, as in "
+            f"'package.module.Class', or the class itself. Classes in the model: {_class_list(model)}."
+        )
+    return next(iter(found))
 
 
 def _import_class(path: str) -> type[nn.Module]:

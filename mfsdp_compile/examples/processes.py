@@ -1,0 +1,99 @@
+"""Processes of one program's own: started, listened to, stopped."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+__all__ = ["free_port", "run_ranks"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(
+    work: Callable[..., Any], ranks: int, *arguments: Any, backend: str, threads: int
+) -> Generator[Any, None, Any]:
+    """Run ``work(rank, say, *arguments)`` on every rank, in a process group.
+
+    Args:
+        work: a module's function; what it gives to ``say`` is yielded here.
+        backend: of the process group.
+        threads: of each process.
+
+    Returns:
+        What rank 0 returned.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is in the message) or died. The others are stopped.
+    """
+    context = mp.get_context("spawn")
+    queue = context.SimpleQueue()
+    port = free_port()
+    processes = [
+        context.Process(
+            target=_process, args=(work, rank, ranks, port, backend, threads, arguments, queue), daemon=True
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    result: Any = None
+    finished = 0
+    try:
+        while finished < ranks:
+            if queue.empty():
+                dead = [p for p in processes if p.exitcode not in (None, 0)]
+                if dead and queue.empty():
+                    raise RuntimeError(f"a rank died with exit code {dead[0].exitcode}")
+                time.sleep(0.02)
+                continue
+            kind, value = queue.get()
+            if kind == "said":
+                yield value
+            elif kind == "failed":
+                raise RuntimeError(f"a rank failed:\n{value}")
+            else:
+                finished += 1
+                result = value if value is not None else result
+    finally:
+        for process in processes:
+            process.join(0.5 if process.exitcode is None else None)
+            process.kill()
+    return result
+
+
+def _process(
+    work: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    port: int,
+    backend: str,
+    threads: int,
+    arguments: tuple[Any, ...],
+    queue: Any,
+) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(threads)
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        dist.init_process_group(backend, rank=rank, world_size=ranks)
+        result = work(rank, lambda value: queue.put(("said", value)), *arguments)
+        queue.put(("done", result if rank == 0 else None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except Exception:
+        queue.put(("failed", f"rank {rank}:\n{traceback.format_exc()}"))
+        raise SystemExit(1) from None

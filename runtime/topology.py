@@ -1,0 +1,272 @@
+"""Which ranks share what: the strategies of ZeRO over one or two dimensions of data-parallel ranks.
+
+                            at rest on a rank               before use                 after backward
+    no_shard                everything                      -                          all-reduce
+    optim                   1/n of optimizer state          gather, once per step      reduce-scatter, once per step
+    optim_grads             1/n of gradients too            gather, once per step      reduce-scatter
+    optim_grads_params      1/n of everything               gather, each use           reduce-scatter
+    HSDP  (outer no_shard)  the same on each outer rank     as inside                  + all-reduce, once per step
+    HFSDP (outer optim)     1/(n m) of optimizer state      gather outer once per      + reduce-scatter, once per step
+                            and gradients                   step, inner at each use
+
+n: inner ranks, m: outer ranks. "Once per step" is what accumulation over microbatches makes of it: see
+:mod:`mfsdp_compile.runtime.pending`. Everything else in this package reads the properties of :class:`Topology` and
+knows no strategy by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from . import compat
+from .exchange import When
+
+__all__ = ["Group", "ShardingStrategy", "Stage", "Topology", "build_topology"]
+
+
+class ShardingStrategy(IntEnum):
+    """What is sharded over data-parallel ranks, in the words of ZeRO (https://arxiv.org/abs/1910.02054).
+
+    Each one shards what the one before does, and costs more communication.
+    """
+
+    NO_SHARD = 0
+    OPTIM = 1
+    OPTIM_GRADS = 2
+    OPTIM_GRADS_PARAMS = 3
+
+    @staticmethod
+    def of(value: object, argument: str) -> ShardingStrategy:
+        """From a strategy, its number, or its name (``"optim_grads_params"``).
+
+        Raises:
+            TypeError: a bool or a float, which compare equal to numbers and are mistakes.
+            ValueError: no such strategy.
+        """
+        if isinstance(value, ShardingStrategy):
+            return value
+        choices = ", ".join(f"{s.value} or {s.name.lower()!r}" for s in ShardingStrategy)
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise TypeError(f"{argument} takes {choices}; got {value!r}, a {type(value).__name__}")
+        for strategy in ShardingStrategy:
+            if value == strategy.value or value == strategy.name.lower():
+                return strategy
+        raise ValueError(f"{argument} takes {choices}; got {value!r}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        name: of the process group, as functional collectives take it.
+        size: ranks in it.
+        rank: this process's place among them.
+    """
+
+    name: str
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup) -> Group:
+        return Group(group.group_name, dist.get_world_size(group), dist.get_rank(group))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One collective of a bucket's reduction: a reduce-scatter, or an all-reduce."""
+
+    scatters: bool
+    group: Group
+    when: When
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The data-parallel ranks of a model and what they share.
+
+    Args:
+        mesh: of the parameters' DTensors: (inner,) or (outer, inner).
+        strategy: over the inner ranks.
+        outer_strategy: over the outer ranks: no_shard (HSDP) or optim (HFSDP, with ``optim_grads_params`` inside).
+        inner: ranks that the strategy shards over.
+        outer: ranks that hold what this one holds; None without a second dimension.
+        every: all of them.
+    """
+
+    mesh: DeviceMesh
+    strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy
+    inner: Group
+    outer: Group | None
+    every: Group
+
+    @property
+    def is_hfsdp(self) -> bool:
+        return self.outer is not None and self.outer_strategy is not ShardingStrategy.NO_SHARD
+
+    # -- parameters, gradients and optimizer state at rest ------------------------------------------------------------
+
+    @property
+    def shards(self) -> int:
+        """Pieces that a bucket is cut into, at rest."""
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return 1
+        return self.every.size if self.is_hfsdp else self.inner.size
+
+    @property
+    def shard(self) -> int:
+        """Which piece this rank holds. With HFSDP inner ranks come first, so that the pieces of the outer ranks lie
+        side by side in the inner shard that is gathered."""
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return 0
+        if self.is_hfsdp:
+            assert self.outer is not None
+            return self.inner.rank * self.outer.size + self.outer.rank
+        return self.inner.rank
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the DTensors, over :attr:`mesh`."""
+        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else Shard(0)
+        if self.outer is None:
+            return (inner,)
+        return (Shard(0) if self.is_hfsdp else Replicate(), inner)
+
+    @property
+    def shard_groups(self) -> tuple[Group, ...]:
+        """Groups to gather over, one after the other, to make the pieces whole."""
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return ()
+        if self.is_hfsdp:
+            assert self.outer is not None
+            return (self.outer, self.inner)
+        return (self.inner,)
+
+    def sum(self, value: Tensor, op: str) -> Tensor:
+        """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""
+        with compat.no_saved_tensor_hooks():
+            for group in self.shard_groups:
+                value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
+        return value
+
+    # -- parameters in use --------------------------------------------------------------------------------------------
+
+    @property
+    def resident_group(self) -> Group | None:
+        """Ranks to gather over once after each change of the shards; None: nothing but shards stays between uses."""
+        if self.is_hfsdp:
+            return self.outer
+        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS):
+            return self.inner
+        return None
+
+    @property
+    def gather_group(self) -> Group | None:
+        """Ranks to gather over at each use."""
+        return self.inner if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS else None
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The reduction of a bucket of gradients, one collective after the other."""
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return (Stage(False, self.every, When.IF_DUE),)
+        keeps_whole = self.strategy is ShardingStrategy.OPTIM
+        inner = Stage(True, self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
+        if self.outer is None:
+            return (inner,)
+        return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+
+    def __str__(self) -> str:
+        name = self.strategy.name.lower()
+        if self.outer is None:
+            return f"{name} over {self.inner.size} ranks"
+        return f"{'HFSDP' if self.is_hfsdp else 'HSDP'}, {name} over {self.outer.size} x {self.inner.size} ranks"
+
+
+def build_topology(
+    mesh: DeviceMesh | None,
+    shard_dim: str | None,
+    outer_dim: str | None,
+    hybrid_group: dist.ProcessGroup | None,
+    strategy: ShardingStrategy,
+    outer_strategy: ShardingStrategy,
+) -> tuple[Topology, dist.ProcessGroup]:
+    """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: dimensions, groups or strategies that do not fit together.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard_model needs a process group. Call torch.distributed.init_process_group first, and start the "
+            "program with torchrun --nproc-per-node=N; a single process can shard over itself."
+        )
+    if outer_strategy not in (ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM):
+        raise ValueError(
+            f"outer_dp_sharding_strategy={outer_strategy.name.lower()!r}: outer ranks can share the optimizer's state "
+            "(1, 'optim') or nothing (0, 'no_shard')."
+        )
+    if outer_strategy is ShardingStrategy.OPTIM and outer_dim is None:
+        raise ValueError("outer_dp_sharding_strategy='optim' needs dp_outer_dim, the mesh dimension of outer ranks.")
+    if outer_strategy is ShardingStrategy.OPTIM and strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+        raise ValueError(
+            f"outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params', got "
+            f"{strategy.name.lower()!r}: outer ranks can only divide what inner ranks have divided."
+        )
+    if (outer_dim is None) != (hybrid_group is None):
+        raise ValueError(
+            "dp_outer_dim and hybrid_fsdp_group belong together: the name of the outer mesh dimension and the process "
+            "group of all ranks of the outer and the inner one, for instance "
+            "device_mesh['outer', 'inner']._flatten().get_group()."
+        )
+    if mesh is None:
+        if outer_dim is not None:
+            raise ValueError("dp_outer_dim needs a device_mesh that has this dimension.")
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
+    elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
+        raise ValueError(
+            f"The device mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
+            "dp_shard_dim."
+        )
+    inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim")
+    inner = inner_mesh.get_group()
+    if outer_dim is None:
+        group = Group.of(inner)
+        return Topology(inner_mesh, strategy, outer_strategy, group, None, group), inner
+
+    assert shard_dim is not None
+    assert hybrid_group is not None
+    if outer_dim == shard_dim:
+        raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
+    outer = _dimension(mesh, outer_dim, "dp_outer_dim").get_group()
+    both = mesh[outer_dim, shard_dim]
+    if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
+        raise ValueError(
+            f"hybrid_fsdp_group has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
+            f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
+        )
+    return (
+        Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), Group.of(hybrid_group)),
+        hybrid_group,
+    )
+
+
+def _dimension(mesh: DeviceMesh, name: str, argument: str) -> DeviceMesh:
+    try:
+        return mesh[name]
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{argument}={name!r} is not a dimension of the device mesh, which has {mesh.mesh_dim_names}. ({error})"
+        ) from error
