@@ -109,6 +109,9 @@ def train_alone(
                     mine.append(loss.detach())
             buffers[other] = copy.deepcopy(dict(model.named_buffers()))
         run.losses += mine
+        for param in model.parameters():
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = param.grad.to_dense()
         run.gradients.append(
             {
                 name: param.grad.clone() if param.grad is not None else torch.zeros_like(param)

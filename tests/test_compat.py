@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 import mfsdp_compile
 from mfsdp_compile.runtime import compat, ops
+from mfsdp_compile.runtime.exchange import Exchange
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,12 +53,12 @@ def test_hooks_on_saved_tensors_are_seen() -> None:
     assert not compat.saved_tensor_hooks_active()
 
 
-def test_saved_storage() -> None:
+def test_storage_address() -> None:
     base = torch.randn(8)
-    assert compat.saved_storage(base[2:]) == compat.saved_storage(base)
-    assert compat.saved_storage(base.clone()) != compat.saved_storage(base)
+    assert compat.storage_address(base[2:]) == compat.storage_address(base)
+    assert compat.storage_address(base.clone()) != compat.storage_address(base)
     seen = []
-    torch.func.vmap(lambda t: seen.append(compat.saved_storage(t)) or t)(base)
+    torch.func.vmap(lambda t: seen.append(compat.storage_address(t)) or t)(base)
     assert seen == [None] or isinstance(seen[0], int)
 
 
@@ -86,10 +87,10 @@ def test_disabled_functions_are_known() -> None:
     assert not compat.is_dynamo_disabled(lambda: None)
 
 
-def test_functions_that_are_only_inlined() -> None:
+def test_functions_that_are_python_only() -> None:
     """Traced as a part of something; run as they are when eager code calls them."""
 
-    @compat.only_inline
+    @compat.python_only
     def where() -> bool:
         return torch.compiler.is_compiling()
 
@@ -218,9 +219,26 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         )
 
     def function(shard: Tensor, x: Tensor) -> Tensor:
-        weight, bias = torch.ops.mfsdp.gather(shard, [4, 2, 4], [2, 1], [0, 8], 4, "0", torch.float32, "avg")
+        weight, bias = torch.ops.mfsdp.gather(shard, None, None, *exchange)
         return torch.nn.functional.linear(x, weight, bias)
 
+    exchange = Exchange(
+        sizes=[4, 2, 4],
+        ndims=[2, 1],
+        offsets=[0, 8],
+        numel=16,
+        dtype=torch.float32,
+        gather_size=4,
+        gather_group="0",
+        comm_dtype=torch.float32,
+        reduce_op="avg",
+        scale=1.0,
+        collectives=["reduce_scatter"],
+        when=["always"],
+        group_sizes=[4],
+        groups=["0"],
+        inspected=False,
+    )
     shard = torch.randn(4, requires_grad=True)
     torch.compile(function, backend=backend, fullgraph=True)(shard, torch.randn(3, 2)).sum().backward()
     torch._dynamo.reset()
@@ -233,7 +251,14 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
 
 def test_private_torch_is_touched_in_compat_only() -> None:
     """No ``torch._something`` in the package outside of compat.py, but for what torch documents."""
-    documented = {"torch._foreach_mul_", "torch._dynamo", "torch._ops", "torch.__version__"}
+    documented = {
+        "torch._foreach_mul_",
+        "torch._foreach_norm",
+        "torch._foreach_zero_",
+        "torch._dynamo",
+        "torch._ops",
+        "torch.__version__",
+    }
     found = []
     for folder in ("mfsdp_compile", "passes", "runtime"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -270,3 +295,46 @@ def test_nothing_in_torch_is_patched() -> None:
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120, cwd=ROOT)
     assert mfsdp_compile.__version__
+
+
+def test_guards_are_told_from_modules() -> None:
+    class Asks(nn.Module):
+        @property
+        def asked(self) -> bool:
+            return compat.called_by_guards()
+
+        def forward(self) -> bool:
+            return self.asked
+
+    assert not Asks()()
+
+
+def test_inductor_options_are_known() -> None:
+    assert compat.unknown_inductor_options(["max_autotune", "triton.cudagraphs", "max_autotun", "triton.x"]) == [
+        "max_autotun",
+        "triton.x",
+    ]
+
+
+def test_write_items_say_where_rows_lie() -> None:
+    chunk = compat.ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([2, 4]))
+    item = compat.shard_write_item("weight", chunk, torch.zeros(2, 4), torch.Size([8, 4]))
+    assert item.index.offset == torch.Size([3, 0])
+    assert item.tensor_data is not None
+    assert item.tensor_data.size == torch.Size([8, 4])
+
+
+def test_hooks_on_saved_tensors_are_taken_off_and_put_back() -> None:
+    def pack(t: Tensor) -> Tensor:
+        return t
+
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    with hooks(lambda t: t, lambda t: t), hooks(pack, lambda t: t):
+        with compat.no_saved_tensor_hooks():
+            assert not compat.saved_tensor_hooks_active()
+        assert compat.saved_tensor_hooks_active()
+        with compat.no_saved_tensor_hooks(pack):
+            assert compat.saved_tensor_hooks_active()  # the other one
+        with compat.no_saved_tensor_hooks(print):
+            assert compat.saved_tensor_hooks_active()
+    assert not compat.saved_tensor_hooks_active()

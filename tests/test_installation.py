@@ -139,7 +139,7 @@ def test_demo_with_hooks(tmp_path: Path, model: str) -> None:
         cwd=tmp_path,
         COLUMNS="200",
     )
-    assert "equal" in out
+    assert "holds" in out
     assert "NOT EQUAL" not in out
     assert "50.0%" in out
     summary = json.loads((tmp_path / "demo-out" / "summary.json").read_text())
@@ -155,3 +155,9 @@ def test_demo_reports_a_rank_that_fails(tmp_path: Path) -> None:
             "from mfsdp_compile.cli import main; raise SystemExit(main(['demo', '--eager', '--length', '9000000']))",
             cwd=tmp_path,
         )
+
+
+def test_doctor_looks_at_the_installation(tmp_path: Path) -> None:
+    out = run("from mfsdp_compile.cli import main; raise SystemExit(main(['doctor']))", cwd=tmp_path)
+    assert "torch" in out
+    assert "mfsdp_compile.backend:mfsdp" in out

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from memory import net_bytes, peak_bytes
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
+from mfsdp_compile.examples.measuring import allocated
 
 WIDTH, LAYERS = 192, 6
 ACTIVATIONS = 64 << 10
@@ -68,7 +68,7 @@ def bucket_bytes(model: nn.Module) -> tuple[int, int]:
 def test_training_step(mode: str) -> None:
     model, call, x = sharded(mode)
     bucket, shards = bucket_bytes(model)
-    peak = peak_bytes(lambda: call(x).backward())
+    peak = allocated(lambda: call(x).backward())[0]
     # The gradients' shards stay. In flight: the bucket being filled and the one being reduced; without Inductor, each
     # gradient of the unit also exists by itself before it is packed.
     in_flight = 2 * bucket if mode == INDUCTOR else 3 * bucket
@@ -88,7 +88,7 @@ def test_forward_without_gradients(mode: str) -> None:
             call(x)
 
     forward()
-    assert peak_bytes(forward) <= 2 * bucket + ACTIVATIONS
+    assert allocated(forward)[0] <= 2 * bucket + ACTIVATIONS
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -97,8 +97,8 @@ def test_forward_keeps_one_bucket_for_backward(mode: str) -> None:
     model, call, x = sharded(mode)
     bucket, shards = bucket_bytes(model)
     losses = []
-    assert peak_bytes(lambda: losses.append(call(x))) <= 2 * bucket + ACTIVATIONS
-    held = peak_bytes(lambda: losses.pop().backward())
+    assert allocated(lambda: losses.append(call(x)))[0] <= 2 * bucket + ACTIVATIONS
+    held = allocated(lambda: losses.pop().backward())[0]
     in_flight = 2 * bucket if mode == INDUCTOR else 3 * bucket
     assert held <= shards + bucket + in_flight + ACTIVATIONS  # one of the two gathered buckets was there before
 
@@ -113,7 +113,7 @@ def test_no_prefetch_is_one_bucket_less() -> None:
             call(x)
 
     forward()
-    assert peak_bytes(forward) <= bucket + ACTIVATIONS
+    assert allocated(forward)[0] <= bucket + ACTIVATIONS
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -126,8 +126,8 @@ def test_clearing_gradients_frees_them(mode: str) -> None:
         call(x).backward()
         model.zero_grad()
 
-    assert net_bytes(step) <= 4096
-    left = net_bytes(lambda: call(x).backward())
+    assert allocated(step)[1] <= 4096
+    left = allocated(lambda: call(x).backward())[1]
     assert shards <= left <= shards + 4096
 
 
@@ -149,4 +149,4 @@ def test_measure_sees_what_is_there() -> None:
         kept.clear()
         kept = [torch.empty(1 << 18) for _ in range(10)]
 
-    assert abs(peak_bytes(work) - 10 * (1 << 20)) <= 4096
+    assert abs(allocated(work)[0] - 10 * (1 << 20)) <= 4096

@@ -14,10 +14,15 @@ from torch import fx, nn
 from mfsdp_compile.passes import pipeline, reduce, roles, schedule, verify
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
 from mfsdp_compile.passes.verify import ScheduleError
+from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.topology import Group, ShardingStrategy, Topology
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 WIDTH = 8
+RANKS = Group("0", 2, 0)
+FULL, OPTIM, NONE = ShardingStrategy.OPTIM_GRADS_PARAMS, ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD
+TOPOLOGY = Topology(None, FULL, NONE, RANKS, None, RANKS)  # type: ignore[arg-type]
 
 
 def context(units: list[str], policy: SchedulePolicy | None = None, trainable: bool = True) -> Context:
@@ -25,8 +30,8 @@ def context(units: list[str], policy: SchedulePolicy | None = None, trainable: b
     infos = []
     for i, unit in enumerate(units):
         (layout,) = plan_layouts([ParamSpec(f"w{i}", (WIDTH, WIDTH))], 4, 2)
-        arguments = ([WIDTH, WIDTH], [2], [0], 2, "0", torch.float32, "avg")
-        infos.append(BucketInfo(f"{unit}.{i}", unit, layout, arguments, layout.numel * 4, trainable))
+        exchange = Exchange.of(layout, TOPOLOGY, torch.float32, torch.float32, "avg", 1.0)
+        infos.append(BucketInfo(f"{unit}.{i}", unit, layout, exchange, layout.numel * 4, trainable))
     return Context(tuple(infos), policy or SchedulePolicy(), whole_model=False)
 
 

@@ -296,16 +296,44 @@ def test_copy_of_a_model_is_its_own(mode: str) -> None:
 
 
 @on_ranks(2)
-def test_a_model_goes_when_nobody_holds_it() -> None:
-    import gc
-    import weakref
+def test_compiled_optimizer_step() -> None:
+    """Dynamo would take shards for plain DTensors; it leaves the step to Python instead."""
+    model, call = parity.shard(parity.build(zoo.Uneven), EAGER)
+    alone = parity.build(zoo.Uneven)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (model, alone)]
+    step = torch.compile(optimizers[0].step, backend="aot_eager")
+    data = parity.batches(3)
+    for batch in data:
+        call(batch[dist.get_rank()]).backward()
+        sum(alone(x) / len(batch) for x in batch).backward()
+        step()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    for name, param in model.module.named_parameters():
+        # Adam makes steps of about lr from gradients of any size: 1e-3 of one step.
+        torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-5, atol=1e-5)
 
-    model, call = parity.shard(parity.build(zoo.Plain), EAGER)
-    call(torch.randn(2, 8)).backward()
-    gone = [weakref.ref(bucket) for bucket in model.sharded.buckets]
-    del model, call
-    gc.collect()
-    assert all(ref() is None for ref in gone)
+
+@on_ranks(2)
+def test_penalty_on_weights_in_compiled_code() -> None:
+    model, _ = parity.shard(parity.build(zoo.Uneven), EAGER)
+    alone = parity.build(zoo.Uneven)
+
+    def loss(each: nn.Module, x: Tensor) -> Tensor:
+        penalty = sum(param.detach().pow(2).mean() for param in each.parameters())
+        return each(x) * (1 + penalty)
+
+    data = parity.batches(1)[0]
+    compiled = torch.compile(loss, backend="mfsdp", options={"inner": "aot_eager"})
+    compiled(model, data[dist.get_rank()]).backward()
+    sum(loss(alone, x) / len(data) for x in data).backward()
+    _assert_same_gradients(model.module, alone)
+
+    torch._dynamo.reset()  # it remembers that the function is to be left alone, also under fullgraph
+    with parity.raises_everywhere(Exception, "is sharded over 2 ranks", "fullgraph"):
+        torch.compile(loss, backend="mfsdp", fullgraph=True)(model, data[0])
+    model(data[dist.get_rank()]).backward()  # the model is as it was
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ def test_units_by_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "classes", ["zoo.Block", ["zoo.Block"], zoo.Block, [zoo.Block, "zoo.Block"], "auto", ["auto", zoo.Block]]
+    "classes", ["zoo.Block", ["zoo.Block"], zoo.Block, [zoo.Block, "zoo.Block"], "auto", ["auto", zoo.Block], "Block"]
 )
 def test_every_way_of_naming_units(classes: object) -> None:
     assert owned(zoo.Plain(), classes) == owned(zoo.Plain(), [zoo.Block])
@@ -75,7 +75,7 @@ def test_auto_takes_repeated_blocks_only() -> None:
         ([nn.Conv2d], ValueError, ["Conv2d", "Classes in the model", "zoo.Block"]),
         (["zoo.Missing"], ValueError, ["zoo.Missing", "no 'Missing'"]),
         (["no.such.module.Block"], ValueError, ["no.such.module.Block", "cannot be imported"]),
-        (["Block"], ValueError, ["'Block'", "full import path"]),
+        (["Blok"], ValueError, ["'Blok'", "no such class", "import path", "zoo.Block"]),
         ([3], TypeError, ["3"]),
         ([int], TypeError, ["int"]),
     ],

@@ -236,3 +236,45 @@ class _Disabled(nn.Linear):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
+
+
+class Parametrized(Plain):
+    """Parameters that forward computes from others: weight_norm keeps ``original0`` and ``original1``."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            nn.utils.parametrizations.weight_norm(self.up)
+
+
+class TransformerLayer(Plain):
+    """torch's own, which hands its weights to fused kernels by name."""
+
+    class block(nn.TransformerEncoderLayer):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width, nhead=2, dim_feedforward=24, dropout=0.0, batch_first=True)
+
+    def trunk(self, x: Tensor) -> Tensor:
+        return super().trunk(x[:, None])[:, 0]
+
+
+class SparseGradients(Plain):
+    """An embedding that asks for sparse gradients; a bucket is dense."""
+
+    class block(Block):
+        def __init__(self, width: int = 16) -> None:
+            super().__init__(width)
+            self.table = nn.Embedding(7, width, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.table((x[:, 0].detach().abs() * 3).long() % 7)
+
+
+class AsksForParameters(Plain):
+    """``hasattr`` and ``getattr`` on parameters: Dynamo guards on the answers."""
+
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if hasattr(self.up, "bias") and self.up.bias is not None and not hasattr(self.up, "scale"):
+                x = x + 1
+            return super().forward(x) + getattr(self.norm, "weight", 0)

@@ -1,0 +1,180 @@
+"""Random models in random configurations: one step, compared with one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from pool import on_ranks
+from torch import Tensor, nn
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.doctor import SCALINGS, STRATEGIES, WAYS, mesh_arguments
+
+SIZES = (1, 2, 3, 5, 7, 8, 13, 31)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    hidden: int
+    bias: bool
+    norm: bool
+    gain: bool  # a 0-d parameter
+    unused: bool
+    frozen: bool  # its first matrix
+    double: bool  # its norm computes in float64
+    tied: bool  # its first matrix is the first layer's, where shapes agree
+    nested: bool  # a unit in the unit
+    twice: bool
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    width: int
+    layers: tuple[LayerSpec, ...]
+    root_parameter: bool
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.up = nn.Linear(width, spec.hidden, bias=spec.bias)
+        self.down = nn.Linear(spec.hidden, width, bias=spec.bias)
+        if spec.norm:
+            self.norm = nn.LayerNorm(width, dtype=torch.float64 if spec.double else None)
+        if spec.gain:
+            self.gain = nn.Parameter(torch.tensor(0.7))
+        if spec.unused:
+            self.unused = nn.Parameter(torch.randn(3, 2))
+        if spec.nested:
+            self.inner = Layer(width, LayerSpec(3, True, False, False, False, False, False, False, False, False))
+        self.up.weight.requires_grad_(not spec.frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if self.spec.norm:
+            y = self.norm(y.double()).to(x.dtype) if self.spec.double else self.norm(y)
+        y = self.down(torch.tanh(self.up(y)))
+        if self.spec.gain:
+            y = y * self.gain
+        return self.inner(x + y) if self.spec.nested else x + y
+
+
+class Model(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, spec.width)
+        self.layers = nn.ModuleList(Layer(spec.width, layer) for layer in spec.layers)
+        if spec.root_parameter:
+            self.shift = nn.Parameter(torch.randn(spec.width))
+        first = self.layers[0]
+        for layer in self.layers[1:]:
+            if layer.spec.tied and layer.spec.hidden == first.spec.hidden:
+                layer.up.weight = first.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            if hasattr(self, "shift"):
+                x = x + self.shift
+            x = layer(layer(x)) if layer.spec.twice else layer(x)
+        return x.pow(2).mean()
+
+
+layer_specs = st.builds(
+    LayerSpec,
+    hidden=st.sampled_from(SIZES),
+    **{name: st.booleans() for name in LayerSpec.__annotations__ if name != "hidden"},
+)
+model_specs = st.builds(
+    ModelSpec,
+    width=st.sampled_from(SIZES),
+    layers=st.lists(layer_specs, min_size=1, max_size=3).map(tuple),
+    root_parameter=st.booleans(),
+)
+policies = st.builds(
+    MixedPrecisionPolicy,
+    main_params_dtype=st.sampled_from([torch.float32, torch.float64, None]),
+    main_grads_dtype=st.sampled_from([None, torch.float32, torch.float64]),
+    grad_comm_dtype=st.sampled_from([None, torch.float32, torch.float64]),
+)
+
+
+def check(examples: int) -> None:
+    """Every rank draws the same examples: derandomised, and not shrunk, which ranks would do apart."""
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        spec=model_specs,
+        strategy=st.sampled_from(sorted(STRATEGIES)),
+        scaling=st.sampled_from(sorted(SCALINGS)),
+        way=st.sampled_from(sorted(WAYS)),
+        policy=policies,
+        mode=st.sampled_from(["eager", "eager", "aot_eager"]),
+        microbatches=st.sampled_from([1, 3]),
+    )
+    def one_step(
+        spec: ModelSpec,
+        strategy: str,
+        scaling: str,
+        way: str,
+        policy: MixedPrecisionPolicy,
+        mode: str,
+        microbatches: int,
+    ) -> None:
+        torch.manual_seed(0)
+        model = fully_shard_model(
+            Model(spec),
+            fsdp_unit_modules=[Layer],
+            mixed_precision_policy=policy,
+            **mesh_arguments(strategy),
+            **SCALINGS[scaling],
+        )
+        call: Any = model
+        if mode != "eager":
+            torch._dynamo.reset()
+            call = torch.compile(model, backend="mfsdp", options={"inner": mode}, dynamic=False)
+        torch.manual_seed(0)
+        alone = Model(spec)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        data = torch.randn(microbatches, ranks, 3, 4, generator=torch.Generator().manual_seed(1))
+        for i, micro in enumerate(data):
+            with WAYS[way](model, i == microbatches - 1):
+                call(micro[rank]).backward()
+            for x in micro:
+                (alone(x) / (1 if scaling == "sum" else ranks)).backward()
+        model.finish_grad_sync()
+        expected = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in alone.named_parameters()}
+        largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=0.0)
+        for name, param in model.module.named_parameters():
+            if not alone.get_parameter(name).requires_grad:
+                assert param.grad is None
+                continue
+            difference = (param.grad.full_tensor() - expected[name]).abs().max().item()
+            assert difference <= 1e-5 * largest + 1e-12, f"{name}: {difference} of {largest}"  # sums in another order
+
+    one_step()
+
+
+@on_ranks(4)
+def test_twenty_random_models() -> None:
+    check(20)
+
+
+@pytest.mark.long
+@on_ranks(4, timeout=1800)
+def test_two_hundred_random_models() -> None:
+    check(200)
