@@ -17,13 +17,13 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast bench clean
+.PHONY: demo test check lint types fast long bench clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
 
 test: check
-	$(BIN)/pytest -q -m "processes or slow"
+	$(BIN)/pytest -q -m "(processes or slow) and not long"
 
 check: lint types fast
 
@@ -37,7 +37,11 @@ types: $(READY)
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 
 fast: $(READY)
-	$(BIN)/pytest -q -m "not processes and not slow"
+	$(BIN)/pytest -q -m "not processes and not slow and not long"
+
+# Tests that take minutes each.
+long: $(READY)
+	$(BIN)/pytest -q -m long
 
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py

@@ -7,13 +7,12 @@ import json
 import logging
 import os
 import platform
-import socket
 import statistics
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -26,8 +25,9 @@ from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.examples.processes import free_port
 
-__all__ = ["SYSTEMS", "Config", "System", "batch_of", "build", "launch", "parse", "synchronize", "write"]
+__all__ = ["Config", "System", "batch_of", "build", "median", "rows", "run", "synchronize"]
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,7 @@ def synchronize(config: Config, device: torch.device) -> None:
 
 def launch(work: Callable[[Config, int, torch.device], Any], config: Config) -> Any:
     """Run ``work`` on every rank (one, if the others are simulated) and return what rank 0 returns."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     real = 1 if config.simulate else config.ranks
@@ -230,7 +228,43 @@ def _process(work: Callable[..., Any], config: Config, rank: int, port: int, que
 # -- command line and results -----------------------------------------------------------------------------------------
 
 
-def parse(description: str, rounds: int) -> Config:
+def run(
+    documentation: str,
+    rounds: int,
+    measure: Callable[[Config, int, torch.device], dict[str, Any]],
+    show: Callable[[Config, dict[str, Any]], None],
+    simulate: bool = False,
+) -> None:
+    """A benchmark's main program.
+
+    Args:
+        documentation: whose first line describes it.
+        rounds: unless told otherwise.
+        measure: every system, on each rank.
+        show: rank 0's results.
+        simulate: always.
+    """
+    config = parse(documentation.splitlines()[0], rounds, simulate)
+    facts = describe(config)
+    print("\n".join(facts), flush=True)
+    results = launch(measure, config)
+    show(config, results)
+    write(config, facts, results)
+
+
+def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results in the order of :data:`SYSTEMS`; of systems that did not run, the reason is printed."""
+    for name in SYSTEMS:
+        result = results.get(name)
+        if result is None:
+            continue
+        if "skipped" in result:
+            print(f"{name:26} not run: {result['skipped']}")
+        else:
+            yield name, result
+
+
+def parse(description: str, rounds: int, simulate: bool) -> Config:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=gpus or 2)
@@ -249,10 +283,8 @@ def parse(description: str, rounds: int) -> Config:
     parser.add_argument("--cache", default="", help="folder of compile caches; a new one if not given")
     parser.add_argument("--out", default="", help="a JSON file to write")
     given = vars(parser.parse_args())
-    simulate = given.pop("simulate")
-    if simulate:
-        given["ranks"] = simulate
-    return Config(**given | {"systems": tuple(given["systems"]), "simulate": bool(simulate)})
+    given["ranks"] = given["simulate"] or given["ranks"]
+    return Config(**given | {"systems": tuple(given["systems"]), "simulate": simulate or bool(given["simulate"])})
 
 
 def describe(config: Config) -> list[str]:

@@ -5,21 +5,20 @@
 
 At rest: parameters, gradients (before they are cleared) and optimizer state, by their storages. Peak: the most bytes
 that were allocated at a time during a step, beyond what is at rest before it, by torch's allocator (CUDA) or by its
-profiler, which sees every allocation (CPU). One system is in memory at a time.
+profiler (CPU), which sees every allocation, and crashes beside gloo: on CPU the group is always simulated. One system is
+in memory at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import SYSTEMS, Config, System, batch_of, build, describe, launch, parse, synchronize, write
+from common import Config, System, batch_of, build, rows, run, synchronize
 from torch import Tensor
+
+from mfsdp_compile.examples.measuring import allocated
 
 
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
@@ -75,32 +74,7 @@ def _peak(system: System, tokens: Tensor, targets: Tensor, device: torch.device)
         system.step(tokens, targets)
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with _silence(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        system.step(tokens, targets)
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """The profiler of some builds prints from C++."""
-    sys.stdout.flush()
-    kept = [os.dup(1), os.dup(2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        for descriptor, target in zip(kept, (1, 2), strict=True):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-        os.close(nowhere)
+    return allocated(lambda: system.step(tokens, targets))[0]
 
 
 def show(config: Config, results: dict[str, Any]) -> None:
@@ -108,25 +82,10 @@ def show(config: Config, results: dict[str, Any]) -> None:
     print(
         f"\n{'system':26} {'parameters':>12} {'gradients':>12} {'optimizer':>12} {'peak beyond':>12}   MiB, {label}rank 0"
     )
-    for name in SYSTEMS:
-        result = results.get(name)
-        if result is None:
-            continue
-        if "skipped" in result:
-            print(f"{name:26} not run: {result['skipped']}")
-            continue
+    for name, result in rows(results):
         columns = (result[key] / (1 << 20) for key in ("parameters", "gradients", "optimizer", "peak"))
         print(f"{name:26} " + " ".join(f"{value:12.1f}" for value in columns))
 
 
-def main() -> None:
-    config = parse(__doc__.splitlines()[0], rounds=1)
-    facts = describe(config)
-    print("\n".join(facts), flush=True)
-    results = launch(measure, config)
-    show(config, results)
-    write(config, facts, results)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, 1, measure, show, simulate=not torch.cuda.is_available())

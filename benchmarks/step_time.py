@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from common import SYSTEMS, Config, System, batch_of, build, describe, launch, median, parse, synchronize, write
+from common import Config, System, batch_of, build, median, rows, run, synchronize
 
 BASELINE = "FSDP2 compiled by block"
 WARMUP_STEPS = 3
@@ -52,13 +52,7 @@ def show(config: Config, results: dict[str, Any]) -> None:
     baseline = results.get(BASELINE, {}).get("steps_s")
     label = " (simulated: no communication)" if config.simulate else ""
     print(f"\n{'system':26} {'first step':>11} {'median step':>12} {'min':>9} {'max':>9}  {'/ ' + BASELINE}{label}")
-    for name in SYSTEMS:
-        result = results.get(name)
-        if result is None:
-            continue
-        if "skipped" in result:
-            print(f"{name:26} not run: {result['skipped']}")
-            continue
+    for name, result in rows(results):
         steps = result["steps_s"]
         ratio = ""
         if baseline:
@@ -71,14 +65,5 @@ def show(config: Config, results: dict[str, Any]) -> None:
         )
 
 
-def main() -> None:
-    config = parse(__doc__.splitlines()[0], rounds=15)
-    facts = describe(config)
-    print("\n".join(facts), flush=True)
-    results = launch(measure, config)
-    show(config, results)
-    write(config, facts, results)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, 15, measure, show)
