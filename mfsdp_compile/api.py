@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import optimizer as optimizers
+from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
 from mfsdp_compile.runtime.topology import build_topology
 
@@ -58,6 +59,8 @@ def fully_shard_model(
     check_values: bool = True,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
+    whole_params: Callable[[str, nn.Parameter], bool] | None = None,
+    optimizer_block_size: int = 1,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -96,6 +99,11 @@ def fully_shard_model(
             they differ on purpose.
         preserve_fp32_weights: older name for ``mixed_precision_policy.main_params_dtype``: True is float32, False None.
         grad_reduce_in_fp32: older name for ``mixed_precision_policy.main_grads_dtype``: True is float32, False None.
+        whole_params: called with every parameter and its name; those for which it is true lie whole on one rank where that
+            costs little padding, for optimizers that work on whole matrices. :func:`fully_shard` asks for it by itself
+            when it is given a Muon.
+        optimizer_block_size: elements that an optimizer quantises together (256 for most 8-bit optimizers); no such
+            block is parted between ranks. A power of two.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
@@ -140,6 +148,8 @@ def fully_shard_model(
         GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
         Overlap(overlap_param_gather, overlap_grad_reduce),
         check_values,
+        LayoutPolicy(block_numel=optimizer_block_size),
+        [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
@@ -190,6 +200,8 @@ def fully_shard(
             :func:`fully_shard_model`. Nothing is changed then.
     """
     names = optimizers.named_groups(optimizer, module)
+    if isinstance(optimizer, torch.optim.Muon):
+        kwargs.setdefault("whole_params", lambda _, param: param in names)
     model = fully_shard_model(module, *args, **kwargs)
     optimizers.rebind(optimizer, names, module)
     return model, fully_shard_optimizer(optimizer)

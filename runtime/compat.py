@@ -49,6 +49,8 @@ try:
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.distributed_c10d import _get_default_store
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.optim._muon import _adjust_lr as muon_learning_rate
+    from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import tree_leaves
 
@@ -56,6 +58,7 @@ try:
     all_gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
     reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
     all_reduce = torch.ops._c10d_functional.all_reduce.default
+    all_to_all = torch.ops._c10d_functional.all_to_all_single.default
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
     _execution_engine = torch.autograd.Variable._execution_engine
     _eval_frame: Any = torch._C._dynamo.eval_frame
@@ -80,12 +83,15 @@ __all__ = [
     "all_gather",
     "all_gather_out",
     "all_reduce",
+    "all_to_all",
     "default_store",
     "detect_fake_mode",
     "graph_argument",
     "in_backward",
     "inductor_config_patches",
+    "muon_learning_rate",
     "on_backward_end",
+    "orthogonalise",
     "reduce_scatter",
     "saved_tensor_hooks_active",
     "tree_leaves",

@@ -37,7 +37,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 __all__ = ["ALIGNMENT_BYTES", "BucketLayout", "LayoutPolicy", "ParamSpec", "Slot", "plan_layouts"]
 
@@ -57,20 +57,29 @@ class LayoutPolicy:
         free_padding_bytes: parameters that cannot meet this goal together are split into several buckets, unless the
             padding is below this. The default, 1 MiB, is what a 50 GB/s link moves in the 20 us that launching
             another collective costs: below it, a second bucket is dearer than the padding it saves.
+        block_numel: parameters and shards start at multiples of this many elements, so that no block of an optimizer
+            that quantises its state in blocks is parted. A power of two.
     """
 
     alignment_bytes: int = ALIGNMENT_BYTES
     max_padding: float = 0.02
     free_padding_bytes: int = 1 << 20
+    block_numel: int = 1
 
     def __post_init__(self) -> None:
-        if self.alignment_bytes < 1 or self.alignment_bytes & (self.alignment_bytes - 1):
-            raise ValueError(f"alignment_bytes must be a power of two, got {self.alignment_bytes}")
+        for name in ("alignment_bytes", "block_numel"):
+            value = getattr(self, name)
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
         if self.max_padding < 0 or self.free_padding_bytes < 0:
             raise ValueError(f"a padding bound cannot be negative: {self}")
 
+    def indivisible(self, row_numel: int) -> int:
+        """The fewest elements that are whole rows and whole blocks."""
+        return math.lcm(max(row_numel, 1), self.block_numel)
+
     def goal(self, content_bytes: int, row_bytes: int, world_size: int) -> int:
-        """Bytes of padding that a bucket should have at most; ``row_bytes`` is its longest row."""
+        """Bytes of padding that a bucket should have at most; ``row_bytes`` is the largest of what is indivisible."""
         return max(int(self.max_padding * content_bytes), world_size * max(row_bytes, _MIN_SHARD_ALIGNMENT_BYTES))
 
     def limit(self, content_bytes: int, row_bytes: int, world_size: int) -> int:
@@ -83,10 +92,17 @@ _MIN_SHARD_ALIGNMENT_BYTES = 16  # below this, collectives fall off a cliff (NCC
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Name (unique in its unit) and global shape of a parameter."""
+    """A parameter that wants a place.
+
+    Args:
+        name: unique in its unit.
+        shape: global.
+        whole: one rank should own all of it, if the padding bound allows: an optimizer (Muon) works on whole matrices.
+    """
 
     name: str
     shape: tuple[int, ...]
+    whole: bool = field(default=False, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -100,6 +116,11 @@ class ParamSpec:
     def row_numel(self) -> int:
         """Elements of one row; 0 where a dimension other than the first is 0."""
         return math.prod(self.shape[1:])
+
+    @property
+    def atom_numel(self) -> int:
+        """Elements that no shard boundary may part."""
+        return self.numel if self.whole else self.row_numel
 
 
 @dataclass(frozen=True)
@@ -206,7 +227,7 @@ def plan_layouts(
 ) -> tuple[BucketLayout, ...]:
     """Lay parameters out in as few buckets as the padding bound allows; usually one.
 
-    The longest rows come first (they are the hardest to place), otherwise the order given is kept. A pure function of
+    What cannot be cut for longest comes first (it is the hardest to place), otherwise the order given is kept. A pure function of
     its arguments: every rank, and every later run, finds the same layout.
 
     Args:
@@ -226,12 +247,15 @@ def plan_layouts(
     names = [p.name for p in params]
     if len(set(names)) < len(names):
         raise ValueError(f"parameter names must be unique in a bucket, got {names}")
-    ordered = sorted(params, key=lambda p: -p.row_numel)
+    ordered = sorted(params, key=lambda p: -p.atom_numel)
     return tuple(_plan(ordered, itemsize, world_size, policy))
 
 
 def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> Iterator[BucketLayout]:
     layout = _fit(params, itemsize, world_size, policy)
+    if layout is None and any(p.whole for p in params):
+        params = sorted((replace(p, whole=False) for p in params), key=lambda p: -p.row_numel)
+        layout = _fit(params, itemsize, world_size, policy)
     if layout is not None:
         yield layout
         return
@@ -255,13 +279,13 @@ def _split(params: Sequence[ParamSpec]) -> tuple[Sequence[ParamSpec], Sequence[P
 def _fit(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> BucketLayout | None:
     """One bucket for all of ``params`` within the padding bound, or None (never None for a single parameter)."""
     content = sum(p.numel for p in params)
-    longest_row = max(p.row_numel for p in params)
-    size = (content * itemsize, longest_row * itemsize, world_size)
-    align = max(policy.alignment_bytes // itemsize, 1)
+    longest = max(policy.indivisible(p.row_numel) for p in params)
+    size = (content * itemsize, longest * itemsize, world_size)
+    align = max(policy.alignment_bytes // itemsize, policy.block_numel)
     for limit in (policy.goal(*size), policy.limit(*size)):
-        # Shards start on the same alignment as parameters if the bound allows, else on less, down to one element.
+        # Shards start on the same alignment as parameters if the bound allows, else on less, down to one block.
         shard_align = align
-        while shard_align:
+        while shard_align >= policy.block_numel:
             found = _fit_shards(params, world_size, content, align, shard_align, limit // itemsize)
             if found is not None:
                 shard_numel, offsets = found
@@ -278,9 +302,10 @@ def _fit_shards(
     target = -(-content // world_size)
     growth = 1
     while True:
+        target = -(-target // shard_align) * shard_align
         # A parameter longer than a shard can meet two boundaries or more: these are a shard apart, so that
         # its rows must divide the shard.
-        step = math.lcm(shard_align, *{p.row_numel for p in params if p.numel > target and p.row_numel})
+        step = math.lcm(shard_align, *{p.atom_numel for p in params if p.numel > target and p.atom_numel})
         shard_numel = -(-target // step) * step
         if shard_numel * world_size - content > limit:
             return None
@@ -294,7 +319,7 @@ def _fit_shards(
 def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> list[int] | None:
     offsets, end = [], 0
     for p in params:
-        offset = _place(end, p.numel, p.row_numel, shard_numel, align)
+        offset = _place(end, p.numel, p.atom_numel, shard_numel, align)
         if offset is None:
             return None
         offsets.append(offset)
@@ -302,22 +327,22 @@ def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> lis
     return offsets
 
 
-def _place(start: int, numel: int, row: int, shard_numel: int, align: int) -> int | None:
-    """The first aligned offset at or after ``start`` where no shard boundary cuts a row; None if there is none.
+def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> int | None:
+    """The first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none.
 
-    Offsets with a row border on boundary ``b`` solve ``offset = b (mod row)``; the Chinese remainder theorem joins
+    Offsets with an atom's border on boundary ``b`` solve ``offset = b (mod atom)``; the Chinese remainder theorem joins
     that with ``offset = 0 (mod align)``. Three shards are enough to look at: the one that ``start`` is in, and two
     that begin afresh.
     """
     offset = -(-start // align) * align
-    if row <= 1 or numel == 0:
+    if atom <= 1 or numel == 0:
         return offset
     for _ in range(3):
         boundary = (offset // shard_numel + 1) * shard_numel
         if offset + numel <= boundary:
             return offset
-        on_border = _first_congruent(offset, align, boundary, row)
-        if on_border is not None and not _cuts_a_row(on_border, numel, row, shard_numel):
+        on_border = _first_congruent(offset, align, boundary, atom)
+        if on_border is not None and not _cuts_a_row(on_border, numel, atom, shard_numel):
             return on_border
         offset = -(-boundary // align) * align
     return None

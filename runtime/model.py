@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -133,6 +133,7 @@ class ShardedModel:
         device: where shards and buffers live.
         check_values: compare parameter values between ranks, not only names, shapes and dtypes.
         layout_policy: bounds for bucket layouts.
+        whole: names of parameters that should lie on one rank each.
         eager_policy: bounds for the eager path.
 
     Raises:
@@ -152,6 +153,7 @@ class ShardedModel:
         overlap: Overlap = Overlap(),
         check_values: bool = True,
         layout_policy: LayoutPolicy | None = None,
+        whole: Collection[str] = (),
         eager_policy: EagerPolicy | None = None,
     ) -> None:
         self.topology = topology
@@ -162,7 +164,7 @@ class ShardedModel:
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules)
-            plan = _Planner(topology, precision, gradient_policy, layout_policy)
+            plan = _Planner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
             plans.extend((unit, plan.unit(unit)) for unit in units)
             return [str(topology), *_describe(module, plans, check_values)]
 
@@ -417,11 +419,12 @@ class _Planner:
     precision: Precision
     gradient_policy: GradientPolicy
     layout_policy: LayoutPolicy | None
+    whole: frozenset[str]
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
         groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
-            spec = ParamSpec(sites[0].name, tuple(param.shape))
+            spec = ParamSpec(sites[0].name, tuple(param.shape), whole=any(site.name in self.whole for site in sites))
             groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtype, requires_grad), specs in groups.items():

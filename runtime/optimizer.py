@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Home
+from .muon import ShardedMuon
 from .tensor import RowShardedTensor, take_rows
 
 if TYPE_CHECKING:
@@ -82,9 +83,17 @@ def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
 
     Raises:
-        ValueError: the optimizer holds parameters that are not sharded.
+        ValueError: the optimizer holds parameters that are not sharded, or is a Muon whose ``step`` was wrapped.
     """
     owners = _owners(optimizer)
+    if type(optimizer) is torch.optim.Muon:
+        if "step" in vars(optimizer):
+            raise ValueError(
+                "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
+                "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
+            )
+        optimizer.__class__ = ShardedMuon
+        optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad
 
     @functools.wraps(step)

@@ -16,8 +16,8 @@ from mfsdp_compile.runtime.layout import BucketLayout, LayoutPolicy, ParamSpec, 
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 100, 101, 128, 257])
 SHAPES = st.lists(SIZES, min_size=0, max_size=3).map(tuple)
-PARAMS = st.lists(SHAPES, min_size=1, max_size=8).map(
-    lambda shapes: [ParamSpec(f"p{i}", shape) for i, shape in enumerate(shapes)]
+PARAMS = st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=8).map(
+    lambda params: [ParamSpec(f"p{i}", shape, whole=whole) for i, (shape, whole) in enumerate(params)]
 )
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 63, 64, 1000])
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
@@ -26,6 +26,7 @@ POLICIES = st.builds(
     alignment_bytes=st.sampled_from([1, 16, 256]),
     max_padding=st.sampled_from([0.0, 0.02, 0.5]),
     free_padding_bytes=st.sampled_from([0, 4096, 1 << 20]),
+    block_numel=st.sampled_from([1, 1, 256]),
 )
 anything = given(PARAMS, ITEMSIZES, WORLDS, POLICIES)
 
@@ -58,8 +59,36 @@ def test_every_parameter_has_one_place(
 def test_padding_is_bounded(params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy) -> None:
     for layout in plan_layouts(params, itemsize, world, policy):
         content = sum(slot.numel for slot in layout.slots) * itemsize
-        longest_row = max(slot.row_numel for slot in layout.slots) * itemsize
-        assert layout.padding * itemsize <= policy.limit(content, longest_row, world)
+        longest = max(policy.indivisible(slot.row_numel) for slot in layout.slots) * itemsize
+        assert layout.padding * itemsize <= policy.limit(content, longest, world)
+
+
+@anything
+def test_blocks_and_what_should_stay_whole(
+    params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
+) -> None:
+    planned = plan_layouts(params, itemsize, world, policy)
+    for layout in planned:
+        assert layout.shard_numel % policy.block_numel == 0
+        assert all(slot.offset % policy.block_numel == 0 for slot in layout.slots)
+    if all(param.whole for param in params) and len(planned) == 1:
+        # If it was possible, each lies on one rank: as with rows that are as long as the parameters.
+        flat = plan_layouts([ParamSpec(p.name, (1, p.numel)) for p in params], itemsize, world, policy)
+        content = sum(p.numel for p in params) * itemsize
+        row = max(policy.indivisible(p.row_numel) for p in params) * itemsize
+        if len(flat) == 1 and flat[0].padding * itemsize <= policy.goal(content, row, world):
+            owned = [[len(planned[0].rows(i, rank)) for rank in range(world)] for i in range(len(params))]
+            assert all(sum(count > 0 for count in counts) <= 1 for counts in owned)
+
+
+def test_two_equal_matrices_on_two_ranks_are_owned() -> None:
+    matrices = [ParamSpec("a", (64, 32), whole=True), ParamSpec("b", (64, 32), whole=True)]
+    (layout,) = plan_layouts(matrices, 4, 2, LayoutPolicy(free_padding_bytes=0))
+    assert layout.padding == 0
+    assert [layout.rows(i, rank) for i in (0, 1) for rank in (0, 1)] == [range(64), range(0), range(0), range(64)]
+    (cut,) = plan_layouts([*matrices, ParamSpec("c", (64, 32), whole=True)], 4, 2, LayoutPolicy(free_padding_bytes=0))
+    assert cut.padding == 0
+    assert any(0 < len(cut.rows(i, 0)) < 64 for i in range(3))
 
 
 @anything
@@ -179,7 +208,9 @@ def test_names_must_be_unique() -> None:
         plan_layouts([ParamSpec("a", (1,)), ParamSpec("a", (2,))], 4, 2)
 
 
-@pytest.mark.parametrize("bad", [{"alignment_bytes": 3}, {"max_padding": -1.0}, {"free_padding_bytes": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"alignment_bytes": 3}, {"block_numel": 100}, {"max_padding": -1.0}, {"free_padding_bytes": -1}]
+)
 def test_impossible_policies_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"power of two|negative"):
         LayoutPolicy(**bad)

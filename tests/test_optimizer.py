@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -16,6 +17,8 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.runtime.muon import owners
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -76,6 +79,124 @@ def test_elementwise_optimizers(name: str, how: str) -> None:
         for value in optimizers[0].state[param].values():
             if isinstance(value, Tensor) and value.ndim:
                 assert isinstance(value, RowShardedTensor)
+
+
+class Matrices(nn.Module):
+    """Wide, tall, square, one that one rank can own, one that another unit has. Row lengths are multiples of 16, so that
+    no kernel computes the end of a row in another way than its middle."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(32, 80)
+            self.down = nn.Linear(80, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.tanh(self.up(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = nn.Linear(16, 32, bias=False)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.square = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.small(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.square(x).pow(2).mean()
+
+
+def muon(model: nn.Module, **settings: Any) -> torch.optim.Muon:
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.05, **settings)
+
+
+MUON_STRATEGIES = {2: ["optim_grads_params", "optim", "no_shard"], 4: ["HSDP optim_grads", "HFSDP"]}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@on_ranks(2, 4)
+def test_muon(nesterov: bool) -> None:
+    """Bit by bit what it does to whole matrices."""
+    for strategy in MUON_STRATEGIES[dist.get_world_size()]:
+        settings = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw" if nesterov else "original"}
+        whole, alone = parity.build(Matrices), parity.build(Matrices)
+        optimizers = muon(whole, **settings), muon(alone, **settings)
+        model, _ = fully_shard(whole, optimizers[0], fsdp_unit_modules=[Matrices.Block], **mesh_arguments(strategy))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)
+        alone_scheduler = torch.optim.lr_scheduler.StepLR(optimizers[1], 2, 0.5)
+        for step in range(4):
+            for params, optimizer in zip((params_of(model), params_of(alone)), optimizers, strict=True):
+                set_gradients(params, step)
+                optimizer.step()
+            scheduler.step()
+            alone_scheduler.step()
+        for name, param in params_of(model).items():
+            expected = params_of(alone)[name]
+            assert torch.equal(param.full_tensor(), expected), (strategy, name)
+            if expected.ndim == 2:
+                buffer = optimizers[0].state[param]["momentum_buffer"]
+                assert torch.equal(buffer.full_tensor(), optimizers[1].state[expected]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_muon_trains(mode: str) -> None:
+    """Used before sharding, then with a closure, hooks, and matrices that come in several chunks."""
+    data = parity.batches(4, (6, 16))
+    whole, alone = parity.build(Matrices), parity.build(Matrices)
+    optimizer, alone_optimizer = muon(whole), muon(alone)
+    for model, its in ((whole, optimizer), (alone, alone_optimizer)):
+        model(data[0].flatten(0, 1)).backward()
+        its.step()
+        its.zero_grad()
+    model, optimizer = fully_shard(whole, optimizer, fsdp_unit_modules=[Matrices.Block])
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for step in range(1, 4):
+
+        def closure(batch: Tensor = data[step][dist.get_rank()]) -> Tensor:
+            optimizer.zero_grad()
+            loss = call(batch)
+            loss.backward()
+            return loss
+
+        with mock.patch("mfsdp_compile.runtime.muon.CHUNK_BYTES", 4096):
+            assert optimizer.step(closure).item() > 0
+        alone_optimizer.zero_grad()
+        sum(alone(batch) for batch in data[step]).div(2).backward()
+        alone_optimizer.step()
+    assert len(steps) == 3
+    for name, param in params_of(model).items():
+        # Sums over ranks in another order move the momentum by 1e-7, and bfloat16 by a unit in its last place, 4e-3,
+        # here and there; a step moves weights by 0.05 at most.
+        torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=0, atol=2e-3)
+    with raises_everywhere(ValueError, "scheduler", "fully_shard_optimizer"):
+        late = muon(model.module)
+        torch.optim.lr_scheduler.StepLR(late, 2)
+        fully_shard_optimizer(late)
+
+
+@on_ranks(2)
+def test_muon_owns_what_costs_no_padding() -> None:
+    """Two equal matrices on two ranks: one each, and no communication. Twice the bytes would be as much padding."""
+
+    class Pair(nn.Module):
+        def __init__(self, width: int = 512, count: int = 2) -> None:
+            super().__init__()
+            self.linears = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    pair, three = Pair(), Pair(2048, 3)
+    model, _ = fully_shard(pair, muon(pair), fsdp_unit_modules=[Pair])
+    assert [len(model.module.linears[i].weight.to_local()) for i in (0, 1)] == (
+        [512, 0] if dist.get_rank() == 0 else [0, 512]
+    )
+    model, _ = fully_shard(three, muon(three), fsdp_unit_modules=[Pair])
+    held = [len(linear.weight.to_local()) for linear in model.module.linears]
+    assert sum(held) == 3 * 1024
+    splits = [linear.weight.split for linear in model.module.linears]
+    assert sorted(owners(splits, 2)) in ([0, 0, 1], [0, 1, 1])
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
