@@ -46,6 +46,7 @@ long: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/optimizer_step.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \

@@ -156,7 +156,7 @@ def fully_shard_model(
 
 
 def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True, *, flat: bool = False
 ) -> torch.optim.Optimizer:
     """Give an optimizer over sharded parameters Megatron-FSDP's arguments, in place.
 
@@ -166,21 +166,26 @@ def fully_shard_optimizer(
     not extended train the same.
 
     Args:
-        optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`.
+        optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step
+            that works on whole matrices, each on one rank.
+        flat: step over flat tensors, one per bucket and parameter group, instead of over parameters. For optimizers that
+            work element by element, or block by block (see ``optimizer_block_size`` of :func:`fully_shard_model`), from
+            anywhere: they get ordinary tensors. Between steps ``param_groups`` and ``state`` are by parameter as ever;
+            step hooks see flat tensors.
 
     Returns:
         The same optimizer.
 
     Raises:
-        ValueError: it has no parameters, or some that are not sharded.
+        ValueError: it has no parameters, or some that are not sharded; or ``flat`` does not suit it.
     """
     if not preproc_state_dict_for_dcp_ckpt:
         raise NotImplementedError("preproc_state_dict_for_dcp_ckpt=False is not implemented.")
-    return optimizers.extend(optimizer)
+    return optimizers.extend(optimizer, flat)
 
 
 def fully_shard(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, flat_optimizer: bool = False, **kwargs: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and an optimizer that was built for it.
 
@@ -191,6 +196,7 @@ def fully_shard(
         module: as for :func:`fully_shard_model`.
         optimizer: whose parameters are ``module``'s.
         *args, **kwargs: the other arguments of :func:`fully_shard_model`.
+        flat_optimizer: ``flat`` of :func:`fully_shard_optimizer`.
 
     Returns:
         The wrapped model and the same optimizer, extended as by :func:`fully_shard_optimizer`.
@@ -204,7 +210,7 @@ def fully_shard(
         kwargs.setdefault("whole_params", lambda _, param: param in names)
     model = fully_shard_model(module, *args, **kwargs)
     optimizers.rebind(optimizer, names, module)
-    return model, fully_shard_optimizer(optimizer)
+    return model, fully_shard_optimizer(optimizer, flat=flat_optimizer)
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {

@@ -29,7 +29,7 @@ from . import compat
 from .bucket import Bucket
 from .tensor import RowShardedTensor, UnreducedGradient, take_rows
 
-__all__ = ["accumulate", "clear", "fill_missing", "watch"]
+__all__ = ["accumulate", "clear", "fill_missing", "flat_gradient", "watch"]
 
 
 def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
@@ -127,6 +127,21 @@ def collect(bucket: Bucket) -> Tensor | None:
             )
         view.copy_(gradient._local_tensor)
     return total
+
+
+@torch.no_grad()
+def flat_gradient(bucket: Bucket) -> Tensor | None:
+    """What the ``.grad`` of all parameters are views of, ``[shard_numel]``; a copy if somebody has replaced one, None if
+    one is missing."""
+    attached = _attached(bucket)
+    if any(gradient is None for gradient in attached):
+        return None
+    flat = _shared_flat(bucket, attached)
+    if flat is not None:
+        return flat
+    total = collect(bucket)
+    assert total is not None
+    return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
 
 
 def install(bucket: Bucket, total: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .bucket import Home
+from .flat import FlatStep
 from .muon import ShardedMuon
 from .tensor import RowShardedTensor, take_rows
 
@@ -79,8 +80,11 @@ def _shard_state(value: Tensor, param: Any) -> Tensor:
     return RowShardedTensor.wrap(local.to(param.to_local().device, copy=True), param.split, param.topology)
 
 
-def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def extend(optimizer: torch.optim.Optimizer, flat: bool = False) -> torch.optim.Optimizer:
     """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
+
+    Args:
+        flat: step over flat shards, see :mod:`mfsdp_compile.runtime.flat`.
 
     Raises:
         ValueError: the optimizer holds parameters that are not sharded, or is a Muon whose ``step`` was wrapped.
@@ -95,6 +99,7 @@ def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad
+    over_runs = FlatStep(optimizer) if flat else None
 
     @functools.wraps(step)
     def extended_step(
@@ -107,7 +112,10 @@ def extend(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         if sync_grad_before_optimizer_step:
             for owner in owners:
                 owner.finish_synchronisation_if_needed()
-        result = step() if closure is None else step(closure)
+        if over_runs is not None:
+            result = over_runs(step, closure)
+        else:
+            result = step() if closure is None else step(closure)
         if install_optimized_model_weights:
             for owner in owners:
                 owner.refresh()

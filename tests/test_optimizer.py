@@ -17,7 +17,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.muon import owners
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 
@@ -197,6 +197,154 @@ def test_muon_owns_what_costs_no_padding() -> None:
     assert sum(held) == 3 * 1024
     splits = [linear.weight.split for linear in model.module.linears]
     assert sorted(owners(splits, 2)) in ([0, 0, 1], [0, 1, 1])
+
+
+# -- over flat shards -------------------------------------------------------------------------------------------------
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As everybody does: weights decay, biases and norms do not."""
+    params = list(model.parameters())
+    return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1], "lr": 0.003}]
+
+
+def flat_pair(factory: Any, cls: Any, settings: dict[str, Any], **arguments: Any) -> list[tuple[Any, Any]]:
+    """The same model and optimizer twice: over flat shards and by parameter."""
+    pair = []
+    for flat in (True, False):
+        model = fully_shard_model(parity.build(factory), fsdp_unit_modules="auto", **arguments)
+        pair.append((model, fully_shard_optimizer(cls(decay_groups(model), **settings), flat=flat)))
+    return pair
+
+
+def assert_same_state(pair: list[tuple[Any, Any]], exactly: bool) -> None:
+    (flat, flat_optimizer), (plain, optimizer) = pair
+    bound = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-6, "atol": 1e-7}  # see assert_same
+    for (name, mine), its in zip(params_of(flat).items(), params_of(plain).values(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), its.full_tensor(), **bound, msg=name)
+        assert flat_optimizer.state[mine].keys() == optimizer.state[its].keys()
+        for key, value in flat_optimizer.state[mine].items():
+            expected = optimizer.state[its][key]
+            if isinstance(value, RowShardedTensor):
+                torch.testing.assert_close(value.full_tensor(), expected.full_tensor(), **bound)
+            else:
+                assert value == expected, (name, key)
+
+
+@pytest.mark.parametrize(("name", "how"), VARIANTS)
+@on_ranks(2)
+def test_flat_steps(name: str, how: str) -> None:
+    cls, settings = OPTIMIZERS[name]
+    settings = settings | ({"fused": True} if how == "fused" else {"foreach": how == "foreach"})
+    pair = flat_pair(zoo.Uneven, cls, settings)
+    for batch in parity.batches(4, (3, 8)):
+        for model, optimizer in pair:
+            model(batch[dist.get_rank()]).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(isinstance(p, RowShardedTensor) for g in pair[0][1].param_groups for p in g["params"])
+    assert_same_state(pair, exactly=False)
+
+
+@pytest.mark.parametrize("how", ["for", "foreach", "fused"])
+@on_ranks(4)
+def test_flat_steps_with_every_strategy(how: str) -> None:
+    """The same bits, where rows are multiples of what kernels work on at a time."""
+    for strategy in STRATEGIES:
+        settings = {"lr": 0.01} | ({"fused": True} if how == "fused" else {"foreach": how == "foreach"})
+        pair = flat_pair(Matrices, torch.optim.AdamW, settings, **mesh_arguments(strategy))
+        stepped: list[list[Tensor]] = []
+        pair[0][1].register_step_pre_hook(
+            lambda o, *_, s=stepped: s.append([p for g in o.param_groups for p in g["params"]])
+        )
+        for batch in parity.batches(3, (6, 16)):
+            for model, optimizer in pair:
+                model(batch[dist.get_rank()]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(pair, exactly=True)
+        assert len(stepped) == 3
+        for tensors in stepped:  # two groups at most in each bucket
+            assert 0 < len(tensors) <= 2 * len(pair[0][0].sharded.buckets)
+            assert not any(isinstance(tensor, RowShardedTensor) for tensor in tensors)
+
+
+@on_ranks(2)
+def test_flat_steps_where_gradients_or_state_are_changed() -> None:
+    pair = flat_pair(Matrices, torch.optim.AdamW, {"lr": 0.01})
+    for i, batch in enumerate(parity.batches(8, (6, 16))):
+        for model, optimizer in pair:
+            model(batch[dist.get_rank()]).backward()
+            weight = model.module.blocks[0].up.weight
+            if i == 2:
+                weight.grad = None  # it stays, its step is not counted
+            if i == 4:
+                weight.grad = weight.grad * 2
+            if i == 5:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer.load_state_dict(saved)
+            if i == 6:
+                optimizer.state[weight]["exp_avg"].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_state(pair, exactly=True)
+    assert pair[0][1].state[pair[0][0].module.blocks[0].up.weight]["step"] == 7
+    model, optimizer = pair[0]
+    optimizer.state.clear()
+    model(torch.randn(6, 16)).backward()
+    optimizer.step(lambda: model(torch.randn(6, 16)))
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    with raises_everywhere(ValueError, "LBFGS", "flat"):
+        fully_shard_optimizer(torch.optim.LBFGS(model.parameters()), flat=True)
+
+
+class BlockwiseAdam(torch.optim.Optimizer):
+    """Momentum in 8 bits, with a scale per 256 elements; works on ordinary tensors only, as such optimizers do."""
+
+    BLOCK = 256
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert not isinstance(param, RowShardedTensor)
+                state, count = self.state[param], -(-param.numel() // self.BLOCK)
+                if not state:
+                    state["codes"] = torch.zeros(count, self.BLOCK, dtype=torch.int8)
+                    state["scales"] = torch.zeros(count, 1)
+                padded = torch.zeros(count * self.BLOCK)
+                padded[: param.numel()] = param.grad.reshape(-1)
+                momentum = state["codes"] * state["scales"] * 0.9 + padded.view(count, -1) * 0.1
+                state["scales"] = momentum.abs().amax(1, keepdim=True) / 127
+                state["codes"] = (momentum / state["scales"].clamp(min=1e-30)).round().to(torch.int8)
+                update = (state["codes"] * state["scales"]).reshape(-1)[: param.numel()]
+                param.sub_(group["lr"] * update.view(param.shape))
+
+
+@on_ranks(2, 3)
+def test_blocks_of_an_8_bit_optimizer_stay_whole() -> None:
+    """Over flat shards it does what it does in one process. Sharded without regard for blocks it would not: checked."""
+
+    def train(block: int) -> list[bool]:
+        model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules="auto", optimizer_block_size=block)
+        alone = parity.build(zoo.Uneven)
+        optimizer = fully_shard_optimizer(BlockwiseAdam(decay_groups(model), 0.1), flat=True)
+        alone_optimizer = BlockwiseAdam(decay_groups(alone), 0.1)
+        for step in range(3):
+            set_gradients(params_of(model), step)
+            set_gradients(params_of(alone), step)
+            optimizer.step()
+            alone_optimizer.step()
+        with raises_everywhere(RuntimeError, "BlockwiseAdam", "codes", "checkpoint"):
+            optimizer.state_dict()
+        return [torch.equal(p.full_tensor(), params_of(alone)[n]) for n, p in params_of(model).items()]
+
+    assert all(train(BlockwiseAdam.BLOCK))
+    assert not all(train(1))
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])

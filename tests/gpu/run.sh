@@ -16,4 +16,5 @@ failed=0
 "$PYTHON" benchmarks/step_time.py --simulate 8 --out "$OUT/step_time_gpu_simulated_8ranks.json" || failed=1
 "$PYTHON" benchmarks/memory.py --simulate 8 --out "$OUT/memory_gpu_simulated_8ranks.json" || failed=1
 "$PYTHON" benchmarks/memory.py --simulate 64 --out "$OUT/memory_gpu_simulated_64ranks.json" || failed=1
+"$PYTHON" benchmarks/optimizer_step.py --simulate 8 --out "$OUT/optimizer_step_gpu_simulated_8ranks.json" || failed=1
 exit $failed

@@ -54,6 +54,25 @@ def test_one_rank_trains_as_without_sharding(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True, "capturable": True}, {"foreach": False}])
+@pytest.mark.parametrize("flat", [True, False])
+def test_optimizer_kernels(settings: dict[str, bool], flat: bool) -> None:
+    """The same elements go through the same arithmetic, in tensors of whatever length: to the bit."""
+    model, alone = fully_shard_model(whole(), fsdp_unit_modules=[Block]), whole()
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, **settings), flat=flat)
+    alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, **settings)
+    for _ in range(3):
+        model(*tokens()).backward()
+        for param, its in zip(alone.parameters(), model.parameters(), strict=True):
+            param.grad = its.grad.full_tensor()
+        optimizer.step()
+        alone_optimizer.step()
+        optimizer.zero_grad()
+    for param, its in zip(alone.parameters(), model.parameters(), strict=True):
+        assert torch.equal(its.full_tensor(), param)
+
+
+@pytest.mark.usefixtures("nccl")
 def test_eager_and_compiled_agree_to_the_bit() -> None:
     runs = []
     for mode in ("eager", "aot_eager"):

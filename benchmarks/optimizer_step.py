@@ -1,0 +1,69 @@
+"""Seconds per optimizer step: by parameter, over flat shards, and over whole parameters in one process.
+
+    python benchmarks/optimizer_step.py
+    python benchmarks/optimizer_step.py --simulate 8
+
+Gradients are there; nothing but ``optimizer.step()`` is timed. It communicates nothing, so that the group is always
+simulated: this rank's shards are real, the other ranks fake. Variants take turns within each round.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from common import Config, median, rows, run
+from torch import nn
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.examples.llama import Block, Llama
+
+HOW = {"for": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
+    steps: dict[str, Any] = {}
+    for how, settings in HOW.items():
+        for kind in ("by parameter", "flat"):
+            model: nn.Module = Llama(config.model).to(device)
+            sharded = fully_shard_model(model, fsdp_unit_modules=[Block], check_values=False)
+            optimizer = torch.optim.AdamW(groups(sharded), lr=1e-4, **settings)
+            steps[f"{how}, {kind}"] = sharded, fully_shard_optimizer(optimizer, flat=kind == "flat").step
+        model = Llama(config.model).to(device)
+        steps[f"{how}, one process"] = model, torch.optim.AdamW(groups(model), lr=1e-4, **settings).step
+    for model, _ in steps.values():
+        model(torch.zeros(1, 8, dtype=torch.long, device=device)).float().square().mean().backward()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(config.rounds + 2):
+        for name, (_, step) in steps.items():
+            _wait(device)
+            begun = time.perf_counter()
+            step()
+            _wait(device)
+            times[name].append(time.perf_counter() - begun)
+    return {name: {"seconds": values[2:]} for name, values in times.items()}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(config: Config, results: dict[str, Any]) -> None:
+    print(f"\n{'AdamW':24} {'median':>10} {'least':>10}   ms, rank 0 of {config.ranks}")
+    for name, result in rows(results, list(results)):
+        seconds = result["seconds"]
+        print(f"{name:24} {median(seconds) * 1e3:10.2f} {min(seconds) * 1e3:10.2f}")
+
+
+if __name__ == "__main__":
+    run(__doc__, 20, measure, show, simulate=True)
