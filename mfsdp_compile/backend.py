@@ -81,7 +81,12 @@ def mfsdp(
         with contextlib.ExitStack() as stack:
             for owner in owners:
                 stack.enter_context(owner.eager.for_compiled_code())
-            return compiled(*tensors, *rest)
+            try:
+                return compiled(*tensors, *rest)
+            except BaseException as error:
+                for owner in owners:
+                    owner.failed(error)
+                raise
 
     return run
 

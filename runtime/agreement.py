@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["agree", "value_digest"]
+__all__ = ["agree", "report_failure", "value_digest"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
@@ -60,12 +60,32 @@ def agree(
         raise failure
 
 
+def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
+    """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why."""
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) < 2 or dist.get_backend(group) == "fake":
+        return
+    try:
+        store, me = compat.default_store(), dist.get_rank()
+        place = f"mfsdp/failure/{group.group_name}"
+        reports = [
+            f"rank {rank} had failed with {store.get(f'{place}/{rank}').decode()}"
+            for rank in ranks
+            if rank != me and store.check([f"{place}/{rank}"])
+        ]
+        store.set(f"{place}/{me}", f"{type(error).__name__}: {error}"[:1000])
+    except RuntimeError:  # the store's process is gone; the error at hand matters more
+        return
+    if reports and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"Before this, {'; '.join(reports[:4])}{', and more ranks' if len(reports) > 4 else ''}.")
+
+
 def _verdict(
     group: dist.ProcessGroup, ranks: Sequence[int], topic: str, outcome: dict[str, str], timeout: timedelta
 ) -> dict[str, Any]:
     store, me = compat.default_store(), dist.get_rank()
     # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
-    place = f"mfsdp/agree/{group.group_name}"
+    place = f"mfsdp/agree/{group.group_name}/{topic}"
     key = f"{place}/{store.add(f'{place}/visits/{me}', 1)}"
     store.set(f"{key}/{me}", json.dumps(outcome))
     if me == ranks[0]:

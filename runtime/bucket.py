@@ -13,6 +13,7 @@ shells        full-shape parameters without storage: what Dynamo traces. Never h
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Sequence
 from copy import deepcopy
@@ -234,6 +235,13 @@ class Bucket:
             compat.wait_tensor(self.resident)
             self._resident_awaited = True
         return self.resident
+
+    def forget_resident(self) -> None:
+        """After a failure: its gather may have failed."""
+        if self.resident is not None:
+            with contextlib.suppress(RuntimeError):
+                self.await_resident()
+            self._resident_of, self._resident_awaited = -1, True
 
     def source(self) -> Tensor:
         """What parameters in use are made of on this rank: the resident, or the shard; without autograd."""

@@ -12,6 +12,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ try:
     from torch._guards import detect_fake_mode
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-    from torch.distributed.distributed_c10d import _get_default_store
+    from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
@@ -139,6 +140,28 @@ def no_saved_tensor_hooks(pack: Callable[..., Any] | None = None) -> Iterator[No
     finally:
         for pack_hook, unpack_hook in reversed(taken):
             _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """After which a collective of the group fails."""
+    try:
+        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        return timeout
+    except (RuntimeError, AttributeError):  # a backend without options
+        return dist.default_pg_timeout
+
+
+def new_group_like(name: str) -> dist.ProcessGroup:
+    """A process group of the same ranks, backend and time-out. Its ranks must all call this, others need not."""
+    old = _resolve_process_group(name)
+    return dist.new_group(
+        dist.get_process_group_ranks(old),
+        timeout=timeout_of(old),
+        backend=dist.get_backend(old),
+        use_local_synchronization=True,
+        group_desc="mfsdp",
+    )
 
 
 def wait_tensor_when_dropped(tensor: Tensor) -> None:

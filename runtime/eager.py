@@ -148,11 +148,18 @@ def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 class BackwardOwner(Protocol):
     """The sharded model, as the eager path sees it."""
 
+    started: int
+    """Collectives, and compiled graphs, so far."""
+
+    def failed(self, error: BaseException) -> None:
+        """A forward has raised."""
+
     def enter_backward(self) -> None:
         """Something happens in a backward pass: see that it gets finished."""
 
     def leave_backward(self) -> None:
-        """A forward begins: a backward that was entered and not finished has raised."""
+        """A forward begins: a backward that was entered and not finished has raised. After a failure, raise unless all
+        ranks have failed in the same place."""
 
     def touched(self, bucket: Bucket) -> None:
         """The bucket got gradients."""
@@ -192,6 +199,7 @@ class EagerRuntime:
         self._ran: dict[Bucket, set[Window]] = {}
         self._windows_of: dict[Bucket, set[Window]] = {}
         self._reductions: deque[_Reduction] = deque()
+        self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._learn(self.units)
 
@@ -216,9 +224,10 @@ class EagerRuntime:
                 if window.unit in self._idle:
                     self._idle.remove(window.unit)
                 self._start(window.unit)
-        except BaseException:
+        except BaseException as error:
             if self._depth == 0:
                 self._hooks.close()
+                self._owner.failed(error)
             raise
         self._depth += 1
 
@@ -237,6 +246,14 @@ class EagerRuntime:
         self._depth -= 1
         if self._depth == 0:
             self._close(keep_last=window.is_root and torch.is_grad_enabled())
+
+    @compat.python_only
+    def leave_failed(self, window: Window, error: BaseException) -> None:
+        """The window's forward has raised."""
+        if self._depth > 1 or compat.in_backward():
+            self.leave(window)  # somebody may catch it
+        elif self._depth == 1:
+            self._owner.failed(error)
 
     def _open(self, window: Window) -> None:
         if compat.in_backward():
@@ -282,6 +299,21 @@ class EagerRuntime:
         self._ran.clear()
         self._order.clear()
 
+    def abandon(self) -> None:
+        """Like :meth:`reset`, without waiting: other ranks may not take part in what is under way."""
+        self._abandoned += [state.started for state in self._gathered.values() if state.started is not None]
+        self._abandoned += [reduction.result for reduction in self._reductions]
+        self._gathered.clear()
+        self._by_storage.clear()
+        self._reductions.clear()
+        self.reset()
+
+    def settle(self) -> None:
+        """Wait for what was abandoned: until it is there, or has timed out."""
+        while self._abandoned:
+            with contextlib.suppress(RuntimeError):
+                compat.wait_tensor(self._abandoned.pop())
+
     def leave_stray_reads(self) -> None:
         """Let go of what was read without a window."""
         if self._depth == 0:
@@ -318,6 +350,7 @@ class EagerRuntime:
                     shard = bucket.source().to(bucket.plan.compute_dtype)
                     with compat.no_saved_tensor_hooks():
                         started = compat.all_gather(shard, group.size, group.name)
+                    self._owner.started += 1
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
     @_as_parameters
@@ -440,6 +473,7 @@ class EagerRuntime:
         packed = pack(whole_gradients, bucket.exchange)
         with compat.no_saved_tensor_hooks():
             started = start_stage(packed, 0, bucket.exchange, token)
+        self._owner.started += 1
         self._reductions.append(_Reduction(bucket, 0, started))
         self._release_bucket(bucket)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight):

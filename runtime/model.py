@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import compat, gradients
-from .agreement import agree, value_digest
+from .agreement import agree, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
@@ -174,6 +174,8 @@ class ShardedModel:
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
         self._every = every
+        self.started = 0
+        self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
         homes: dict[nn.Module, dict[str, Home]] = {}
@@ -248,6 +250,7 @@ class ShardedModel:
         else:
             self.leave_backward()
             self.eager.leave_stray_reads()
+            self.started += 1
 
     def check_complete(self) -> None:
         """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""
@@ -264,9 +267,63 @@ class ShardedModel:
     def leave_backward(self) -> None:
         """Outside of backward: forget one that raised."""
         if not compat.in_backward():
+            if self._backward.outer is not None and self._failure is None:
+                self._failure = "an error in backward"
+            if self._failure is not None:
+                self._recover()
             self._backward = _BackwardIds()
             self._touched.clear()
             self._found_nan.clear()
+
+    # -- after failures -----------------------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> None:
+        """A forward has raised ``error``. Nothing is awaited here: other ranks may never come."""
+        self.eager.abandon()
+        if self._failure is None:
+            self._failure = type(error).__name__
+            report_failure(self._every, error)
+
+    def _recover(self) -> None:
+        """Before the next collective after a failure: go on if all ranks have failed alike.
+
+        If not, some have started collectives that others have not. The next ones would meet those: wrong values where
+        sizes are equal by chance, a hang where not.
+        """
+        stopped = f"stopped after {self.started} collectives with {self._failure}"
+        self.eager.abandon()
+        try:
+            # Ranks that wait for this one come when they have timed out.
+            agree(self._every, "The step before failed", lambda: [stopped], compat.timeout_of(self._every) * 1.5)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
+                "weights as they are."
+            ) from None
+        self.eager.settle()
+        self._failure = None
+
+    def reset(self) -> None:
+        """Start afresh after a failure: new process groups of the same ranks, no gradients, nothing under way.
+
+        Raises:
+            RuntimeError: not all ranks came within the process group's time-out (and half of it).
+        """
+        agree(self._every, "model.reset()", list, compat.timeout_of(self._every) * 1.5)
+        self.eager.abandon()
+        self.eager.settle()
+        for bucket in self.buckets:
+            bucket.forget_resident()
+        self._every = self.topology.renew()
+        self.started, self._failure = 0, None
+        self._backward = _BackwardIds()
+        self._touched.clear()
+        self._found_nan.clear()
+        self.zero_gradients()
+        self.synchronisation.microbatches = 0
+        for bucket in self.buckets:
+            bucket.set_plan(bucket.plan)
+        self._label_modules()
 
     def touched(self, bucket: Bucket) -> None:
         """A bucket got gradients."""
@@ -345,6 +402,9 @@ class ShardedModel:
         self.precision = precision
         for bucket in self.buckets:
             bucket.set_plan(replace(bucket.plan, comm_dtype=precision.comm_dtype(bucket.plan.compute_dtype)))
+        self._label_modules()
+
+    def _label_modules(self) -> None:
         for module in {site.module for bucket in self.buckets for sites in bucket.sites for site in sites}:
             label_module(module)
 
@@ -363,6 +423,7 @@ class ShardedModel:
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
+        duplicate.started, duplicate._failure = 0, None
         duplicate._backward = _BackwardIds()
         duplicate._touched = set()
         duplicate.compiled_graphs = []

@@ -79,9 +79,12 @@ def _forward_in_window(cls: type[nn.Module]) -> Any:
         window: Window = self._mfsdp_window  # type: ignore[assignment]
         window.runtime.enter(window)
         try:
-            return cls.forward(self, *args, **kwargs)
-        finally:
-            window.runtime.leave(window)
+            result = cls.forward(self, *args, **kwargs)
+        except BaseException as error:
+            window.runtime.leave_failed(window, error)
+            raise
+        window.runtime.leave(window)
+        return result
 
     # A forward that is kept out of compiled graphs needs its window there too: this one must not be traced either.
     return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward

@@ -60,12 +60,12 @@ class ShardingStrategy(IntEnum):
         raise ValueError(f"{argument} takes {choices}; got {value!r}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
     """Ranks that communicate.
 
     Args:
-        name: of the process group, as functional collectives take it.
+        name: of the process group, as functional collectives take it. Changes when the group had to be made anew.
         size: ranks in it.
         rank: this process's place among them.
     """
@@ -73,6 +73,9 @@ class Group:
     name: str
     size: int
     rank: int
+
+    def __hash__(self) -> int:
+        return hash((self.size, self.rank))
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
@@ -185,6 +188,21 @@ class Topology:
         if self.outer is None:
             return (inner,)
         return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+
+    def renew(self) -> dist.ProcessGroup:
+        """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,
+        or ranks disagree on which is next). Every rank must. The old groups belong to the user and are left alone.
+
+        Returns:
+            that of :attr:`every`.
+        """
+        made: dict[str, dist.ProcessGroup] = {}
+        groups = {id(group): group for group in (self.inner, self.outer, self.every) if group is not None}
+        for group in groups.values():
+            if group.name not in made:
+                made[group.name] = compat.new_group_like(group.name)
+            group.name = made[group.name].group_name
+        return next(new for new in made.values() if new.group_name == self.every.name)
 
     def __str__(self) -> str:
         name = self.strategy.name.lower()

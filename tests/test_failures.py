@@ -1,0 +1,198 @@
+"""One rank fails: the others learn of it within the time-out, nobody computes with the wrong values, training goes on."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.doctor import mesh_arguments
+
+SECONDS = 2.0
+"""The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""
+
+
+@torch.library.custom_op("mfsdp_tests::may_fail", mutates_args=())
+def may_fail(x: Tensor, number: int) -> Tensor:
+    """``x + 1``, unless a rank is to fail here."""
+    if Failing.where == number:
+        raise ValueError("a bad batch")
+    return x + 1
+
+
+@may_fail.register_fake
+def _(x: Tensor, number: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+may_fail.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+class Failing(nn.Module):
+    """Three equal blocks, so that a wrong gather would not be noticed by its size."""
+
+    where = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(zoo.Block(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = torch.ops.mfsdp_tests.may_fail(x, number)
+            x = block(x)
+        return torch.ops.mfsdp_tests.may_fail(x, 3).pow(2).mean()
+
+
+def make(mode: str, **arguments: Any) -> tuple[Any, Any, Any]:
+    Failing.where = -1
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = fully_shard_model(parity.build(Failing), mesh, fsdp_unit_modules=[zoo.Block], **arguments)
+    call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    return model, call, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def step(call: Any, optimizer: Any, batch: Tensor) -> None:
+    call(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.to_local().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("mode", "strategy", "where"),
+    [
+        (EAGER, "optim_grads_params", 0),
+        (EAGER, "optim_grads_params", 3),
+        (EAGER, "optim", 1),
+        (AOT_EAGER, "optim_grads_params", 1),
+        (AOT_EAGER, "optim", 3),
+    ],
+)
+@on_ranks(2, timeout=90)
+def test_one_ranks_forward_raises(mode: str, strategy: str, where: int) -> None:
+    data = parity.batches(4)[:, dist.get_rank()]
+    model, call, optimizer = make(mode, zero_dp_strategy=strategy)
+    step(call, optimizer, data[0])
+    before = values(model)
+    Failing.where = where if dist.get_rank() == 1 else -1
+    begun = time.monotonic()
+    try:
+        step(call, optimizer, data[1])
+    except (RuntimeError, ValueError) as error:
+        assert isinstance(error, ValueError) == (dist.get_rank() == 1)
+        if mode == EAGER and dist.get_rank() == 1:
+            assert time.monotonic() - begun < SECONDS  # it does not wait for anybody
+    else:
+        raise AssertionError("no error")
+    assert time.monotonic() - begun < 3 * SECONDS
+    Failing.where = -1
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    model.reset()
+    step(call, optimizer, data[2])
+    step(call, optimizer, data[3])
+
+    untouched, its_call, its_optimizer = make(mode, zero_dp_strategy=strategy)
+    for i in (0, 2, 3):
+        step(its_call, its_optimizer, data[i])
+    assert all(torch.equal(a, b) for a, b in zip(values(untouched), values(model), strict=True))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_the_step_after_is_refused_without_a_reset(mode: str) -> None:
+    data = parity.batches(2)[:, dist.get_rank()]
+    model, call, optimizer = make(mode)
+    step(call, optimizer, data[0])
+    Failing.where = 1 if dist.get_rank() == 1 else -1
+    with raises_everywhere((RuntimeError, ValueError)):  # type: ignore[arg-type]
+        step(call, optimizer, data[1])
+    Failing.where = -1
+    with raises_everywhere(RuntimeError, "model.reset()", "stopped after", "ValueError"):
+        step(call, optimizer, data[1])
+    model.reset()
+    step(call, optimizer, data[1])
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_what_fails_alike_on_all_ranks_needs_no_reset(mode: str) -> None:
+    data = parity.batches(3)[:, dist.get_rank()]
+    model, call, optimizer = make(mode)
+    step(call, optimizer, data[0])
+    for where in (0, 2, 3):
+        Failing.where = where
+        with raises_everywhere(ValueError, "a bad batch"):
+            step(call, optimizer, data[1])
+        Failing.where = -1
+        step(call, optimizer, data[1])
+    hook = model.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0) if mode == EAGER else None
+    if hook is not None:
+        with raises_everywhere(ZeroDivisionError):
+            step(call, optimizer, data[2])
+        hook.remove()
+        optimizer.zero_grad()
+        step(call, optimizer, data[2])
+
+
+@on_ranks(2, timeout=60)
+def test_the_others_are_told_why() -> None:
+    data = parity.batches(2)[:, dist.get_rank()]
+    model, call, optimizer = make(EAGER)
+    step(call, optimizer, data[0])
+    Failing.where = 0 if dist.get_rank() == 1 else -1
+    try:
+        step(call, optimizer, data[1])
+    except ValueError:
+        assert dist.get_rank() == 1
+    except RuntimeError as error:
+        assert "rank 1 had failed with ValueError: a bad batch" in "".join(getattr(error, "__notes__", []))
+    model.reset()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4, timeout=90)
+def test_reset_with_two_dimensions(mode: str) -> None:
+    """In the middle of accumulation: what waits is dropped, and the next step is a whole one."""
+    data = parity.batches(3)[:, dist.get_rank()]
+    for strategy in ("HSDP optim_grads", "HFSDP"):
+        trained = []
+        for resets in (True, False):
+            model = fully_shard_model(parity.build(Failing), fsdp_unit_modules=[zoo.Block], **mesh_arguments(strategy))
+            call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            step(call, optimizer, data[0])
+            if resets:
+                with model.no_sync():
+                    call(data[1]).backward()
+                model.reset()
+            step(call, optimizer, data[2])
+            sums = [param.sum() for param in model.parameters()]  # over new groups
+            trained.append([*values(model), *sums])
+        assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+@on_ranks(2, timeout=60)
+def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
+    model, _, _ = make(EAGER)
+    if dist.get_rank() == 0:
+        with raises_everywhere(RuntimeError, "model.reset()", "rank 1 did not come"):
+            model.reset()
+    else:
+        time.sleep(SECONDS * 1.5 + 1)
+    dist.barrier()
