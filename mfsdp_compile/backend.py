@@ -78,15 +78,15 @@ def mfsdp(
 
     def run(*args: Any) -> Any:
         owners, tensors, rest = call.exchange(args)
-        with contextlib.ExitStack() as stack:
-            for owner in owners:
-                stack.enter_context(owner.eager.for_compiled_code())
-            try:
-                return compiled(*tensors, *rest)
-            except BaseException as error:
+        try:
+            with contextlib.ExitStack() as stack:
                 for owner in owners:
-                    owner.failed(error)
-                raise
+                    stack.enter_context(owner.eager.for_compiled_code())
+                return compiled(*tensors, *rest)
+        except BaseException as error:
+            for owner in owners:
+                owner.failed(error)
+            raise
 
     return run
 
@@ -130,7 +130,7 @@ class _Call:
             bucket.check_unchanged()
         owners = list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
         for owner in owners:
-            owner.enter_compiled()
+            owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
         tensors = [t for b in buckets for t in _tensors(b)]
         return owners, tensors, [a for i, a in enumerate(args) if i not in self._positions]

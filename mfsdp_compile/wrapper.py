@@ -153,7 +153,7 @@ class MegatronFSDP(nn.Module):
         code is compiled once more.
 
         Raises:
-            RuntimeError: a rank did not come within 1.5 times the process group's time-out.
+            RuntimeError: a rank did not come within four times the process group's time-out.
         """
         self.sharded.reset()
 

@@ -90,8 +90,11 @@ def _verdict(
     store.set(f"{key}/{me}", json.dumps(outcome))
     if me == ranks[0]:
         store.set(f"{key}/verdict", json.dumps(_compare(store, key, ranks, timeout) | {"key": key}))
-    # The first rank may itself have to wait for others first.
-    store.wait([f"{key}/verdict"], timeout * 2)
+    try:
+        store.wait([f"{key}/{ranks[0]}"], timeout)
+        store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others
+    except RuntimeError:  # DistStoreError
+        return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
     return json.loads(store.get(f"{key}/verdict"))
 
 

@@ -20,6 +20,7 @@ from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
+from .order import Phases
 from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
@@ -175,6 +176,7 @@ class ShardedModel:
         self._touched: set[Bucket] = set()
         self._every = every
         self.started = 0
+        self._phases = Phases(self.agree)
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
@@ -236,6 +238,8 @@ class ShardedModel:
             return
         if self._backward.outer is None:
             self._backward.outer = current
+            self.enter_phase("a backward")
+            self.eager.begin_backward()
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
@@ -243,13 +247,18 @@ class ShardedModel:
             self._backward.inner = current
             compat.on_backward_end(self.eager.finish_reductions)
 
-    def enter_compiled(self) -> None:
+    def enter_compiled(self, buckets: Sequence[Bucket]) -> None:
         """A compiled graph of this model is about to run."""
         if compat.in_backward():
             self.enter_backward()  # recomputing
         else:
             self.leave_backward()
-            self.eager.leave_stray_reads()
+            if self.eager.is_in_window:
+                self.eager.run_compiled(buckets)
+            else:
+                self.eager.leave_stray_reads()
+                mode = "with" if torch.is_grad_enabled() else "without"
+                self.enter_phase(f"compiled code of {', '.join(b.plan.name for b in buckets)} {mode} gradients")
             self.started += 1
 
     def check_complete(self) -> None:
@@ -275,6 +284,17 @@ class ShardedModel:
             self._touched.clear()
             self._found_nan.clear()
 
+    # -- agreement with other ranks -----------------------------------------------------------------------------------
+
+    def agree(self, topic: str, lines: Sequence[str]) -> None:
+        """Raise on every rank unless all come, within the process group's time-out (and half of it), with the same."""
+        agree(self._every, topic, lambda: lines, compat.timeout_of(self._every) * 1.5)
+
+    def enter_phase(self, name: str) -> None:
+        """A forward or a backward begins."""
+        if self.topology.gather_group is not None:  # else one rank may well evaluate alone
+            self._phases.enter(name)
+
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
@@ -294,28 +314,32 @@ class ShardedModel:
         self.eager.abandon()
         try:
             # Ranks that wait for this one come when they have timed out.
-            agree(self._every, "The step before failed", lambda: [stopped], compat.timeout_of(self._every) * 1.5)
+            self.agree("The step before failed", [stopped])
+            self.eager.settle()
+            self.topology.probe()  # what failed everywhere may have been a collective
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
                 "weights as they are."
             ) from None
-        self.eager.settle()
+        self._phases.forget()
         self._failure = None
 
     def reset(self) -> None:
         """Start afresh after a failure: new process groups of the same ranks, no gradients, nothing under way.
 
         Raises:
-            RuntimeError: not all ranks came within the process group's time-out (and half of it).
+            RuntimeError: not all ranks came within four times the process group's time-out: as long as it can take until
+                each has its error.
         """
-        agree(self._every, "model.reset()", list, compat.timeout_of(self._every) * 1.5)
+        agree(self._every, "model.reset()", list, compat.timeout_of(self._every) * 4)
         self.eager.abandon()
         self.eager.settle()
         for bucket in self.buckets:
             bucket.forget_resident()
         self._every = self.topology.renew()
         self.started, self._failure = 0, None
+        self._phases.forget()
         self._backward = _BackwardIds()
         self._touched.clear()
         self._found_nan.clear()
@@ -424,6 +448,7 @@ class ShardedModel:
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
         duplicate.started, duplicate._failure = 0, None
+        duplicate._phases = Phases(duplicate.agree)
         duplicate._backward = _BackwardIds()
         duplicate._touched = set()
         duplicate.compiled_graphs = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -188,6 +189,14 @@ class Topology:
         if self.outer is None:
             return (inner,)
         return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+
+    def probe(self) -> None:
+        """Raise RuntimeError if a collective on one of the groups fails."""
+        for name, size in {group.name: group.size for group in (self.inner, self.outer, self.every) if group}.items():
+            with compat.no_saved_tensor_hooks():
+                found = compat.wait_tensor(compat.all_reduce(torch.ones(1, device=self.mesh.device_type), "sum", name))
+            if found.item() != size:
+                raise RuntimeError(f"Ones of {size} ranks have the sum {found.item()}.")
 
     def renew(self) -> dist.ProcessGroup:
         """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,

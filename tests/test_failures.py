@@ -23,6 +23,12 @@ SECONDS = 2.0
 """The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""
 
 
+def short_mesh() -> DeviceMesh:
+    """All ranks, with a time-out that a test can wait for."""
+    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+
+
 @torch.library.custom_op("mfsdp_tests::may_fail", mutates_args=())
 def may_fail(x: Tensor, number: int) -> Tensor:
     """``x + 1``, unless a rank is to fail here."""
@@ -57,9 +63,7 @@ class Failing(nn.Module):
 
 def make(mode: str, **arguments: Any) -> tuple[Any, Any, Any]:
     Failing.where = -1
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
-    model = fully_shard_model(parity.build(Failing), mesh, fsdp_unit_modules=[zoo.Block], **arguments)
+    model = fully_shard_model(parity.build(Failing), short_mesh(), fsdp_unit_modules=[zoo.Block], **arguments)
     call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     return model, call, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
 
@@ -194,5 +198,5 @@ def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
         with raises_everywhere(RuntimeError, "model.reset()", "rank 1 did not come"):
             model.reset()
     else:
-        time.sleep(SECONDS * 1.5 + 1)
+        time.sleep(SECONDS * 4 + 1)
     dist.barrier()
