@@ -85,7 +85,8 @@ def mfsdp(
                 return compiled(*tensors, *rest)
         except BaseException as error:
             for owner in owners:
-                owner.failed(error)
+                if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
+                    owner.failed(error)
             raise
 
     return run
