@@ -18,8 +18,8 @@ Gradients
     with None for those that were not used. It packs and starts the reduction; the previous one is awaited then.
 
 Order
-    All ranks start the same collectives in the same order, see :mod:`mfsdp_compile.runtime.order`. The next unit in this
-    order is gathered while the current one computes; in the first backward, the one before it in the forward.
+    The next unit is gathered while the current one computes: after the order of the last forward, or, at first, the
+    order of registration; in backward, the reverse. A wrong guess costs a gather, never correctness.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from . import compat, gradients
 from .bucket import Bucket, Home
 from .exchange import When
 from .ops import pack, start_collective, start_stage
-from .order import Entry, LaunchOrder
 
 __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "Window"]
 
@@ -122,14 +121,9 @@ class Window:
     is_root: bool
 
     def describe(self) -> str:
-        """A forward that begins here, for comparison with others and between ranks."""
+        """A forward that begins here, for comparison between ranks."""
         what = "the model" if self.is_root else self.unit.name if self.unit else self.owns[0].plan.name
-        training = self.unit is None or self.unit.module.training
-        mode = "with" if torch.is_grad_enabled() else "without"
-        return f"a forward of {what} {'' if training else '(eval) '}{mode} gradients"
-
-
-_WITHOUT_BACKWARD = "a forward without backward"
+        return f"a forward of {what} {'with' if torch.is_grad_enabled() else 'without'} gradients"
 
 
 @dataclass(frozen=True)
@@ -161,9 +155,6 @@ class BackwardOwner(Protocol):
 
     started: int
     """Collectives, and compiled graphs, so far."""
-
-    def agree(self, topic: str, lines: Sequence[str]) -> None:
-        """Raise unless all ranks come with the same lines."""
 
     def enter_phase(self, name: str) -> None:
         """A forward begins."""
@@ -217,14 +208,8 @@ class EagerRuntime:
         self._windows_of: dict[Bucket, set[Window]] = {}
         self._reductions: deque[_Reduction] = deque()
         self._abandoned: list[Tensor] = []
-        self._made_up: deque[Tensor] = deque()
-        self._bucket_named = {bucket.plan.name: bucket for bucket in self._unit_of}
-        self._name = ""  # of this forward
-        # Since the last backward, as far as the next one's order depends on them: the last forward keeps a unit.
-        self._forwards: deque[str] = deque(maxlen=4)
-        self._forward = LaunchOrder(owner.agree)
-        self._backward = LaunchOrder(owner.agree)
-        self._previous: dict[EagerUnit, EagerUnit] = {}  # in the last forward
+        self._order: list[EagerUnit] = []  # of this forward
+        self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
 
@@ -293,15 +278,7 @@ class EagerRuntime:
                 bucket.check_unchanged()
             if window.is_root:
                 self._owner.check_complete()
-            self._name = window.describe()
-            self._owner.enter_phase(self._name)
-            if self._forwards and self._forwards[-1] == _WITHOUT_BACKWARD:
-                self._forwards.pop()
-            if torch.is_grad_enabled():
-                self._forwards.append(self._name)
-            elif self._forwards:
-                self._forwards.append(_WITHOUT_BACKWARD)
-            self._forward.begin(self._name)
+            self._owner.enter_phase(window.describe())
         if not compat.saved_tensor_hooks_active():
             # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
             # to decide. Ours on top would hide tensors from a recomputation that counts them.
@@ -311,17 +288,13 @@ class EagerRuntime:
         self._hooks.close()
         if compat.in_backward():
             return
-        for entry in self._forward.end():
-            self._make_up(entry)
-        order = [
-            self._unit_of[self._bucket_named[e.name]] for e in self._forward.known(self._name) if e.kind == "gather"
-        ]
-        self._previous = {later: earlier for earlier, later in itertools.pairwise(order) if earlier is not later}
         written = [bucket for bucket, state in self._gathered.items() if self._is_written(state)]
         for unit in self.units:
             if not keep_last or unit is not self._last_read:
                 self._release(unit)
         self._idle.clear()
+        if self._order:
+            self._learn(self._order)
         for bucket in written:
             self._release_bucket(bucket)
             self._refuse_writes(bucket)
@@ -334,20 +307,15 @@ class EagerRuntime:
             self._release(unit)
         while self._reductions:
             compat.wait_tensor(self._reductions.popleft().result)
-        self._await_made_up(0)
-        self._forward.drop()
-        self._backward.drop()
         self._anchors.clear()
         self._idle.clear()
         self._ran.clear()
+        self._order.clear()
 
     def abandon(self) -> None:
         """Like :meth:`reset`, without waiting: other ranks may not take part in what is under way."""
         self._abandoned += [state.started for state in self._gathered.values() if state.started is not None]
         self._abandoned += [reduction.result for reduction in self._reductions]
-        self._abandoned += self._made_up
-        self._made_up.clear()
-        self._forwards.clear()
         self._gathered.clear()
         self._by_storage.clear()
         self._reductions.clear()
@@ -387,63 +355,16 @@ class EagerRuntime:
             if state is not None and state.version != bucket.flat._version:
                 self._release_bucket(bucket)  # shards have changed since
             if bucket not in self._gathered:
-                if bucket.topology.gather_group is not None:
-                    self._follow(Entry("gather", bucket.plan.name))
-                self._gathered[bucket] = _Gathered(self._launch(bucket), bucket.flat._version)
-
-    def _launch(self, bucket: Bucket) -> Tensor | None:
-        """Start to gather; None if nothing has to be."""
-        if bucket.is_stale:
-            self._owner.refresh()
-        group = bucket.topology.gather_group
-        if group is None:
-            return None
-        self._owner.started += 1
-        shard = bucket.source().to(bucket.plan.compute_dtype)
-        with compat.no_saved_tensor_hooks():
-            return compat.all_gather(shard, group.size, group.name)
-
-    # -- order --------------------------------------------------------------------------------------------------------
-
-    def _follow(self, entry: Entry) -> None:
-        """Before a collective: those that other ranks start before it."""
-        for skipped in (self._backward if compat.in_backward() else self._forward).follow(entry):
-            self._make_up(skipped)
-
-    def run_compiled(self, buckets: Iterable[Bucket]) -> None:
-        """Before a compiled graph that runs inside a window."""
-        self._follow(Entry("run compiled code of", ", ".join(bucket.plan.name for bucket in buckets)))
-
-    @_as_parameters
-    def _make_up(self, entry: Entry) -> None:
-        """Take part in a collective that this rank has no use for."""
-        if entry.kind == "gather":
-            bucket = self._bucket_named[entry.name]
-            started = self._launch(bucket)
-            if bucket not in self._gathered:  # it may be needed, only later than elsewhere
+                if bucket.is_stale:
+                    self._owner.refresh()
+                group = bucket.topology.gather_group
+                started = None
+                if group is not None:
+                    shard = bucket.source().to(bucket.plan.compute_dtype)
+                    with compat.no_saved_tensor_hooks():
+                        started = compat.all_gather(shard, group.size, group.name)
+                    self._owner.started += 1
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
-                if not compat.in_backward():
-                    self._idle.append(self._unit_of[bucket])
-            elif started is not None:
-                self._made_up.append(started)
-                self._await_made_up(1)
-        elif entry.kind == "reduce":
-            bucket = self._bucket_named[entry.name]
-            nothing = torch.zeros((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
-            self._reduce(bucket, [nothing.expand(slot.shape) for slot in bucket.plan.layout.slots])
-        else:
-            raise RuntimeError(
-                f"This rank did not {entry}, which it did the first time and other ranks may do now: a rank cannot skip "
-                "code that is compiled by itself. Compile the model as a whole, or let all ranks take the same way."
-            )
-
-    def _await_made_up(self, left: int) -> None:
-        while len(self._made_up) > left:
-            compat.wait_tensor(self._made_up.popleft())
-
-    def begin_backward(self) -> None:
-        """The outermost backward of the model begins."""
-        self._backward.begin("; ".join(self._forwards) or "nothing")
 
     @_as_parameters
     def _gather(self, bucket: Bucket) -> _Gathered:
@@ -466,7 +387,9 @@ class EagerRuntime:
         if address := compat.storage_address(state.full):
             self._by_storage[address] = bucket
         in_backward = compat.in_backward()
-        following = self._following(unit)
+        if not in_backward and (not self._order or self._order[-1] is not unit):
+            self._order.append(unit)
+        following = (self._previous if in_backward else self._next).get(unit)
         if following is not None and self._may_prefetch(following):
             self._start(following)
         if in_backward:
@@ -476,18 +399,6 @@ class EagerRuntime:
                 if other is not unit and other is not following:
                     self._release(other, only_frozen=True)
         return state
-
-    def _following(self, unit: EagerUnit) -> EagerUnit | None:
-        """The unit to gather next, while ``unit`` computes: what all ranks gather next. The first time nobody knows, but
-        that a backward is a forward reversed."""
-        in_backward = compat.in_backward()
-        order = self._backward if in_backward else self._forward
-        if order.is_recording:
-            return self._previous.get(unit) if in_backward else None
-        upcoming = order.upcoming
-        if upcoming is None or upcoming.kind != "gather":
-            return None
-        return self._unit_of[self._bucket_named[upcoming.name]]
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
         return not unit.is_compiled and unit.gathered_bytes <= self.policy.prefetch_bytes
@@ -520,6 +431,11 @@ class EagerRuntime:
             "): what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under "
             "torch.no_grad()), or hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
         )
+
+    def _learn(self, order: Sequence[EagerUnit]) -> None:
+        pairs = list(itertools.pairwise(order))
+        self._next = dict(pairs)
+        self._previous = {later: earlier for earlier, later in pairs}
 
     def for_compiled_code(self) -> contextlib.AbstractContextManager[None]:
         """Around compiled graphs that run inside a window. They save no gathered parameter; see
@@ -566,10 +482,6 @@ class EagerRuntime:
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
         self._owner.enter_backward()
-        self._follow(Entry("reduce", bucket.plan.name))
-        self._reduce(bucket, whole_gradients)
-
-    def _reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         token = bucket.pending.token if bucket.pending is not None else None
         packed = pack(whole_gradients, bucket.exchange)
         with compat.no_saved_tensor_hooks():
@@ -612,11 +524,7 @@ class EagerRuntime:
             self._take_in()
 
     def finish_backward(self) -> None:
-        for entry in self._backward.end():
-            self._make_up(entry)
-        self._forwards.clear()
         self.finish_reductions()
-        self._await_made_up(0)
         for unit in self.units:
             self._release(unit)
         self._anchors.clear()

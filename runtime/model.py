@@ -20,7 +20,7 @@ from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
-from .order import Phases
+from .phases import Phases
 from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
@@ -239,7 +239,6 @@ class ShardedModel:
         if self._backward.outer is None:
             self._backward.outer = current
             self.enter_phase("a backward")
-            self.eager.begin_backward()
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
@@ -253,10 +252,8 @@ class ShardedModel:
             self.enter_backward()  # recomputing
         else:
             self.leave_backward()
-            if self.eager.is_in_window:
-                self.eager.run_compiled(buckets)
-            else:
-                self.eager.leave_stray_reads()
+            self.eager.leave_stray_reads()
+            if not self.eager.is_in_window:
                 mode = "with" if torch.is_grad_enabled() else "without"
                 self.enter_phase(f"compiled code of {', '.join(b.plan.name for b in buckets)} {mode} gradients")
             self.started += 1

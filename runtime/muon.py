@@ -140,12 +140,13 @@ class _Leg:
     def _to(self, rank: int) -> list[int]:
         return [k for k, to in self.goes_to.items() if to == rank]
 
-    def start(self, held: dict[int, Tensor]) -> Tensor:
+    def start(self, held: dict[int, Tensor], like: Tensor) -> Tensor:
         ranks, mine = range(self.group.size), self._to(self.group.rank)
         return _all_to_all(
             [[held[k] for k in self._to(rank)] for rank in ranks],
             [sum(self.numel[k][rank] for k in mine) for rank in ranks],
             self.group,
+            like,
         )
 
     def finish(self, started: Tensor) -> dict[int, Tensor]:
@@ -171,9 +172,10 @@ class _Leg:
         return dict(zip(order, parts, strict=True))
 
 
-def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group, like: Tensor | None = None) -> Tensor:
+def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group, like: Tensor) -> Tensor:
+    """Parts for each rank of the group, and how many elements come from each. There may be none: dtype of ``like``."""
     parts = [part for parts in outgoing for part in parts]
-    sent = torch.cat(parts) if parts else like.new_empty(0)  # type: ignore[union-attr]
+    sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]
     with compat.no_saved_tensor_hooks():
         return compat.all_to_all(sent, incoming, sizes, group.name)
@@ -220,13 +222,13 @@ class _Journey:
         self._legs = legs
         self._rows = rows
         self._held = {k: part.reshape(-1) for k, part in enumerate(rows)}
-        self._started = legs[0].start(self._held) if legs else None
+        self._started = legs[0].start(self._held, rows[0]) if legs else None
 
     def there_and_back(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """This rank's rows of ``function(matrix)`` for each matrix."""
         held, started = self._held, self._started
         for leg in self._legs:
-            held = leg.finish(started if started is not None else leg.start(held))
+            held = leg.finish(started if started is not None else leg.start(held, self._rows[0]))
             started = None
         held = {k: function(part.view(self._shapes[k])).reshape(-1) for k, part in held.items()}
         for leg in reversed(self._legs):
