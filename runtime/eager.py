@@ -122,7 +122,9 @@ class Window:
 
     def describe(self) -> str:
         """A forward that begins here, for comparison between ranks."""
-        what = "the model" if self.is_root else self.unit.name if self.unit else self.owns[0].plan.name
+        what = "a part of a unit"
+        if self.is_root or self.unit is not None or self.owns:
+            what = "the model" if self.is_root else self.unit.name if self.unit else self.owns[0].plan.name
         return f"a forward of {what} {'with' if torch.is_grad_enabled() else 'without'} gradients"
 
 
