@@ -122,9 +122,12 @@ class Window:
 
     def describe(self) -> str:
         """A forward that begins here, for comparison between ranks."""
-        what = "a part of a unit"
-        if self.is_root or self.unit is not None or self.owns:
-            what = "the model" if self.is_root else self.unit.name if self.unit else self.owns[0].plan.name
+        if self.is_root:
+            what = "the model"
+        elif self.unit is not None:
+            what = self.unit.name
+        else:
+            what = self.owns[0].plan.name if self.owns else "a part of a unit"
         return f"a forward of {what} {'with' if torch.is_grad_enabled() else 'without'} gradients"
 
 

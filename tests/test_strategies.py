@@ -101,7 +101,14 @@ def test_strategies_agree_bitwise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "HSDP optim", "HSDP optim_grads_params", "HFSDP"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "optim",
+        "HFSDP",
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("no_shard", "HSDP optim", "HSDP optim_grads_params")),
+    ],
+)
 @on_ranks(4)
 def test_inductor(strategy: str) -> None:
     """Compiled code makes rounding errors of its own: 1e-5 of the largest gradient."""
