@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -252,9 +252,9 @@ def run(
     write(config, facts, results)
 
 
-def rows(results: dict[str, Any], order: Iterable[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Results in the order given, or that of :data:`SYSTEMS`; of systems that did not run, the reason is printed."""
-    for name in order or SYSTEMS:
+def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results in the order of :data:`SYSTEMS`; of systems that did not run, the reason is printed."""
+    for name in SYSTEMS:
         result = results.get(name)
         if result is None:
             continue

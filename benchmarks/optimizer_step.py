@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from common import Config, median, rows, run
+from common import Config, median, run, synchronize
 from torch import nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
@@ -45,22 +45,17 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(config.rounds + 2):
         for name, (_, step) in steps.items():
-            _wait(device)
+            synchronize(config, device)
             begun = time.perf_counter()
             step()
-            _wait(device)
+            synchronize(config, device)
             times[name].append(time.perf_counter() - begun)
     return {name: {"seconds": values[2:]} for name, values in times.items()}
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def show(config: Config, results: dict[str, Any]) -> None:
     print(f"\n{'AdamW':24} {'median':>10} {'least':>10}   ms, rank 0 of {config.ranks}")
-    for name, result in rows(results, list(results)):
+    for name, result in results.items():
         seconds = result["seconds"]
         print(f"{name:24} {median(seconds) * 1e3:10.2f} {min(seconds) * 1e3:10.2f}")
 

@@ -144,19 +144,6 @@ class MegatronFSDP(nn.Module):
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Start afresh after a step that failed on some ranks: every rank calls it, after its error.
-
-        A rank that raises in forward leaves the others waiting for it; they raise when the process group's time-out has
-        passed, and its process groups cannot be used any more. This makes new ones for the model (groups that you use
-        yourself are yours to make anew), and clears gradients. Weights and optimizer state are those of before. Compiled
-        code is compiled once more.
-
-        Raises:
-            RuntimeError: a rank did not come within four times the process group's time-out.
-        """
-        self.sharded.reset()
-
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,
         wait for them. With full sharding over one dimension there are none: graphs and forwards gather for themselves.
@@ -171,6 +158,21 @@ class MegatronFSDP(nn.Module):
         """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,
         for strategies that keep parameters gathered, starts now."""
         self.sharded.refresh()
+
+    # -- after failures -----------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start afresh after a step that failed on some ranks: every rank calls it, after its error.
+
+        A rank that raises in forward leaves the others waiting for it; they raise when the process group's time-out has
+        passed, and its process groups cannot be used any more. This makes new ones for the model (groups that you use
+        yourself are yours to make anew), and clears gradients. Weights and optimizer state are those of before. Compiled
+        code is compiled once more.
+
+        Raises:
+            RuntimeError: a rank did not come within four times the process group's time-out.
+        """
+        self.sharded.reset()
 
     # -- settings -----------------------------------------------------------------------------------------------------
 

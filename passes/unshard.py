@@ -8,7 +8,8 @@ Before                                              After
 
 Needs: shell placeholders with their roles; every use of one is a marker, or passes it into a region (a checkpointed
 one, say) whose body has the marker. Leaves: no shell and no marker; the first placeholders are the shards, one per
-bucket in the context's order, each followed by the bucket's resident and token where it has these. Run as it stands, the new graph is the reference for everything that later passes do to it.
+bucket in the context's order, each followed by the bucket's resident and token where it has these. Run as it stands, the
+new graph is the reference for everything that later passes do to it.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def agree(
     except Exception as error:  # it must reach the other ranks before it is raised here
         failure = error
     ranks = dist.get_process_group_ranks(group)
-    if len(ranks) > 1 and dist.get_backend(group) != "fake":
+    if _has_others(group):
         outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
         verdict = _verdict(group, ranks, topic, outcome, timeout)
         if failure is None and verdict["kind"] != "same":
@@ -62,15 +62,14 @@ def agree(
 
 def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
     """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why."""
-    ranks = dist.get_process_group_ranks(group)
-    if len(ranks) < 2 or dist.get_backend(group) == "fake":
+    if not _has_others(group):
         return
     try:
         store, me = compat.default_store(), dist.get_rank()
         place = f"mfsdp/failure/{group.group_name}"
         reports = [
             f"rank {rank} had failed with {store.get(f'{place}/{rank}').decode()}"
-            for rank in ranks
+            for rank in dist.get_process_group_ranks(group)
             if rank != me and store.check([f"{place}/{rank}"])
         ]
         store.set(f"{place}/{me}", f"{type(error).__name__}: {error}"[:1000])
@@ -78,6 +77,10 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
         return
     if reports and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"Before this, {'; '.join(reports[:4])}{', and more ranks' if len(reports) > 4 else ''}.")
+
+
+def _has_others(group: dist.ProcessGroup) -> bool:
+    return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
 def _verdict(

@@ -142,11 +142,15 @@ def no_saved_tensor_hooks(pack: Callable[..., Any] | None = None) -> Iterator[No
             _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
 
 
+def device_type(group: dist.ProcessGroup | None = None) -> str:
+    """Of the tensors that a group, or the default one, communicates."""
+    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """After which a collective of the group fails."""
     try:
-        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-        timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+        timeout: timedelta = group._get_backend(torch.device(device_type(group))).options._timeout
         return timeout
     except (RuntimeError, AttributeError):  # a backend without options
         return dist.default_pg_timeout

@@ -487,15 +487,17 @@ class EagerRuntime:
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
         self._owner.enter_backward()
-        token = bucket.pending.token if bucket.pending is not None else None
-        packed = pack(whole_gradients, bucket.exchange)
-        with compat.no_saved_tensor_hooks():
-            started = start_stage(packed, 0, bucket.exchange, token)
+        self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange))
         self._owner.started += 1
-        self._reductions.append(_Reduction(bucket, 0, started))
         self._release_bucket(bucket)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight):
             self._take_in()
+
+    def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor) -> None:
+        token = bucket.pending.token if bucket.pending is not None else None
+        with compat.no_saved_tensor_hooks():
+            started = start_stage(gradient, stage, bucket.exchange, token)
+        self._reductions.append(_Reduction(bucket, stage, started))
 
     def _take_in(self) -> None:
         """Await the oldest stage under way. What it has reduced goes into the next stage, or is the gradient."""
@@ -503,10 +505,7 @@ class EagerRuntime:
         bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, compat.wait_tensor(reduction.result)
         following = reduction.stage + 1
         if following < len(exchange.groups):
-            token = bucket.pending.token if bucket.pending is not None else None
-            with compat.no_saved_tensor_hooks():
-                started = start_stage(result, following, exchange, token)
-            self._reductions.append(_Reduction(bucket, following, started))
+            self._start_stage(bucket, following, result)
             return
         if not bucket.gradient_waits:  # if it does, this is zeros
             gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))

@@ -8,8 +8,8 @@ kernel instead of hundreds; and it may be somebody else's that has never heard o
 of the runs' (so that checkpoints, and everything else that asks by parameter, need not know). During ``step`` the groups
 hold runs.
 
-Where this cannot be (a parameter without gradient, gradients that somebody replaced, state that differs between the
-parameters of a run) the run is stepped parameter by parameter, this time.
+Where this cannot be (a parameter without gradient, state that differs between the parameters of a run) the run is stepped
+parameter by parameter.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ class _Run:
 
     def is_of_its_shape(self, value: Any) -> bool:
         """Whether a state tensor has a value for each element."""
-        return type(value) is Tensor and value.shape == self.flat.shape and value.ndim > 0
+        return type(value) is Tensor and value.shape == self.flat.shape
+
+    def is_for_all(self, value: Any) -> bool:
+        """Whether a state value is one for all of the run's parameters."""
+        return not isinstance(value, Tensor) or (value.numel() == 1 and not self.is_of_its_shape(value))
 
 
 class FlatStep:
@@ -152,10 +156,8 @@ class FlatStep:
         held = [state.get(param) or {} for param in run.params]
         if run.shown and all(_same_objects(mine, its) for mine, its in zip(run.shown, held, strict=True)):
             return True
-        if not any(held):
-            if not run.shown:
-                return True
-            run.state, run.shown, run.sources = {}, [], {}  # somebody has cleared it
+        if not any(held):  # the first step, or somebody has cleared it
+            run.state, run.shown, run.sources = {}, [], {}
             return True
         # From parameters: a checkpoint was loaded, steps were made before, or the optimizer made it when it was built.
         if any(its.keys() != held[0].keys() for its in held):
@@ -195,7 +197,7 @@ class FlatStep:
             if run.is_of_its_shape(value):
                 for shown, part in zip(run.shown, run.cut(value), strict=True):
                     shown[key] = part
-            elif not isinstance(value, Tensor) or value.numel() == 1:
+            elif run.is_for_all(value):
                 for shown in run.shown:
                     shown[key] = value
         run.sources = dict(run.state)
@@ -215,7 +217,7 @@ class FlatStep:
         for runs in self._runs.values():
             for run in runs:
                 for key, value in run.state.items():
-                    if isinstance(value, Tensor) and value.numel() != 1 and not run.is_of_its_shape(value):
+                    if not run.is_for_all(value) and not run.is_of_its_shape(value):
                         raise RuntimeError(
                             f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} of shape "
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "

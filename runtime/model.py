@@ -277,15 +277,18 @@ class ShardedModel:
                 self._failure = "an error in backward"
             if self._failure is not None:
                 self._recover()
-            self._backward = _BackwardIds()
-            self._touched.clear()
-            self._found_nan.clear()
+            self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._backward = _BackwardIds()
+        self._touched.clear()
+        self._found_nan.clear()
 
     # -- agreement with other ranks -----------------------------------------------------------------------------------
 
-    def agree(self, topic: str, lines: Sequence[str]) -> None:
-        """Raise on every rank unless all come, within the process group's time-out (and half of it), with the same."""
-        agree(self._every, topic, lambda: lines, compat.timeout_of(self._every) * 1.5)
+    def agree(self, topic: str, lines: Sequence[str], patience: float = 1.5) -> None:
+        """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
+        agree(self._every, topic, lambda: lines, compat.timeout_of(self._every) * patience)
 
     def enter_phase(self, name: str) -> None:
         """A forward or a backward begins."""
@@ -329,7 +332,7 @@ class ShardedModel:
             RuntimeError: not all ranks came within four times the process group's time-out: as long as it can take until
                 each has its error.
         """
-        agree(self._every, "model.reset()", list, compat.timeout_of(self._every) * 4)
+        self.agree("model.reset()", [], patience=4)
         self.eager.abandon()
         self.eager.settle()
         for bucket in self.buckets:
@@ -337,9 +340,7 @@ class ShardedModel:
         self._every = self.topology.renew()
         self.started, self._failure = 0, None
         self._phases.forget()
-        self._backward = _BackwardIds()
-        self._touched.clear()
-        self._found_nan.clear()
+        self._forget_backward()
         self.zero_gradients()
         self.synchronisation.microbatches = 0
         for bucket in self.buckets:

@@ -62,7 +62,7 @@ class ShardedMuon(torch.optim.Muon):
         def orthogonalise(whole: Tensor) -> Tensor:
             return compat.orthogonalise(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        chunks = [params[chunk.start : chunk.stop] for chunk in _chunks(params, topology.shards)]
+        chunks = _chunks(params, topology.shards)
         # The next matrices are on their way to their owners while these are worked on.
         following: _Journey | None = None
         for number, chunk in enumerate(chunks):
@@ -87,17 +87,18 @@ class ShardedMuon(torch.optim.Muon):
         return {key: value for key, value in super().__getstate__().items() if key != "_mfsdp_routes"}
 
 
-def _chunks(params: Sequence[Tensor], pieces: int) -> list[range]:
-    """Runs of matrices of bounded size: each rank owns about ``CHUNK_BYTES`` of a run, in bfloat16."""
-    chunks: list[range] = []
-    start = held = 0
-    for i, param in enumerate(params):
+def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowShardedTensor]]:
+    """Matrices in lists of bounded size: each rank owns about ``CHUNK_BYTES`` of one, in bfloat16."""
+    chunks: list[list[RowShardedTensor]] = []
+    held = 0
+    for param in params:
         size = 2 * param.numel()
-        if i > start and held + size > CHUNK_BYTES * pieces:
-            chunks.append(range(start, i))
-            start, held = i, 0
+        if not chunks or held + size > CHUNK_BYTES * pieces:
+            chunks.append([])
+            held = 0
+        chunks[-1].append(param)
         held += size
-    return [*chunks, range(start, len(params))] if params else []
+    return chunks
 
 
 def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:

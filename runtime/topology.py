@@ -190,13 +190,21 @@ class Topology:
             return (inner,)
         return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
 
+    # -- process groups -----------------------------------------------------------------------------------------------
+
+    @property
+    def _groups(self) -> list[Group]:
+        """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
+        return [group for group in (self.inner, self.outer) if group not in (None, self.every)] + [self.every]  # type: ignore[misc]
+
     def probe(self) -> None:
         """Raise RuntimeError if a collective on one of the groups fails."""
-        for name, size in {group.name: group.size for group in (self.inner, self.outer, self.every) if group}.items():
+        for group in self._groups:
+            one = torch.ones(1, device=self.mesh.device_type)
             with compat.no_saved_tensor_hooks():
-                found = compat.wait_tensor(compat.all_reduce(torch.ones(1, device=self.mesh.device_type), "sum", name))
-            if found.item() != size:
-                raise RuntimeError(f"Ones of {size} ranks have the sum {found.item()}.")
+                found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
+            if found.item() != group.size:
+                raise RuntimeError(f"Ones of {group.size} ranks have the sum {found.item()}.")
 
     def renew(self) -> dist.ProcessGroup:
         """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,
@@ -205,13 +213,10 @@ class Topology:
         Returns:
             that of :attr:`every`.
         """
-        made: dict[str, dist.ProcessGroup] = {}
-        groups = {id(group): group for group in (self.inner, self.outer, self.every) if group is not None}
-        for group in groups.values():
-            if group.name not in made:
-                made[group.name] = compat.new_group_like(group.name)
-            group.name = made[group.name].group_name
-        return next(new for new in made.values() if new.group_name == self.every.name)
+        for group in self._groups:
+            made = compat.new_group_like(group.name)
+            group.name = made.group_name
+        return made  # ``every`` is the last
 
     def __str__(self) -> str:
         name = self.strategy.name.lower()
@@ -260,8 +265,7 @@ def build_topology(
     if mesh is None:
         if outer_dim is not None:
             raise ValueError("dp_outer_dim needs a device_mesh that has this dimension.")
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
+        mesh = init_device_mesh(compat.device_type(), (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
             f"The device mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "

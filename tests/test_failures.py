@@ -146,8 +146,8 @@ def test_what_fails_alike_on_all_ranks_needs_no_reset(mode: str) -> None:
             step(call, optimizer, data[1])
         Failing.where = -1
         step(call, optimizer, data[1])
-    hook = model.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0) if mode == EAGER else None
-    if hook is not None:
+    if mode == EAGER:
+        hook = model.module.blocks[1].register_full_backward_hook(lambda *_: 1 / 0)
         with raises_everywhere(ZeroDivisionError):
             step(call, optimizer, data[2])
         hook.remove()
