@@ -75,6 +75,8 @@ def fully_shard_model(
         dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
             or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
         hybrid_fsdp_group: the process group of all ranks of both; needed with ``dp_outer_dim``.
+        fsdp_group_ag: a second process group of the ranks that parameters are sharded over. Gathers use it, so that they do
+            not queue up behind reductions: NCCL runs the collectives of one communicator one after the other.
         fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and released as one: a
             transformer's layer. ``"auto"``: the model's repeated blocks. None: the whole model is one unit.
         zero_dp_strategy: what is sharded, in the words of ZeRO: 0 or ``"no_shard"``, nothing; 1 or ``"optim"``, the
@@ -134,6 +136,7 @@ def fully_shard_model(
         hybrid_fsdp_group,
         ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy"),
         ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
+        fsdp_group_ag,
     )
     scaling = Scaling.SUM_THEN_SCALE
     if calculate_per_token_loss or average_in_collective:
@@ -217,7 +220,6 @@ _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "tp_dim": (None, "tensor parallelism"),
     "hybrid_fsdp_expt_group": (None, "expert parallelism"),
     "expt_device_mesh": (None, "expert parallelism"),
-    "fsdp_group_ag": (None, "a separate group for gathers"),
     "expt_fsdp_group_ag": (None, "expert parallelism"),
     "init_model_with_meta_device": (False, "initialisation from the meta device"),
     "preproc_state_dict_for_dcp_ckpt": (True, "another checkpoint format"),

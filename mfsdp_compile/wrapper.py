@@ -15,7 +15,7 @@ from mfsdp_compile.runtime.model import Precision, ShardedModel
 from mfsdp_compile.runtime.tensor import UnreducedGradient
 from mfsdp_compile.runtime.topology import Topology
 
-from .policy import MixedPrecisionPolicy
+from .policy import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["MegatronFSDP"]
 
@@ -112,7 +112,18 @@ class MegatronFSDP(nn.Module):
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce what waits for it, and give every trainable parameter its gradient. Collective; costs nothing if
-        nothing waits."""
+        nothing waits.
+
+        Raises:
+            ValueError: ``force_all_reduce``, and the strategy shards gradients or what depends on them: a rank has no use
+                for gradients of what it does not hold.
+        """
+        if force_all_reduce and self.sharded.topology.strategy is not ShardingStrategy.NO_SHARD:
+            raise ValueError(
+                "force_all_reduce=True asks for whole gradients on every rank, but with zero_dp_strategy="
+                f"{self.sharded.topology.strategy.name.lower()!r} parameters and gradients are this rank's rows. Leave "
+                "it out, or shard with zero_dp_strategy='no_shard'."
+            )
         self.sharded.finish_synchronisation()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -147,6 +158,7 @@ class MegatronFSDP(nn.Module):
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,
         wait for them. With full sharding over one dimension there are none: graphs and forwards gather for themselves.
+        ``force_dispatch`` changes nothing: gathers are started in any case.
         """
         self.sharded.refresh()
         if force_sync:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["agree", "report_failure", "value_digest"]
+__all__ = ["agree", "forget_failure", "report_failure", "value_digest"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
@@ -79,6 +79,12 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
         error.add_note(f"Before this, {'; '.join(reports[:4])}{', and more ranks' if len(reports) > 4 else ''}.")
 
 
+def forget_failure(group: dist.ProcessGroup) -> None:
+    """What this rank has reported is over."""
+    if _has_others(group):
+        compat.default_store().delete_key(f"mfsdp/failure/{group.group_name}/{dist.get_rank()}")
+
+
 def _has_others(group: dist.ProcessGroup) -> bool:
     return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
@@ -89,10 +95,15 @@ def _verdict(
     store, me = compat.default_store(), dist.get_rank()
     # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
     place = f"mfsdp/agree/{group.group_name}/{topic}"
-    key = f"{place}/{store.add(f'{place}/visits/{me}', 1)}"
+    visit = store.add(f"{place}/visits/{me}", 1)
+    key = f"{place}/{visit}"
     store.set(f"{key}/{me}", json.dumps(outcome))
     if me == ranks[0]:
-        store.set(f"{key}/verdict", json.dumps(_compare(store, key, ranks, timeout) | {"key": key}))
+        verdict = _compare(store, key, ranks, timeout)
+        store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
+        if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
+            for name in ("verdict", *ranks):
+                store.delete_key(f"{place}/{visit - 1}/{name}")
     try:
         store.wait([f"{key}/{ranks[0]}"], timeout)
         store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others

@@ -121,14 +121,12 @@ class Window:
     is_root: bool
 
     def describe(self) -> str:
-        """A forward that begins here, for comparison between ranks."""
+        """Whose forward this is, for comparison between ranks."""
         if self.is_root:
-            what = "the model"
-        elif self.unit is not None:
-            what = self.unit.name
-        else:
-            what = self.owns[0].plan.name if self.owns else "a part of a unit"
-        return f"a forward of {what} {'with' if torch.is_grad_enabled() else 'without'} gradients"
+            return "the model"
+        if self.unit is not None:
+            return self.unit.name
+        return self.owns[0].plan.name if self.owns else "a part of a unit"
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,14 @@ def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 class BackwardOwner(Protocol):
     """The sharded model, as the eager path sees it."""
 
-    started: int
-    """Collectives, and compiled graphs, so far."""
-
-    def enter_phase(self, name: str) -> None:
+    def enter_forward(self, what: str) -> None:
         """A forward begins."""
 
+    def start(self, collective: str) -> None:
+        """A collective is about to be started. Raises if other ranks do something else."""
+
     def failed(self, error: BaseException) -> None:
-        """A forward has raised."""
+        """A forward has raised, or a collective in backward."""
 
     def enter_backward(self) -> None:
         """Something happens in a backward pass: see that it gets finished."""
@@ -283,7 +281,7 @@ class EagerRuntime:
                 bucket.check_unchanged()
             if window.is_root:
                 self._owner.check_complete()
-            self._owner.enter_phase(window.describe())
+            self._owner.enter_forward(window.describe())
         if not compat.saved_tensor_hooks_active():
             # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
             # to decide. Ours on top would hide tensors from a recomputation that counts them.
@@ -325,6 +323,7 @@ class EagerRuntime:
         self._by_storage.clear()
         self._reductions.clear()
         self.reset()
+        self._learn(self.units)  # ranks may have learned different orders
 
     def settle(self) -> None:
         """Wait for what was abandoned: until it is there, or has timed out."""
@@ -365,10 +364,10 @@ class EagerRuntime:
                 group = bucket.topology.gather_group
                 started = None
                 if group is not None:
+                    self._announce(f"gather {bucket.plan.name}")
                     shard = bucket.source().to(bucket.plan.compute_dtype)
                     with compat.no_saved_tensor_hooks():
                         started = compat.all_gather(shard, group.size, group.name)
-                    self._owner.started += 1
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
     @_as_parameters
@@ -384,7 +383,7 @@ class EagerRuntime:
         self._start(unit)
         state = self._gathered[bucket]
         if state.started is not None:
-            state.full, state.started = compat.wait_tensor(state.started), None
+            state.full, state.started = self._await(state.started), None
         else:
             state.full = bucket.source().to(bucket.plan.compute_dtype)
         state.content = state.full._version
@@ -404,6 +403,20 @@ class EagerRuntime:
                 if other is not unit and other is not following:
                     self._release(other, only_frozen=True)
         return state
+
+    def _announce(self, collective: str) -> None:
+        try:
+            self._owner.start(collective)
+        except RuntimeError as error:
+            self._owner.failed(error)
+            raise
+
+    def _await(self, started: Tensor) -> Tensor:
+        try:
+            return compat.wait_tensor(started)
+        except RuntimeError as error:
+            self._owner.failed(error)  # in a backward nobody else sees it
+            raise
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
         return not unit.is_compiled and unit.gathered_bytes <= self.policy.prefetch_bytes
@@ -488,12 +501,12 @@ class EagerRuntime:
         """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
         self._owner.enter_backward()
         self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange))
-        self._owner.started += 1
         self._release_bucket(bucket)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight):
             self._take_in()
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor) -> None:
+        self._announce(f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}")
         token = bucket.pending.token if bucket.pending is not None else None
         with compat.no_saved_tensor_hooks():
             started = start_stage(gradient, stage, bucket.exchange, token)
@@ -502,7 +515,7 @@ class EagerRuntime:
     def _take_in(self) -> None:
         """Await the oldest stage under way. What it has reduced goes into the next stage, or is the gradient."""
         reduction = self._reductions.popleft()
-        bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, compat.wait_tensor(reduction.result)
+        bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, self._await(reduction.result)
         following = reduction.stage + 1
         if following < len(exchange.groups):
             self._start_stage(bucket, following, result)
@@ -518,9 +531,10 @@ class EagerRuntime:
         first = exchange.when.index(When.IF_DUE.value)
         result = bucket.pending.take(exchange.comm_dtype)
         for stage in range(first, len(exchange.groups)):
+            self._announce(f"reduce what waits of {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}")
             with compat.no_saved_tensor_hooks():
                 started = start_collective(result, stage, exchange)
-            result = compat.wait_tensor(started)
+            result = self._await(started)
         gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
 
     def finish_reductions(self) -> None:

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import compat, gradients
-from .agreement import agree, report_failure, value_digest
+from .agreement import agree, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
-from .phases import Phases
+from .order import Order, Phase
 from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
@@ -176,7 +176,7 @@ class ShardedModel:
         self._touched: set[Bucket] = set()
         self._every = every
         self.started = 0
-        self._phases = Phases(self.agree)
+        self._order = Order(self.agree)
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
@@ -238,7 +238,8 @@ class ShardedModel:
             return
         if self._backward.outer is None:
             self._backward.outer = current
-            self.enter_phase("a backward")
+            # Whatever the strategy: it reduces something on every rank, which one rank cannot do alone.
+            self._order.enter(Phase("backward" if self.reductions_are_due() else "backward that accumulates"))
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
@@ -253,10 +254,12 @@ class ShardedModel:
         else:
             self.leave_backward()
             self.eager.leave_stray_reads()
-            if not self.eager.is_in_window:
-                mode = "with" if torch.is_grad_enabled() else "without"
-                self.enter_phase(f"compiled code of {', '.join(b.plan.name for b in buckets)} {mode} gradients")
-            self.started += 1
+            what = f"compiled code of {', '.join(bucket.plan.name for bucket in buckets)}"
+            if self.eager.is_in_window and self.topology.gather_group is not None:
+                self.start(what)
+            else:
+                self.enter_forward(what)
+                self.started += 1
 
     def check_complete(self) -> None:
         """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""
@@ -290,10 +293,15 @@ class ShardedModel:
         """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
         agree(self._every, topic, lambda: lines, compat.timeout_of(self._every) * patience)
 
-    def enter_phase(self, name: str) -> None:
-        """A forward or a backward begins."""
+    def enter_forward(self, what: str) -> None:
+        """A forward begins, of the model, a part of it, or compiled code."""
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
-            self._phases.enter(name)
+            self._order.enter(Phase(f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients", what))
+
+    def start(self, collective: str) -> None:
+        """A collective is about to be started, or compiled code that has some."""
+        self._order.start(collective)
+        self.started += 1
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
@@ -322,7 +330,8 @@ class ShardedModel:
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
                 "weights as they are."
             ) from None
-        self._phases.forget()
+        forget_failure(self._every)
+        self._order.restart()
         self._failure = None
 
     def reset(self) -> None:
@@ -339,7 +348,7 @@ class ShardedModel:
             bucket.forget_resident()
         self._every = self.topology.renew()
         self.started, self._failure = 0, None
-        self._phases.forget()
+        self._order.forget()
         self._forget_backward()
         self.zero_gradients()
         self.synchronisation.microbatches = 0
@@ -436,6 +445,7 @@ class ShardedModel:
         """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once."""
         for bucket in self.buckets:
             if bucket.is_stale:
+                self.start(f"gather {bucket.plan.name}, to keep")
                 bucket.start_refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -446,7 +456,7 @@ class ShardedModel:
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
         duplicate.started, duplicate._failure = 0, None
-        duplicate._phases = Phases(duplicate.agree)
+        duplicate._order = Order(duplicate.agree)
         duplicate._backward = _BackwardIds()
         duplicate._touched = set()
         duplicate.compiled_graphs = []

@@ -103,6 +103,8 @@ class Topology:
         inner: ranks that the strategy shards over.
         outer: ranks that hold what this one holds; None without a second dimension.
         every: all of them.
+        inner_gathers: the ranks of ``inner`` with a communicator of their own for gathers, which then do not queue up
+            behind reductions; None: :attr:`inner`.
     """
 
     mesh: DeviceMesh
@@ -111,6 +113,7 @@ class Topology:
     inner: Group
     outer: Group | None
     every: Group
+    inner_gathers: Group | None = None
 
     @property
     def is_hfsdp(self) -> bool:
@@ -169,13 +172,15 @@ class Topology:
         if self.is_hfsdp:
             return self.outer
         if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS):
-            return self.inner
+            return self.inner_gathers or self.inner
         return None
 
     @property
     def gather_group(self) -> Group | None:
         """Ranks to gather over at each use."""
-        return self.inner if self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS else None
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+            return None
+        return self.inner_gathers or self.inner
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -195,7 +200,8 @@ class Topology:
     @property
     def _groups(self) -> list[Group]:
         """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
-        return [group for group in (self.inner, self.outer) if group not in (None, self.every)] + [self.every]  # type: ignore[misc]
+        others = (self.inner, self.inner_gathers, self.outer)
+        return [group for group in others if group is not None and group != self.every] + [self.every]
 
     def probe(self) -> None:
         """Raise RuntimeError if a collective on one of the groups fails."""
@@ -232,6 +238,7 @@ def build_topology(
     hybrid_group: dist.ProcessGroup | None,
     strategy: ShardingStrategy,
     outer_strategy: ShardingStrategy,
+    gathers: dist.ProcessGroup | None = None,
 ) -> tuple[Topology, dist.ProcessGroup]:
     """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
 
@@ -273,9 +280,15 @@ def build_topology(
         )
     inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim")
     inner = inner_mesh.get_group()
+    if gathers is not None and dist.get_process_group_ranks(gathers) != dist.get_process_group_ranks(inner):
+        raise ValueError(
+            f"fsdp_group_ag has the ranks {dist.get_process_group_ranks(gathers)}, but parameters are sharded over "
+            f"{dist.get_process_group_ranks(inner)}: it must have the same ranks in the same order."
+        )
+    for_gathers = Group.of(gathers) if gathers is not None else None
     if outer_dim is None:
         group = Group.of(inner)
-        return Topology(inner_mesh, strategy, outer_strategy, group, None, group), inner
+        return Topology(inner_mesh, strategy, outer_strategy, group, None, group, for_gathers), inner
 
     assert shard_dim is not None
     assert hybrid_group is not None
@@ -288,8 +301,9 @@ def build_topology(
             f"hybrid_fsdp_group has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
             f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
         )
+    every = Group.of(hybrid_group)
     return (
-        Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), Group.of(hybrid_group)),
+        Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), every, for_gathers),
         hybrid_group,
     )
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.runtime.phases import Phases
 
 SECONDS = 2.0
 """The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""
@@ -201,71 +200,3 @@ def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
     else:
         time.sleep(SECONDS * 4 + 1)
     dist.barrier()
-
-
-# -- a backward that one rank leaves out ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
-@on_ranks(2, timeout=60)
-def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
-    """``if not loss.isfinite(): continue`` on one rank."""
-    model, call, _ = make(mode)
-    x = torch.randn(2, 8)
-    for _ in range(2):
-        call(x).backward()
-    loss = call(x)
-    if dist.get_rank() == 1:
-        with raises_everywhere(RuntimeError, "Forwards and backwards", "rank 0 did not come", "skip"):
-            call(x)
-    else:
-        with raises_everywhere(RuntimeError):
-            loss.backward()
-            raise AssertionError("backward got gathers of the next forward")
-    del loss
-    model.reset()
-    call(x).backward()
-
-
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
-@on_ranks(2, timeout=60)
-def test_what_follows_what_is_agreed_on_once(mode: str) -> None:
-    model, call, _ = make(mode)
-    asked: list[str] = []
-    real = model.sharded.agree
-
-    def counted(topic: str, lines: Any) -> None:
-        asked.extend(lines)
-        real(topic, lines)
-
-    model.sharded._phases._agree = counted
-    x = torch.randn(2, 8)
-    for _ in range(3):
-        call(x).backward()
-    assert len(asked) == 3  # forward, backward after forward, forward after backward
-    asked.clear()
-    for _ in range(3):
-        with torch.no_grad():
-            call(x)
-    assert len(asked) == 2  # evaluation after backward, evaluation after evaluation
-    asked.clear()
-    for _ in range(2):
-        call(x).backward()
-        with torch.no_grad():
-            call(x)
-    assert len(asked) == 1  # training after evaluation
-
-
-def test_phases() -> None:
-    def refuse(topic: str, lines: Any) -> None:
-        raise RuntimeError("rank 7 did not come")
-
-    phases = Phases(lambda topic, lines: None)
-    phases.enter("a forward")
-    phases._agree = refuse
-    phases.forget()
-    phases.enter("a forward")
-    with pytest.raises(
-        RuntimeError, match="a forward after a forward, which it has not done before: rank 7 did not come"
-    ):
-        phases.enter("a forward")

@@ -288,6 +288,44 @@ def test_hybrid_group_must_fit_the_mesh() -> None:
         )
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
+@on_ranks(4)
+def test_a_group_of_its_own_for_gathers(strategy: str) -> None:
+    arguments = mesh_arguments(strategy)
+    inner = dist.group.WORLD
+    if "device_mesh" in arguments:
+        inner = arguments["device_mesh"][arguments["dp_shard_dim"]].get_group()
+    for_gathers, _ = dist.new_subgroups_by_enumeration(
+        [[0, 1, 2, 3]] if inner is dist.group.WORLD else [[0, 1], [2, 3]]
+    )
+    model, _ = make(strategy, EAGER, fsdp_group_ag=for_gathers)
+    topology, exchange = model.sharded.topology, model.sharded.buckets[0].exchange
+    assert for_gathers.group_name not in exchange.groups
+    used = [group.name for group in (topology.resident_group, topology.gather_group) if group is not None]
+    assert for_gathers.group_name in used
+    assert inner.group_name not in used
+    expected = _run(strategy, EAGER, 2)
+    for mode in (EAGER, AOT_EAGER):
+        for a, b in zip(_run(strategy, mode, 2, fsdp_group_ag=for_gathers), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@on_ranks(4)
+def test_a_group_for_gathers_must_have_the_same_ranks() -> None:
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    with parity.raises_everywhere(ValueError, "fsdp_group_ag has the ranks", "sharded over [0, 1, 2, 3]"):
+        fully_shard_model(zoo.Plain(), fsdp_unit_modules=[zoo.Block], fsdp_group_ag=groups[dist.get_rank() // 2])
+
+
+@on_ranks(2)
+def test_whole_gradients_are_not_to_be_had_of_shards() -> None:
+    model, _ = make("optim", EAGER)
+    with parity.raises_everywhere(ValueError, "force_all_reduce", "no_shard"):
+        model.finish_grad_sync(force_all_reduce=True)
+    model, _ = make("no_shard", EAGER)
+    model.finish_grad_sync(force_all_reduce=True)
+
+
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "HSDP optim_grads", "HFSDP"])
 @on_ranks(4, timeout=90)

@@ -1,0 +1,135 @@
+"""What follows what: forwards, backwards and the collectives in them, in the same order on all ranks.
+
+Ranks run the same program on data of their own. A branch that depends on data may take one rank past a block that the
+others run, or past a backward (``if not loss.isfinite(): continue``). Its next collective then meets another one of
+theirs: a hang, or, where sizes happen to agree, weights of one layer in the place of another's, which nobody notices.
+
+So a rank keeps a tree of everything that has followed what came before, the same tree on all ranks. Where one thing has
+ever followed, that thing is free; it costs a look into a dictionary. Anything else is agreed on through the store first:
+what is new, and every turn at a fork, a place from which ranks have gone different ways before. What all ranks do
+alike is always allowed; what one rank does alone raises, before its collective has met anybody else's.
+
+Which kind of phase comes next is not a fork: a program evaluates now and then, and accumulates over microbatches. A rank
+that evaluates alone is caught the first time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+__all__ = ["Order", "Phase"]
+
+Agree = Callable[[str, Sequence[str]], None]
+"""``agree(topic, lines)`` raises RuntimeError on every rank unless all of them come with the same lines."""
+
+
+class Phase(NamedTuple):
+    """A part of a step.
+
+    Args:
+        kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``.
+        what: runs: ``"the model"``, ``"compiled code of layers.0"``; empty for a backward.
+    """
+
+    kind: str
+    what: str = ""
+
+    def __str__(self) -> str:
+        return f"a {self.kind}{f' of {self.what}' if self.what else ''}"
+
+
+@dataclass(eq=False)
+class _Place:
+    """After something that has happened."""
+
+    number: int
+    after: str
+    collectives: dict[str, _Place] = field(default_factory=dict)
+    phases: dict[Phase, _Place] = field(default_factory=dict)
+
+
+class Order:
+    """Of one model, on this rank.
+
+    Args:
+        agree: between the ranks.
+        limit: places to remember. A program that goes another way in every step would fill the memory with them.
+    """
+
+    def __init__(self, agree: Agree, limit: int = 100_000) -> None:
+        self._agree = agree
+        self._limit = limit
+        self.forget()
+
+    def forget(self) -> None:
+        """All of it: after a failure ranks may have come to know different things."""
+        self._places = 0
+        self._begins: dict[tuple[Phase, Phase | None], _Place] = {}
+        self._at = self._start = self._place("the start")
+        self._phase: Phase | None = None
+
+    def restart(self) -> None:
+        """After a failure that was the same on all ranks anything may follow."""
+        self._at, self._phase = self._start, None
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins.
+
+        Raises:
+            RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
+        """
+        if self._places > self._limit:
+            at = self._at.after
+            self.forget()
+            self._at = self._place(at)
+        here = self._at
+        if (
+            phase not in here.phases
+            or here.collectives
+            or any(other.kind == phase.kind and other != phase for other in here.phases)
+        ):
+            self._ask(str(phase), phase in here.phases)
+            if phase not in here.phases:
+                # What a forward is made of does not depend on what came before it; of a backward it does.
+                begin = (phase, self._phase if phase.kind.startswith("backward") else None)
+                if begin not in self._begins:
+                    self._begins[begin] = self._place(str(phase))
+                here.phases[phase] = self._begins[begin]
+        self._at, self._phase = here.phases[phase], phase
+
+    def start(self, collective: str) -> None:
+        """A collective is about to be started.
+
+        Args:
+            collective: ``"gather layers.0"``.
+
+        Raises:
+            RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
+        """
+        here = self._at
+        if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
+            self._ask(f"{collective}", collective in here.collectives)
+            if collective not in here.collectives:
+                here.collectives[collective] = self._place(collective)
+        self._at = here.collectives[collective]
+
+    def _place(self, after: str) -> _Place:
+        self._places += 1
+        return _Place(self._places, after)
+
+    def _ask(self, what: str, is_known: bool) -> None:
+        here = self._at
+        usual = [str(phase) for phase in here.phases] + list(here.collectives)
+        try:
+            self._agree("Order of collectives", [f"{what} after {here.after} (place {here.number})"])
+        except RuntimeError as error:
+            so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
+            raise RuntimeError(
+                f"This rank comes to {what} after {here.after}{'' if is_known else ', for the first time'}{so_far}. "
+                f"Other ranks do something else: {error} All ranks must go through the model in the same way, and call "
+                "forward and backward equally often. Does a branch depend on data, or did one rank skip a batch? Run "
+                "the block on every rank (and multiply what is not wanted by zero), or decide for all ranks together. "
+                "Weights and optimizer state are unchanged; model.reset() on every rank makes the model usable again."
+            ) from None

@@ -1,0 +1,325 @@
+"""Ranks that go different ways are told, and never compute with another layer's weights; what all do alike is allowed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import AOT_EAGER, EAGER, raises_everywhere
+from pool import on_ranks
+from test_failures import short_mesh, values
+from torch import Tensor, nn
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime.order import Order, Phase
+
+
+class Branches(nn.Module):
+    """Equal blocks, of which some are left out: sizes do not tell them apart."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(zoo.Block(8) for _ in range(count))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, without: Sequence[int] = (), stop: int = -1) -> Tensor:
+        x = self.enter(x)
+        for number, block in enumerate(self.blocks):
+            if number not in without:
+                x = block(x)
+            if number == stop:
+                x = x.detach()
+        return self.head(x).pow(2).mean()
+
+
+def make(mode: str = EAGER, **arguments: Any) -> tuple[Any, Any]:
+    model = fully_shard_model(parity.build(Branches), short_mesh(), fsdp_unit_modules=[zoo.Block], **arguments)
+    call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    return model, call
+
+
+def count_agreements(model: Any) -> list[str]:
+    asked: list[str] = []
+    real = model.sharded.agree
+
+    def counted(topic: str, lines: Any) -> None:
+        asked.extend(lines)
+        real(topic, lines)
+
+    model.sharded._order._agree = counted
+    return asked
+
+
+ASTRAY = [
+    ("optim_grads_params", {"without": (1,)}),
+    ("optim_grads_params", {"without": (3,)}),  # the last block: the next thing is a backward
+    ("optim_grads_params", {"stop": 1}),  # no gradients for the first blocks
+    ("optim_grads", {"without": (2,)}),
+    ("no_shard", {"stop": 0}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "way"), ASTRAY)
+@pytest.mark.parametrize("known", [False, True])
+@on_ranks(2, timeout=90)
+def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known: bool) -> None:
+    model, _ = make(zero_dp_strategy=strategy)
+    x = torch.randn(2, 8)
+    for _ in range(3):
+        model(x).backward()
+        if known:  # all have been both ways
+            model(x, **way).backward()
+    before = values(model)
+    model.zero_grad_buffer()
+    try:
+        model(x, **way if dist.get_rank() == 1 else {}).backward()
+        model(x).backward()  # what was left out may have been the last thing
+        raise AssertionError("this rank noticed nothing")
+    except RuntimeError as error:
+        messages = [str(error)] * 2
+        dist.all_gather_object(messages, str(error))
+    # Whichever rank it is that asks; the other may wait in a collective for it.
+    assert any("All ranks must go through the model in the same way" in message for message in messages)
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    model.reset()
+    model(x).backward()
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
+@on_ranks(2, timeout=60)
+def test_branches_that_all_ranks_take(strategy: str) -> None:
+    """What depends on the step, and not on the rank, trains as in one process."""
+    model, _ = make(zero_dp_strategy=strategy)
+    alone = parity.build(Branches)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    ways: list[dict[str, Any]] = [{}, {"without": (1,)}, {}, {"without": (0, 3)}, {"stop": 2}, {"without": (1,)}, {}]
+    for way, batch in zip(ways, parity.batches(len(ways)), strict=True):
+        model(batch[dist.get_rank()], **way).backward()
+        sum(alone(x, **way) / len(batch) for x in batch).backward()
+        for opt in (optimizer, alone_optimizer):
+            opt.step()
+            opt.zero_grad()
+        with torch.no_grad():
+            model(batch[0], **way)
+    for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        # Rounding of sums over ranks in another order, over seven steps.
+        torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_what_follows_what_is_agreed_on_once(mode: str) -> None:
+    model, call = make(mode)
+    asked = count_agreements(model)
+    x = torch.randn(2, 8)
+    call(x).backward()
+    call(x).backward()
+    assert asked
+    asked.clear()
+    for _ in range(3):
+        call(x).backward()
+    assert not asked
+    with torch.no_grad():
+        call(x)
+        call(x)
+    call(x).backward()
+    asked.clear()
+    for _ in range(2):
+        call(x).backward()
+        with torch.no_grad():
+            call(x)
+    assert not asked
+
+
+@on_ranks(2, timeout=60)
+def test_accumulation_needs_no_agreement_once_it_is_known() -> None:
+    model, _ = make(zero_dp_strategy="optim")
+    asked = count_agreements(model)
+    x = torch.randn(2, 8)
+    for step in range(4):
+        if step == 2:
+            asked.clear()
+        with model.no_sync():
+            model(x).backward()
+        model(x).backward()
+    assert not asked
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
+    """``if not loss.isfinite(): continue`` on one rank."""
+    model, call = make(mode)
+    x = torch.randn(2, 8)
+    for _ in range(2):
+        call(x).backward()
+    loss = call(x)
+    if dist.get_rank() == 1:
+        with raises_everywhere(RuntimeError, "rank 0 did not come", "skip a batch"):
+            call(x)
+    else:
+        with raises_everywhere(RuntimeError):
+            loss.backward()
+            raise AssertionError("backward got gathers of the next forward")
+    del loss
+    model.reset()
+    call(x).backward()
+
+
+@on_ranks(2, timeout=60)
+def test_a_graph_break_that_depends_on_data() -> None:
+    """Compiled in parts, and one rank goes on with another part."""
+
+    class Broken(Branches):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            x = self.blocks[0](self.enter(x))
+            if x.sum() > 0:  # breaks the graph
+                x = self.blocks[1](x)
+            else:
+                x = self.blocks[2](x)
+            return self.head(x).pow(2).mean()
+
+    model = fully_shard_model(parity.build(Broken), short_mesh(), fsdp_unit_modules=[zoo.Block])
+    call = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        model.module.head.weight.zero_()
+        model.module.blocks[0].load_state_dict(copy.deepcopy(model.module.blocks[0].state_dict()))
+    inputs = {sign: next(y for y in torch.randn(200, 2, 8) if (total(model, y) > 0) == sign) for sign in (True, False)}
+    for _ in range(2):
+        for y in inputs.values():
+            call(y).backward()
+    with raises_everywhere(RuntimeError):
+        call(inputs[dist.get_rank() == 0]).backward()
+        raise AssertionError("nobody noticed")
+    model.reset()
+    call(x).backward()
+
+
+def total(model: Any, x: Tensor) -> Tensor:
+    """What ``Broken`` decides by."""
+    found = []
+    hook = model.module.blocks[0].register_forward_hook(lambda _, __, out: found.append(out.detach().sum()))
+    with torch.no_grad():
+        model(x)
+    hook.remove()
+    return found[0]
+
+
+# -- the tree of what follows what -------------------------------------------------------------------------------------
+
+FORWARD, EVALUATION, BACKWARD = (
+    Phase("forward with gradients", "the model"),
+    Phase("forward without gradients", "the model"),
+    Phase("backward"),
+)
+
+
+class Store:
+    """Other ranks, that do the same."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.refuses = False
+
+    def __call__(self, topic: str, lines: Sequence[str]) -> None:
+        self.asked += lines
+        if self.refuses:
+            raise RuntimeError("rank 7 did not come")
+
+
+def go(order: Order, *steps: str | Phase) -> None:
+    for step in steps:
+        if isinstance(step, Phase):
+            order.enter(step)
+        else:
+            order.start(step)
+
+
+STEP = (FORWARD, "gather a", "gather b", BACKWARD, "gather a", "reduce b", "reduce a")
+
+
+def test_a_known_way_is_free() -> None:
+    store = Store()
+    order = Order(store)
+    go(order, *STEP, *STEP)
+    assert len(store.asked) == len(STEP) + 1  # the second forward follows a backward
+    go(order, *STEP, EVALUATION, "gather a", *STEP, EVALUATION, "gather a")
+    store.refuses = True
+    go(order, *STEP, *STEP, EVALUATION, "gather a", *STEP)
+
+
+@pytest.mark.parametrize(
+    ("astray", "message"),
+    [
+        ((FORWARD, "gather b"), "comes to gather b after a forward .*, for the first time; so far, .* was gather a"),
+        ((FORWARD, "gather a", BACKWARD), "comes to a backward after gather a"),
+        ((FORWARD, "gather a", "gather b", "gather c"), "comes to gather c after gather b"),
+        ((FORWARD, "gather a", "gather b", FORWARD), "comes to a forward with gradients of the model after gather b"),
+        ((*STEP[:-1], FORWARD), "after reduce b"),
+        ((EVALUATION,), "comes to a forward without gradients of the model after reduce a"),
+    ],
+)
+def test_another_way_is_asked_for(astray: tuple[Any, ...], message: str) -> None:
+    store = Store()
+    order = Order(store)
+    go(order, *STEP, *STEP)
+    store.refuses = True
+    go(order, *astray[:-1])
+    with pytest.raises(RuntimeError, match=message):
+        go(order, astray[-1])
+
+
+def test_a_fork_is_asked_for_every_time() -> None:
+    store = Store()
+    order = Order(store)
+    for _ in range(2):
+        go(order, FORWARD, "gather a", "gather b", BACKWARD)
+        go(order, FORWARD, "gather a", BACKWARD)
+    store.asked.clear()
+    go(order, FORWARD, "gather a", "gather b", BACKWARD)
+    assert store.asked == ["gather b after gather a (place 3)"]
+    store.asked.clear()
+    go(order, FORWARD, "gather a", BACKWARD)
+    assert store.asked == ["a backward after gather a (place 3)"]
+
+
+def test_memory_is_bounded() -> None:
+    store = Store()
+    order = Order(store, limit=50)
+    for i in range(100):
+        go(order, FORWARD, f"gather {i}")
+        assert order._places <= 53
+
+
+@given(st.lists(st.lists(st.sampled_from("abc"), max_size=4), min_size=1, max_size=8), st.data())
+def test_two_ranks_never_part_without_asking(history: list[list[str]], data: st.DataObject) -> None:
+    """After any common history: as long as neither asks, both have done the same."""
+    store = Store()
+    ranks = [Order(store), Order(store)]
+    for way in history:
+        for order in ranks:
+            go(order, FORWARD, *way, BACKWARD)
+    ways = [data.draw(st.lists(st.sampled_from("abc"), max_size=4)) for _ in ranks]
+    done = []
+    for order, way in zip(ranks, ways, strict=True):
+        store.asked.clear()
+        unasked: list[Any] = []
+        for step in (FORWARD, *way, BACKWARD):
+            go(order, step)
+            if store.asked:
+                break
+            unasked.append(step)
+        done.append(unasked)
+    shorter = min(map(len, done))
+    assert done[0][:shorter] == done[1][:shorter]
