@@ -89,6 +89,8 @@ def fully_shard_model(
         overlap_param_gather: let gathers run while the unit before computes.
         sync_model_each_microbatch: reduce gradients completely after every backward. If False, what can wait for the
             optimizer's step does, unless the last microbatch is marked; see :meth:`MegatronFSDP.sync`.
+        preproc_state_dict_for_dcp_ckpt: for the optimizer, see :func:`fully_shard_optimizer`. A model's state dict needs no
+            preparation: its DTensors know their rows.
         report_nan_in_param_grad: look for NaN in every rank's gradients before they are reduced, and raise on all ranks
             after the backward, naming rank, unit and parameter. Waits for the device once per backward.
         average_in_collective: let the collective average gradients. By default they are summed and the sum is scaled,
@@ -171,6 +173,9 @@ def fully_shard_optimizer(
     Args:
         optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step
             that works on whole matrices, each on one rank.
+        preproc_state_dict_for_dcp_ckpt: ``optimizer.state_dict()`` is by parameter name, as in ``model.named_parameters()``;
+            if False, numbered as torch does. Both hold DTensors and communicate nothing; ``load_state_dict`` takes both, and
+            state of whole parameters.
         flat: step over flat tensors, one per bucket and parameter group, instead of over parameters. For optimizers that
             work element by element, or block by block (see ``optimizer_block_size`` of :func:`fully_shard_model`), from
             anywhere: they get ordinary tensors. Between steps ``param_groups`` and ``state`` are by parameter as ever;
@@ -182,9 +187,7 @@ def fully_shard_optimizer(
     Raises:
         ValueError: it has no parameters, or some that are not sharded; or ``flat`` does not suit it.
     """
-    if not preproc_state_dict_for_dcp_ckpt:
-        raise NotImplementedError("preproc_state_dict_for_dcp_ckpt=False is not implemented.")
-    return optimizers.extend(optimizer, flat)
+    return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt)
 
 
 def fully_shard(
@@ -213,7 +216,8 @@ def fully_shard(
         kwargs.setdefault("whole_params", lambda _, param: param in names)
     model = fully_shard_model(module, *args, **kwargs)
     optimizers.rebind(optimizer, names, module)
-    return model, fully_shard_optimizer(optimizer, flat=flat_optimizer)
+    by_name = kwargs.get("preproc_state_dict_for_dcp_ckpt", True)
+    return model, fully_shard_optimizer(optimizer, by_name, flat=flat_optimizer)
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
@@ -222,7 +226,6 @@ _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "expt_device_mesh": (None, "expert parallelism"),
     "expt_fsdp_group_ag": (None, "expert parallelism"),
     "init_model_with_meta_device": (False, "initialisation from the meta device"),
-    "preproc_state_dict_for_dcp_ckpt": (True, "another checkpoint format"),
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
     "nccl_ub": (False, "NCCL user buffers"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +49,9 @@ try:
     from torch._guards import detect_fake_mode
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.state_dict import _patched_state_dict
     from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+    from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
@@ -506,3 +509,37 @@ class InductorBucket:
         if len(self._operations) > 1:
             V.graph.register_operation_list(self._operations)
         return self._ir.TensorBox(self._storage)
+
+
+# -- placements -------------------------------------------------------------------------------------------------------
+
+
+class RowShard(Shard):
+    """``Shard(0)``, equal to it, of rows that are not where ``torch.chunk`` would put them. Whatever asks the placement (as the
+    helpers of ``torch.distributed.checkpoint.state_dict`` do for a state dict that rank 0 broadcasts) gets the right ones.
+
+    Args:
+        rows: that this rank holds. With two sharded mesh dimensions the last one says; :data:`EVERY_ROW` is for the first.
+    """
+
+    def __init__(self, rows: range | None) -> None:
+        super().__init__(0)
+        self.rows = rows
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        if self.rows is None:
+            return curr_local_size, 0
+        return len(self.rows), self.rows.start
+
+
+EVERY_ROW = RowShard(None)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def keep_from_state_dict_helpers(owner: Any, *methods: Callable[..., Any]) -> None:
+    """``torch.distributed.checkpoint.state_dict`` asks the owner's class, and not these functions that replace its methods:
+    what its own ``_patch_optimizer_state_dict`` does. They must not refer to ``owner``, with which they are forgotten."""
+    _patched_state_dict.update(methods)
+    weakref.finalize(owner, _patched_state_dict.difference_update, methods)

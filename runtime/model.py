@@ -174,7 +174,7 @@ class ShardedModel:
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
-        self._every = every
+        self.group = every
         self.started = 0
         self._order = Order(self.agree)
         self._failure: str | None = None
@@ -291,7 +291,7 @@ class ShardedModel:
 
     def agree(self, topic: str, lines: Sequence[str], patience: float = 1.5) -> None:
         """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
-        agree(self._every, topic, lambda: lines, compat.timeout_of(self._every) * patience)
+        agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience)
 
     def enter_forward(self, what: str) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
@@ -310,7 +310,7 @@ class ShardedModel:
         self.eager.abandon()
         if self._failure is None:
             self._failure = type(error).__name__
-            report_failure(self._every, error)
+            report_failure(self.group, error)
 
     def _recover(self) -> None:
         """Before the next collective after a failure: go on if all ranks have failed alike.
@@ -330,7 +330,7 @@ class ShardedModel:
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
                 "weights as they are."
             ) from None
-        forget_failure(self._every)
+        forget_failure(self.group)
         self._order.restart()
         self._failure = None
 
@@ -346,7 +346,7 @@ class ShardedModel:
         self.eager.settle()
         for bucket in self.buckets:
             bucket.forget_resident()
-        self._every = self.topology.renew()
+        self.group = self.topology.renew()
         self.started, self._failure = 0, None
         self._order.forget()
         self._forget_backward()
@@ -416,9 +416,9 @@ class ShardedModel:
         ]
         flags = torch.cat([flag for _, flag in found]).tolist()
         mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
-        everyone: list[Any] = [None] * dist.get_world_size(self._every)
-        dist.all_gather_object(everyone, mine, group=self._every)
-        ranks = dist.get_process_group_ranks(self._every)
+        everyone: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(everyone, mine, group=self.group)
+        ranks = dist.get_process_group_ranks(self.group)
         culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]
         if culprits:
             self.zero_gradients()
@@ -451,7 +451,7 @@ class ShardedModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate
-        duplicate.topology, duplicate._every = self.topology, self._every
+        duplicate.topology, duplicate.group = self.topology, self.group
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .bucket import Home
 from .flat import FlatStep
 from .muon import ShardedMuon
-from .tensor import RowShardedTensor, take_rows
+from .optimizer_state import name_state, shard_state
 
 if TYPE_CHECKING:
     from .model import ShardedModel
@@ -68,23 +68,17 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
             group["params"][i] = param
             if whole in old_state:
                 optimizer.state[param] = {
-                    key: _shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
+                    key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
                     for key, value in old_state[whole].items()
                 }
 
 
-def _shard_state(value: Tensor, param: Any) -> Tensor:
-    if value.shape != param.shape:
-        return value
-    local = take_rows(value, param.split, param.topology.shard)
-    return RowShardedTensor.wrap(local.to(param.to_local().device, copy=True), param.split, param.topology)
-
-
-def extend(optimizer: torch.optim.Optimizer, flat: bool = False) -> torch.optim.Optimizer:
+def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True) -> torch.optim.Optimizer:
     """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
 
     Args:
         flat: step over flat shards, see :mod:`mfsdp_compile.runtime.flat`.
+        by_name: state dicts go by the names of parameters, see :mod:`mfsdp_compile.runtime.optimizer_state`.
 
     Raises:
         ValueError: the optimizer holds parameters that are not sharded, or is a Muon whose ``step`` was wrapped.
@@ -100,6 +94,8 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False) -> torch.optim.
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad
     over_runs = FlatStep(optimizer) if flat else None
+    if by_name:
+        name_state(optimizer)
 
     @functools.wraps(step)
     def extended_step(

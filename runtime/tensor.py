@@ -92,7 +92,7 @@ class RowShardedTensor(DTensor):
             strides.insert(0, stride)
             stride *= max(size, 1)
         meta = compat.TensorMeta(shape, tuple(strides), local.dtype)
-        spec = compat.DTensorSpec(topology.mesh, topology.placements, tensor_meta=meta)
+        spec = compat.DTensorSpec(topology.mesh, topology.placements(split.rows(topology.shard)), tensor_meta=meta)
         wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
         wrapped.topology = topology
@@ -462,9 +462,12 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
             raise _mismatch(func, [reference, value])
         return value._local_tensor
     if isinstance(value, DTensor):
-        if any(not placement.is_replicate() for placement in value.placements):
+        if func is aten.copy_.default and value.shape == reference.shape:
+            value = value.full_tensor()  # a state dict that others have sharded in their way; all ranks load it
+        elif any(not placement.is_replicate() for placement in value.placements):
             raise _unsupported(func, (reference, value), {})
-        value = value.to_local()
+        else:
+            value = value.to_local()
     fits = value.ndim <= reference.ndim and all(
         mine in (1, its) for mine, its in zip(reversed(value.shape), reversed(reference.shape), strict=False)
     )

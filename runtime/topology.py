@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 from . import compat
 from .exchange import When
@@ -139,13 +139,12 @@ class Topology:
             return self.inner.rank * self.outer.size + self.outer.rank
         return self.inner.rank
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Of the DTensors, over :attr:`mesh`."""
-        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else Shard(0)
+    def placements(self, rows: range) -> tuple[Placement, ...]:
+        """Of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
+        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else compat.RowShard(rows)
         if self.outer is None:
             return (inner,)
-        return (Shard(0) if self.is_hfsdp else Replicate(), inner)
+        return (compat.EVERY_ROW if self.is_hfsdp else Replicate(), inner)
 
     @property
     def shard_groups(self) -> tuple[Group, ...]:

@@ -71,7 +71,6 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
     [
         ("tp_dim", "tp"),
         ("init_model_with_meta_device", True),
-        ("preproc_state_dict_for_dcp_ckpt", False),
         ("disable_bucketing", True),
         ("keep_fp8_transpose_cache", True),
         ("nccl_ub", True),
@@ -169,14 +168,12 @@ def test_moving_a_sharded_model() -> None:
 def test_optimizers_that_do_not_fit() -> None:
     whole = zoo.Plain()
     early = torch.optim.SGD(whole.parameters(), lr=0.1)
-    model = fully_shard_model(whole, fsdp_unit_modules="auto")
+    fully_shard_model(whole, fsdp_unit_modules="auto")
     with pytest.raises(ValueError, match=r"group 0.*not sharded.*fully_shard_model"):
         fully_shard_optimizer(early)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"group 0.*not one of the model's"):
         fully_shard(zoo.Plain(), other)
-    with pytest.raises(NotImplementedError, match="preproc_state_dict_for_dcp_ckpt"):
-        fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), preproc_state_dict_for_dcp_ckpt=False)
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -1,0 +1,137 @@
+"""State dicts of optimizers by parameter name.
+
+torch numbers an optimizer's parameters in the order in which it was given them, so that a checkpoint fits as long as nobody
+adds a layer or a group. By name it fits whenever the names do, also at other world sizes and with parameters in other
+groups. Reading one communicates nothing: state is DTensors like the parameters, which know their rows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from . import compat
+from .bucket import Home
+from .tensor import RowShardedTensor, take_rows
+
+__all__ = ["name_state", "parameter_names", "shard_state"]
+
+PREFIX = "module."
+"""Of the wrapper that ``fully_shard_model`` returns: names are those of ``model.named_parameters()``."""
+
+
+def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of the optimizer's parameters, in their order.
+
+    Raises:
+        ValueError: two have the same name, being of two models.
+    """
+    homes: list[Home] = [param.mfsdp_home for group in optimizer.param_groups for param in group["params"]]
+    names = [PREFIX + home.bucket.sites[home.index][0].name for home in homes]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"The {type(optimizer).__name__} holds two parameters called {twice!r}, of two models: its state has no "
+            "names then. Use one optimizer per model."
+        )
+    return names
+
+
+def shard_state(value: Tensor, param: Any) -> Tensor:
+    """This rank's rows of state of a parameter's shape, in memory of its own; anything else as it is."""
+    if value.shape != param.shape or isinstance(value, RowShardedTensor):
+        return value
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    rows = take_rows(whole, param.split, param.topology.shard)
+    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split, param.topology)
+
+
+def name_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let ``optimizer.state_dict()`` and ``load_state_dict()`` speak of parameters by name, in place.
+
+    The helpers of ``torch.distributed.checkpoint.state_dict`` give names of their own to numbered state; they go on doing
+    so.
+    """
+    # Not methods, and no reference to the optimizer: torch's helpers keep what they are told of.
+    reference = weakref.ref(optimizer)
+
+    def state_dict() -> dict[str, Any]:
+        """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; no communication."""
+        it = reference()
+        assert it is not None
+        numbered = type(it).state_dict(it)
+        names = parameter_names(it)
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
+        return {**numbered, "state": {names[i]: held for i, held in numbered["state"].items()}, "param_groups": groups}
+
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        """Of the same parameters, by name or by number, sharded or whole.
+
+        Raises:
+            ValueError: parameters are missing, unknown, in several groups at once, or of another shape.
+        """
+        it = reference()
+        assert it is not None
+        type(it).load_state_dict(it, _numbered(it, state_dict))
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+    compat.keep_from_state_dict_helpers(optimizer, state_dict, load_state_dict)
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """As torch's own ``load_state_dict`` takes it, in the order of the optimizer's groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    by_number = all(isinstance(key, int) for group in stored_groups for key in group["params"])
+    if by_number:
+        state = {
+            key: _shard_all(held, params[key]) if key < len(params) else held
+            for key, held in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+    names = parameter_names(optimizer)
+    number = {name: i for i, name in enumerate(names)}
+    group_of = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
+    missing = [name for name in names if name not in group_of]
+    unexpected = [name for name in {**group_of, **state_dict["state"]} if name not in number]
+    if missing or unexpected:
+        raise ValueError(
+            f"The state dict does not fit the {type(optimizer).__name__}: missing are {_some(missing)}; not held by it "
+            f"are {_some(unexpected)}."
+        )
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        numbers = [number[name] for name in _names_of(group, params, names)]
+        sources = {group_of[names[n]] for n in numbers}
+        if len(sources) > 1:
+            raise ValueError(
+                f"Parameter group {i} of the {type(optimizer).__name__} holds parameters that were in the groups "
+                f"{sorted(sources)} when the state was saved, so that it has no single learning rate. Group parameters "
+                "as before."
+            )
+        stored = stored_groups[sources.pop()] if sources else group
+        groups.append({**stored, "params": numbers})
+    state = {number[name]: _shard_all(held, params[number[name]]) for name, held in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequence[str]) -> list[str]:
+    name_of = {id(param): name for param, name in zip(params, names, strict=True)}
+    return [name_of[id(param)] for param in group["params"]]
+
+
+def _shard_all(held: Mapping[str, Any], param: Any) -> dict[str, Any]:
+    return {
+        key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
+        for key, value in held.items()
+    }
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "none"
