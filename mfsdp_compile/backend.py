@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.passes import pipeline
@@ -60,9 +61,12 @@ def mfsdp(
         return _compile_inner(gm, example_inputs, chosen, None)
 
     buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+    if chosen.float32_gradients:
+        _check_float32_gradients(buckets)
     call = _Call(shells, buckets)
     schedule = _without_overlap(chosen.schedule, buckets)
-    context = Context(tuple(_info(bucket) for bucket in buckets), schedule, _is_whole_model(buckets))
+    infos = tuple(_info(bucket) for bucket in buckets)
+    context = Context(infos, schedule, _is_whole_model(buckets), chosen.float32_gradients)
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
@@ -174,6 +178,31 @@ def _without_overlap(schedule: SchedulePolicy, buckets: Sequence[Bucket]) -> Sch
     if not all(bucket.owner.overlap.reductions for bucket in buckets):
         schedule = replace(schedule, reductions_in_flight=0)
     return schedule
+
+
+def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
+    """Whether ``options={"float32_gradients": True}`` can be had. Raises ValueError where not."""
+    for bucket in buckets:
+        plan, device = bucket.plan, bucket.flat.device.type
+        if not plan.requires_grad:
+            continue
+        where = f"options['float32_gradients'] is given, but bucket {plan.name!r} of unit {plan.unit!r}"
+        if device != "cuda" or torch.version.hip is not None:
+            on = "a ROCm device" if device == "cuda" else f"device {device!r}"
+            raise ValueError(
+                f"{where} is on {on}: matrix products in bfloat16 or float16 that give float32 need CUDA. Take the "
+                "option out."
+            )
+        if plan.comm_dtype != torch.float32:
+            raise ValueError(
+                f"{where} reduces gradients in {plan.comm_dtype}: a float32 gradient would be rounded when it is packed. "
+                "Give MixedPrecisionPolicy(grad_comm_dtype=torch.float32), or take the option out."
+            )
+        if plan.compute_dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+            raise ValueError(
+                f"{where} computes in float16 with torch.backends.cuda.matmul.allow_fp16_accumulation, for which torch has "
+                "no float32 output. Set that to False, or take the option out."
+            )
 
 
 def _is_whole_model(buckets: Sequence[Bucket]) -> bool:

@@ -22,11 +22,14 @@ class CompileOptions:
         inner: the compiler that gets the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator
             by operator with the numbers of the eager path, to the bit.
         schedule: the numbers that steer the schedule; options of the names of its fields set these.
+        float32_gradients: matmuls that compute gradients write their float32 sums, unrounded, where gradients are
+            reduced in float32. More exact than the eager path, and not equal to it. CUDA only.
         inductor: settings of ``torch._inductor.config`` for the inner compiler.
     """
 
     inner: str = "inductor"
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
+    float32_gradients: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
 
     @staticmethod
@@ -41,12 +44,15 @@ class CompileOptions:
         schedule_names = {f.name for f in fields(SchedulePolicy)}
         schedule = SchedulePolicy(**{name: given.pop(name) for name in schedule_names & given.keys()})
         inner = given.pop("inner", "inductor")
+        float32_gradients = given.pop("float32_gradients", False)
         inductor = given.pop("inductor", {})
         if given:
-            known = sorted(schedule_names | {"inner", "inductor"})
+            known = sorted(schedule_names | {"inner", "float32_gradients", "inductor"})
             raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
         if inner not in INNER_COMPILERS:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
+        if not isinstance(float32_gradients, bool):
+            raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
         if inductor and inner != "inductor":
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
         if unknown := compat.unknown_inductor_options(inductor):
@@ -55,4 +61,9 @@ class CompileOptions:
             raise NotImplementedError(
                 "CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options"
             )
-        return CompileOptions(inner, schedule, tuple(sorted(inductor.items())))
+        if float32_gradients and inductor.get("triton.native_matmul"):
+            raise ValueError(
+                "options['float32_gradients'] does nothing with Inductor's 'triton.native_matmul', which has no out dtype: "
+                "take one of them out of the options"
+            )
+        return CompileOptions(inner, schedule, float32_gradients, tuple(sorted(inductor.items())))

@@ -95,17 +95,22 @@ class Context:
         buckets: that the graph uses, in order of their first use in Dynamo's graph. Roles refer to them by index.
         policy: of the schedule.
         whole_model: whether the graph holds all of a model's buckets, so that its backward follows its forward.
+        float32_gradients: whether matmuls are to write gradients in float32 where they can.
     """
 
     buckets: tuple[BucketInfo, ...]
     policy: SchedulePolicy
     whole_model: bool
+    float32_gradients: bool = False
 
     @property
     def signature(self) -> str:
         units = [b.unit for b in self.buckets]
         neighbours = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
-        return f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}"
+        return (
+            f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}:"
+            f"{self.float32_gradients}"
+        )
 
 
 class Phase(Enum):

@@ -10,7 +10,7 @@ from importlib import resources
 
 from torch import fx
 
-from . import reduce, reshard, roles, schedule, unshard, verify
+from . import float32_gradients, reduce, reshard, roles, schedule, unshard, verify
 from .context import Context, Phase, Report
 
 __all__ = ["Record", "finish_graph", "prepare_joint", "rewrite_dynamo_graph", "source_digest"]
@@ -52,6 +52,8 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     context = record.context
     record.reports[phase] = []
     if phase is Phase.BACKWARD:
+        if context.float32_gradients:
+            record.add(phase, float32_gradients.apply(graph, context))
         record.add(phase, reduce.apply(graph, context))
     record.add(phase, schedule.apply(graph, context))
     graph.lint()

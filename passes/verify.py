@@ -65,6 +65,9 @@ def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0
                 reduction.pack,
                 context,
             )
+        if reduction.pack.args[3] is not info.exchange.comm_dtype:
+            what = f"gradients are packed in {reduction.pack.args[3]}, to be reduced in {info.exchange.comm_dtype}"
+            raise _breach("packed in the dtype of reduction", what, reduction.bucket, reduction.pack, context)
         if graph.output_node() not in (reduction.after[-1] if reduction.after else reduction.wait).users:
             raise _breach(
                 "gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context

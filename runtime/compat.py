@@ -478,7 +478,7 @@ class InductorBucket:
             data = data.unwrap_view()
         if (
             isinstance(data, ir.StorageBox)
-            and not data.is_input_buffer()
+            and data.is_input_buffer()  # else it is a matmul or a reduction, which no foreach kernel may hold
             and ir.is_gpu(self._device.type)
             and not ir.is_dynamic(buffer)
         ):

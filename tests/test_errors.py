@@ -186,6 +186,9 @@ def test_optimizers_that_do_not_fit() -> None:
         ({"inner": "aot_eager", "inductor": {"max_autotune": True}}, ValueError, "inductor"),
         ({"inductor": {"max_autotun": True}}, ValueError, "max_autotun.*does not know"),
         ({"prefetch_units": "1"}, TypeError, "prefetch_units takes a whole number"),
+        ({"float32_gradients": 1}, TypeError, "float32_gradients.*True or False"),
+        ({"float32_gradients": True, "inductor": {"triton.native_matmul": True}}, ValueError, "native_matmul"),
+        ({"float32_gradients": True}, ValueError, "'cpu'.*CUDA"),
         ({"inductor": {"triton.cudagraphs": True}}, NotImplementedError, "CUDA graphs"),
     ],
 )

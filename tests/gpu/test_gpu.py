@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocabulary=1024, width=512, layers=4, heads=8, kv_heads=4, hidden=1408)
@@ -27,11 +27,14 @@ def tokens(step: int = 0, batch: int = 4, length: int = 128) -> tuple[Tensor, Te
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def sharded(mode: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    model = fully_shard_model(whole(dtype), fsdp_unit_modules=[Block])
+def sharded(
+    mode: str, dtype: torch.dtype = torch.float32, reduced_in: torch.dtype | None = None, **options: Any
+) -> tuple[Any, Any]:
+    precision = MixedPrecisionPolicy(grad_comm_dtype=reduced_in)
+    model = fully_shard_model(whole(dtype), fsdp_unit_modules=[Block], mixed_precision_policy=precision)
     if mode == "eager":
         return model, model
-    return model, torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+    return model, torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode, **options})
 
 
 @pytest.mark.usefixtures("nccl")
@@ -127,17 +130,20 @@ def test_peak_memory(mode: str) -> None:
 
 
 @pytest.mark.usefixtures("fake_ranks")
-def test_generated_code_computes_gradients_in_place() -> None:
+@pytest.mark.parametrize("float32_gradients", [False, True])
+def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> None:
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.utils import run_and_get_code
 
-    model, call = sharded("inductor", torch.bfloat16)
+    reduced_in = torch.float32 if float32_gradients else torch.bfloat16
+    model, call = sharded("inductor", torch.bfloat16, reduced_in, float32_gradients=float32_gradients)
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         _, (forward, backward) = run_and_get_code(lambda: call(*tokens()).backward())
     alias = r"(\w+) = reinterpret_tensor\((\w+), \((\d+), (\d+)\), \(\d+, 1\), (\d+)\)  # alias"
     parts = {part: bucket for part, bucket, *_ in re.findall(alias, backward)}
-    outs = re.findall(r"extern_kernels\.mm\(.*out=(\w+)\)", backward)
+    kernel = "mm_dtype" if float32_gradients else "mm"
+    outs = re.findall(rf"extern_kernels\.{kernel}\(.*out=(\w+)\)", backward)
     matrices = sum(len(slot.shape) == 2 for b in model.sharded.buckets for slot in b.plan.layout.slots)
     assert sum(out in parts for out in outs) >= matrices - 1  # all but the embedding's
     assert forward.count("all_gather_into_tensor.default(") == len(model.sharded.buckets)
@@ -162,3 +168,45 @@ def test_training_makes_no_host_synchronisation() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Product(nn.Module):
+    """The gradient of ``linear.weight`` is the matrix product of two inputs that are exact in half precision."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Embedding(2048, 256)
+        self.linear = nn.Linear(256, 512, bias=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.to("cuda", dtype)
+
+    def forward(self, tokens: Tensor, slope: Tensor) -> Tensor:
+        return (self.linear(self.embedding(tokens)) * slope).float().sum()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_gradients_are_more_exact(mode: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randperm(2048, generator=generator).view(4, 512).cuda()
+    slope = torch.randn(4, 512, 512, generator=generator).to("cuda", dtype)
+    found: dict[bool, dict[str, Tensor]] = {}
+    for float32_gradients in (False, True):
+        precision = MixedPrecisionPolicy(grad_comm_dtype=torch.float32)
+        model = fully_shard_model(Product(dtype), fsdp_unit_modules=None, mixed_precision_policy=precision)
+        options = {"inner": mode, "float32_gradients": float32_gradients}
+        torch.compile(model, backend="mfsdp", fullgraph=True, options=options)(tokens, slope).backward()
+        found[float32_gradients] = {n: p.grad.full_tensor() for n, p in model.module.named_parameters()}
+        torch._dynamo.reset()
+    inputs = Product(dtype).embedding(tokens).flatten(0, 1).double()
+    exact = slope.flatten(0, 1).double().T @ inputs
+    errors = {
+        asked: (g["linear.weight"].double() - exact).abs().max() / exact.abs().max() for asked, g in found.items()
+    }
+    assert errors[True] < 1e-5  # a float32 sum of 2048 products
+    assert errors[True] < errors[False] / 20  # float16 rounds to 2^-11, bfloat16 to 2^-8
+    assert torch.equal(found[True]["embedding.weight"], found[False]["embedding.weight"])  # cast as before
