@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from mfsdp_compile import __version__
+from mfsdp_compile.convert import commands as convert
 
 __all__ = ["main"]
 
@@ -20,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--table", action="store_true", help="compute every strategy in every way of accumulating, on four processes"
     )
+    convert.add_commands(commands)
     given = parser.parse_args(arguments)
+    if hasattr(given, "handler"):
+        return convert.run(given)
     if given.command == "doctor":
         from mfsdp_compile import doctor as the_doctor
 

@@ -47,6 +47,7 @@ try:
         _top_saved_tensors_default_hooks,
     )
     from torch._guards import detect_fake_mode
+    from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.checkpoint.state_dict import _patched_state_dict
@@ -82,6 +83,7 @@ __all__ = [
     "DTensorSpec",
     "DisableTorchFunctionSubclass",
     "DispatchKey",
+    "StorageInfo",
     "TensorMeta",
     "TorchDispatchMode",
     "all_gather",
@@ -244,6 +246,15 @@ def shard_write_item(name: str, chunk: ChunkStorageMetadata, local: Tensor, shap
     """What torch.distributed.checkpoint writes for this rank's part of a tensor."""
     data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=shape)
     return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+# Files of torch.distributed.checkpoint: ``StorageInfo(path, offset, length)`` says where an entry lies. It is pickled into
+# ``.metadata``, which is how torch's own reader finds it.
+
+
+def storage_info(path: str, offset: int, length: int, transforms: Sequence[str] | None) -> StorageInfo:
+    """Where an entry of a checkpoint lies: ``length`` bytes at ``offset`` of the file ``path`` in its directory."""
+    return StorageInfo(path, offset, length, transforms)
 
 
 def default_store() -> dist.Store:

@@ -1,0 +1,1 @@
+"""Checkpoint directories of torch.distributed.checkpoint."""

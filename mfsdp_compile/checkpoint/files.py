@@ -1,0 +1,327 @@
+"""Checkpoint directories of torch.distributed.checkpoint (DCP), read and written by one process, a tensor at a time.
+
+Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.pickles`).
+
+A DCP directory ::
+
+    .metadata       pickle: shape, dtype and chunks of every tensor, and where each chunk and each other value lies
+    __0_0.distcp    torch.save archives, one after the other: chunks of tensors, and values that are no tensors
+    __1_0.distcp    written by another rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from .pickles import CheckpointError, check_sums, load_metadata, load_object
+from .writing import CheckpointWriter, new_output
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "SafeLoadPlanner",
+    "SafeReader",
+    "new_output",
+    "read_metadata",
+]
+
+
+def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
+    """The metadata of a checkpoint, without running what its pickle may hold; with ``mcore_data``, if only empty.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it names a class that metadata does not need.
+    """
+    return load_metadata(Path(directory) / ".metadata")
+
+
+class SafeReader(FileSystemReader):
+    """For ``torch.distributed.checkpoint.load``: a checkpoint from a stranger runs no code, errors name the file.
+
+    Goes together with :class:`SafeLoadPlanner`, which does the same for values that are no tensors.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        metadata = load_metadata(Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata"))
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for name, items in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
+            try:
+                super().read_data(dataclasses.replace(plan, items=list(items)), planner)
+            except CheckpointError as error:
+                raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
+            except Exception as error:  # what damaged archives raise is not documented
+                raise CheckpointError(
+                    f"{Path(self.path) / name} could not be read ({type(error).__name__}: {error}). It is damaged, cut "
+                    "short or missing: copy the checkpoint again, or use an earlier one."
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _file_of(self, item: ReadItem) -> str:
+        name: str = self.storage_data[item.storage_index].relative_path
+        return name
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Loads values that are no tensors with ``weights_only=True``, where torch's own planner runs what they hold."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = load_object(value, f"entry {read_item.storage_index.fqn!r}")
+        if not self.flatten_state_dict:
+            self.state_dict[name] = loaded
+            return
+        *path, last = self.mappings[name]
+        target: Any = self.original_state_dict
+        for step in path:
+            target = target[step]
+        target[last] = loaded
+
+
+class CheckpointReader:
+    """Looks into a DCP directory. Opens files when they are asked for, and holds at most one chunk of a tensor.
+
+    Args:
+        directory: with a ``.metadata`` file.
+
+    Raises:
+        CheckpointError: as :func:`read_metadata`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.metadata = read_metadata(directory)
+        self._where = {(index.fqn, index.offset): info for index, info in self.metadata.storage_data.items()}
+        self._recent: tuple[tuple[str, torch.Size], Tensor] | None = None
+
+    def keys(self) -> list[str]:
+        """Of all entries, sorted."""
+        return sorted(self.metadata.state_dict_metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.metadata.state_dict_metadata
+
+    def is_tensor(self, key: str) -> bool:
+        """Whether an entry is a tensor, and not another value."""
+        return isinstance(self._entry(key), TensorStorageMetadata)
+
+    def shape(self, key: str) -> torch.Size:
+        return self._tensor_entry(key).size
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensor_entry(key).properties.dtype
+
+    def numel(self, key: str) -> int:
+        return math.prod(self.shape(key))
+
+    def mcore_data(self, key: str) -> dict[str, Any]:
+        """What Megatron noted of a tensor; empty for others."""
+        noted: dict[str, Any] = self.metadata.mcore_data.get(key) or {}  # type: ignore[attr-defined]
+        return noted
+
+    def stored_as(self, key: str) -> tuple[tuple[str, int], ...]:
+        """File and offset of every chunk: two keys that share them share their data."""
+        return tuple((info.relative_path, info.offset) for info in map(self._location, self._indices(key)))
+
+    def tensor(self, key: str, index: Sequence[int] = ()) -> Tensor:
+        """A tensor put together from its chunks, in whatever files and of whatever sizes they are.
+
+        Args:
+            key: of the tensor.
+            index: the tensor is indexed with these, one for each of its first dimensions. Only the chunks that hold
+                this part are read.
+
+        Returns: a tensor on the CPU of shape ``self.shape(key)[len(index):]``.
+
+        Raises:
+            KeyError: no such entry.
+            CheckpointError: not a tensor, its chunks do not cover it, or a file is damaged.
+        """
+        entry = self._tensor_entry(key)
+        self._check_cover(key, entry)
+        index = tuple(index)
+        whole = [*index, *([0] * (len(entry.size) - len(index)))]
+        start = torch.Size(whole)
+        stop = torch.Size([i + 1 for i in index] + list(entry.size[len(index) :]))
+        if any(not 0 <= i < n for i, n in zip(index, entry.size, strict=False)):
+            raise IndexError(f"{key} has shape {tuple(entry.size)}: there is no part {index}")
+        wanted = [b - a for a, b in zip(start, stop, strict=True)]
+        result = torch.empty(wanted, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
+            high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if low == list(chunk.offsets) == list(start) and wanted == list(chunk.sizes):  # nothing to put together
+                return self._load(key, chunk, entry.properties.dtype).reshape(entry.size[len(index) :])
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            result[here] = self._chunk(key, chunk, entry.properties.dtype)[there]
+        return result.reshape(entry.size[len(index) :])
+
+    def chunks(self, key: str) -> Iterator[tuple[torch.Size, Tensor]]:
+        """(Offsets, tensor) of a tensor's chunks, one after the other, as they are stored."""
+        entry = self._tensor_entry(key)
+        self._check_cover(key, entry)
+        for chunk in entry.chunks:
+            yield chunk.offsets, self._load(key, chunk, entry.properties.dtype)
+
+    def value(self, key: str) -> Any:
+        """An entry that is not a tensor.
+
+        Raises:
+            KeyError: no such entry.
+            CheckpointError: the entry is damaged, or holds objects of a class that is not known to be harmless.
+        """
+        if self.is_tensor(key):
+            raise CheckpointError(f"{self.directory}: {key} is a tensor")
+        info = self._location(MetadataIndex(key))
+        with self._open(info, key) as file:
+            return load_object(file, self._named(info, key))
+
+    def raw(self, key: str) -> bytes:
+        """The bytes of an entry that is not a tensor, as ``torch.save`` wrote them; checked but not unpickled."""
+        info = self._location(MetadataIndex(key))
+        with self._open(info, key) as file:
+            check_sums(file, self._named(info, key))
+            return file.read()
+
+    def release(self) -> None:
+        """Drop the chunk that was read last, which is kept because neighbouring parts often lie in one chunk."""
+        self._recent = None
+
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        if self._recent is not None and self._recent[0] == (key, chunk.offsets):
+            return self._recent[1]
+        self.release()
+        loaded = self._load(key, chunk, dtype)
+        self._recent = ((key, chunk.offsets), loaded)
+        return loaded
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        info = self._location(MetadataIndex(key, chunk.offsets))
+        with self._open(info, key) as file:
+            loaded = load_object(file, self._named(info, key))
+        if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
+            found = f"{tuple(loaded.shape)} {loaded.dtype}" if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise CheckpointError(
+                f"{self._named(info, key)}: .metadata promises {tuple(chunk.sizes)} {dtype}, the file has {found}. "
+                "They are not of the same checkpoint: copy it again."
+            )
+        return loaded
+
+    def _check_cover(self, key: str, entry: TensorStorageMetadata) -> None:
+        inside = all(
+            o >= 0 and n >= 0 and o + n <= size
+            for chunk in entry.chunks
+            for o, n, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        )
+        held = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in entry.chunks if math.prod(chunk.sizes)}
+        if not inside or sum(held.values()) != math.prod(entry.size):
+            raise CheckpointError(
+                f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
+                f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
+            )
+
+    def _entry(self, key: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        try:
+            return self.metadata.state_dict_metadata[key]
+        except KeyError:
+            raise KeyError(f"{self.directory} has no entry {key!r}") from None
+
+    def _tensor_entry(self, key: str) -> TensorStorageMetadata:
+        entry = self._entry(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.directory}: {key} is not a tensor")
+        return entry
+
+    def _indices(self, key: str) -> list[MetadataIndex]:
+        entry = self._entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            return [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+        return [MetadataIndex(key)]
+
+    def _location(self, index: MetadataIndex) -> Any:
+        info = self._where.get((index.fqn, index.offset))
+        if info is None:
+            raise CheckpointError(f"{self.directory / '.metadata'} does not say where {index.fqn} {index.offset} lies.")
+        if info.transform_descriptors:
+            raise CheckpointError(
+                f"{self.directory / info.relative_path}: {index.fqn} went through {info.transform_descriptors}, which "
+                "cannot be read here. Load the checkpoint with torch and save it without extensions."
+            )
+        return info
+
+    def _named(self, info: Any, key: str) -> str:
+        return f"{self.directory / info.relative_path} ({key})"
+
+    @contextlib.contextmanager
+    def _open(self, info: Any, key: str) -> Iterator[IO[bytes]]:
+        path = self.directory / info.relative_path
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing; {key} lies in it. Copy the checkpoint again.") from None
+        if info.offset + info.length > size:
+            raise CheckpointError(
+                f"{path} is cut short: it has {size:,} bytes, and {key} lies at {info.offset:,} to "
+                f"{info.offset + info.length:,}. Copy the checkpoint again."
+            )
+        with path.open("rb", buffering=0) as file:
+            yield io.BufferedReader(_Window(file, info.offset, info.length))
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0
+        self._at += count
+        return count

@@ -1,0 +1,175 @@
+"""Writing checkpoint directories of torch.distributed.checkpoint, and having them appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from mfsdp_compile.runtime import compat
+
+from .pickles import CheckpointError, dump_object
+
+__all__ = ["CheckpointWriter", "new_output"]
+
+MAX_FILE_BYTES = 5 << 30
+"""After this many bytes a writer begins another file. 5 GiB: what object stores take in one piece."""
+
+
+class CheckpointWriter:
+    """Writes a DCP directory that ``torch.distributed.checkpoint.load`` reads, one tensor or chunk at a time.
+
+    Args:
+        directory: is made. The checkpoint is there once :meth:`close` has returned, see also :func:`new_output`.
+        max_file_bytes: after this many bytes another file is begun.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.mcore_data: dict[str, dict[str, Any]] = {}
+        """Megatron's notes on tensors, written along. A dictionary by key, then by name of the fact."""
+        self._max_file_bytes = max_file_bytes
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._written: list[WriteResult] = []
+        self._files = 0
+        self._file: IO[bytes] | None = None
+
+    def add(self, key: str, tensor: Tensor) -> None:
+        """Write a tensor in one chunk."""
+        self.add_chunks(key, tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
+
+    def add_chunks(
+        self, key: str, shape: Sequence[int], dtype: torch.dtype, chunks: Iterable[tuple[Sequence[int], Tensor]]
+    ) -> None:
+        """Write a tensor of ``shape`` as chunks, (offsets, tensor) each, that are asked for one by one."""
+        properties = TensorProperties(dtype=dtype)
+        entry = TensorStorageMetadata(properties, torch.Size(shape), [])
+        self._new(key, entry)
+        for offsets, tensor in chunks:
+            if tensor.dtype != dtype:
+                raise ValueError(f"{key} has dtype {dtype}, a chunk of it {tensor.dtype}")
+            tensor = tensor.detach().cpu().contiguous()
+            if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+                tensor = tensor.clone()  # torch.save writes whole storages
+            index = MetadataIndex(key, offsets, len(entry.chunks))
+            entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
+            self._write(index, tensor)
+
+    def add_value(self, key: str, value: Any) -> None:
+        """Write any object that ``torch.save`` writes. A tensor becomes a tensor."""
+        if isinstance(value, Tensor):
+            self.add(key, value)
+        else:
+            self.add_bytes(key, dump_object(value))
+
+    def add_bytes(self, key: str, raw: bytes) -> None:
+        """Write what ``torch.save`` has made of an object."""
+        self._new(key, BytesStorageMetadata())
+        self._write(MetadataIndex(key), raw)
+
+    def add_alias(self, key: str, of: str) -> None:
+        """Make ``key`` another name of the entry ``of``: a tied parameter, whose bytes need be there only once."""
+        self._new(key, self._entries[of])
+        self._written += [
+            dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=key))
+            for result in self._written
+            if result.index.fqn == of
+        ]
+
+    def close(self) -> None:
+        """Write the metadata, and have everything on disk."""
+        self._close_file()
+        metadata = Metadata(self._entries, planner_data={key: (key,) for key in self._entries})
+        if self.mcore_data:
+            metadata.mcore_data = self.mcore_data  # type: ignore[attr-defined]
+        _MetadataWriter(self.directory).finish(metadata, [self._written])
+
+    def _new(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
+        if key in self._entries:
+            raise CheckpointError(f"{self.directory}: two entries would be called {key!r}")
+        self._entries[key] = entry
+
+    def _write(self, index: MetadataIndex, content: Tensor | bytes) -> None:
+        if self._file is not None and self._file.tell() >= self._max_file_bytes:
+            self._close_file()
+        name = f"__0_{self._files}.distcp"
+        if self._file is None:
+            self._file = (self.directory / name).open("wb")
+        offset = self._file.tell()
+        if isinstance(content, bytes):
+            self._file.write(content)
+        else:
+            torch.save(content, self._file)
+        length = self._file.tell() - offset
+        info = compat.storage_info(name, offset, length, None)
+        self._written.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+            self._files += 1
+
+
+class _MetadataWriter(FileSystemWriter):
+    """Torch's own way of writing ``.metadata``, without the name of the directory, which will be renamed."""
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(save_id=self.save_id)
+
+
+@contextlib.contextmanager
+def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A place to write ``out`` at, a file or a directory, that takes its name when the block ends without an error.
+
+    Until then everything is at ``OUT.partial-<pid>``, and after an error nothing is. ``overwrite``: what is there is
+    replaced, if it is a checkpoint.
+
+    Raises:
+        CheckpointError: ``out`` exists and is not to be overwritten, or is something else than a checkpoint.
+    """
+    out = Path(out)
+    if out.exists() or out.is_symlink():
+        if not overwrite:
+            raise CheckpointError(f"{out} exists. Give another name, or --overwrite to replace it.")
+        if out.is_dir() and any(out.iterdir()) and not (any(out.glob(".metadata")) or any(out.glob("*.safetensors"))):
+            raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
+    partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        if out.is_dir() and not out.is_symlink():
+            out.rename(old)  # a directory cannot be renamed over another
+        try:
+            partial.replace(out)
+        except OSError:
+            if old.exists():
+                old.rename(out)
+            raise
+    finally:
+        for left in (partial, old):
+            if left.is_dir():
+                shutil.rmtree(left)
+            else:
+                left.unlink(missing_ok=True)

@@ -1,0 +1,297 @@
+"""``mfsdp convert`` and ``mfsdp checkpoint``. Everything runs on the CPU, in one process, without a process group."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mfsdp_compile.checkpoint.files import CheckpointError, new_output
+
+from . import huggingface, inspect, torch_dist
+from .groups import FILE_NAME, map_from_dcp, read_map, write_map
+from .keys import Prefixes
+from .plan import Plan
+from .to_torch_dist import plan_to_torch_dist
+
+__all__ = ["add_commands", "run"]
+
+FORMATS = ("torch_dist", "fsdp_dtensor", "huggingface")
+
+
+def add_commands(subparsers: Any) -> None:
+    """Add ``convert`` and ``checkpoint`` to the parsers of a command line; :func:`run` runs what they parse."""
+    _add_convert(subparsers.add_parser("convert", help="convert a checkpoint to another format"))
+    commands = subparsers.add_parser("checkpoint", help="look into checkpoints, compare and edit them").add_subparsers(
+        dest="checkpoint_command", required=True
+    )
+    parser = commands.add_parser("inspect", help="list what is in a checkpoint")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--keys", default="", metavar="REGEX", help="list only keys in which this is found")
+    parser.add_argument("--groups", action="store_true", help="list the options of parameters' optimizer groups too")
+    parser.set_defaults(handler=_inspect)
+
+    parser = commands.add_parser("print", help="print an entry")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("key")
+    parser.add_argument("slice", nargs="?", help="of the tensor, for instance '0, :3'")
+    parser.set_defaults(handler=_print)
+
+    parser = commands.add_parser("compare", help="compare two checkpoints; exit status 1 if they differ")
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (default: %(default)s)")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: %(default)s)")
+    parser.set_defaults(handler=_compare)
+
+    parser = commands.add_parser("rename", help="copy a checkpoint with keys renamed")
+    _add_paths(parser)
+    parser.add_argument(
+        "rename", nargs="+", metavar="PATTERN REPLACEMENT", help=r"regular expressions, and what comes in their place"
+    )
+    parser.set_defaults(handler=_edit)
+
+    parser = commands.add_parser("remove", help="copy a checkpoint without some entries")
+    _add_paths(parser)
+    parser.add_argument("patterns", nargs="*", metavar="pattern", help="regular expression; none: nothing is removed")
+    parser.set_defaults(handler=_edit)
+
+    parser = commands.add_parser(
+        "param-groups", help="write param_to_param_group_map.json from a directory that Megatron dumped"
+    )
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--out", type=Path, help=f"(default: {FILE_NAME} in the directory)")
+    _add_prefix(parser, "model")
+    parser.set_defaults(handler=_param_groups)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run a command that :func:`add_commands` has added; the exit status. 2: it could not be done, with the reason."""
+    try:
+        status: int = given.handler(given)
+        return status
+    except (CheckpointError, OSError, KeyError, ValueError) as error:
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        print(f"mfsdp: {message}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # a pager was closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _add_paths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, metavar="IN")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+
+
+def _add_prefix(parser: argparse.ArgumentParser, of: str) -> None:
+    parser.add_argument(
+        f"--{of}-prefix", default=getattr(Prefixes(), of), metavar="KEY", help="in fsdp_dtensor (default: %(default)s)"
+    )
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Convert between torch_dist (Megatron's 3D parallelism) and fsdp_dtensor, and between Hugging Face folders or "
+        ".safetensors files and fsdp_dtensor, in both directions."
+    )
+    _add_paths(parser)
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, help="format of IN (default: seen from it)")
+    parser.add_argument("--to", dest="format", choices=FORMATS, help="format of OUT (default: fsdp_dtensor)")
+    for of in ("model", "optimizer", "groups"):
+        _add_prefix(parser, of)
+    megatron = parser.add_argument_group("torch_dist")
+    megatron.add_argument(
+        "--swiglu",
+        action=argparse.BooleanOptionalAction,
+        help="MLPs are gated: linear_fc1 is two halves in fsdp_dtensor (default: as the training arguments say)",
+    )
+    megatron.add_argument("--swiglu-modules", default="", metavar="A,B", help="only modules of these names are gated")
+    megatron.add_argument(
+        "--rename-mtp-keys",
+        action=argparse.BooleanOptionalAction,
+        help="multi-token prediction: transformer_layer to mtp_model_layer (default: where found)",
+    )
+    megatron.add_argument(
+        "--layers", choices=["stacked", "indexed"], help="to torch_dist (default: as before, or else stacked)"
+    )
+    megatron.add_argument(
+        "--flatten-optimizer",
+        action="store_true",
+        help="to torch_dist: flatten states, as older Megatron-LM wants them",
+    )
+    megatron.add_argument("--param-to-param-group-map-json", type=Path, metavar="FILE", help="groups of the optimizer")
+    hub = parser.add_argument_group("Hugging Face")
+    hub.add_argument("--dtype", type=_dtype, help="of weights at export: float32, bfloat16, float16, ...")
+    hub.add_argument(
+        "--max-shard-size", type=_size, default=huggingface.MAX_SHARD_BYTES, help="of a file (default: 5GB)"
+    )
+    tying = hub.add_mutually_exclusive_group()
+    tying.add_argument("--tie", type=_pair, action="append", metavar="NAME=OF", help="a weight that is another's data")
+    tying.add_argument("--no-tied", action="store_true", help="tie nothing, whatever config.json says")
+    parser.set_defaults(handler=_convert)
+
+
+def _convert(given: argparse.Namespace) -> int:
+    plan = _plan(given)
+    return _carry_out(plan, given)
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    source: Path = given.source
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist.")
+    came = given.source_format or _format_of(source)
+    single = given.out.suffix == ".safetensors"
+    to = given.format or ("huggingface" if single else "fsdp_dtensor")
+    prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
+    megatron = torch_dist.Options(
+        prefixes=prefixes,
+        swiglu=given.swiglu,
+        swiglu_modules=tuple(name for name in given.swiglu_modules.split(",") if name),
+        rename_mtp=given.rename_mtp_keys,
+        stack_layers=None if given.layers is None else given.layers == "stacked",
+        flatten_optimizer=given.flatten_optimizer,
+        group_map=read_map(given.param_to_param_group_map_json) if given.param_to_param_group_map_json else None,
+    )
+    tied = [] if given.no_tied else given.tie
+    hub = huggingface.Options(prefixes, tied, given.dtype, given.max_shard_size)
+    if (came, to) == ("torch_dist", "fsdp_dtensor"):
+        return torch_dist.plan_to_fsdp(source, megatron)
+    if (came, to) == ("fsdp_dtensor", "torch_dist"):
+        return plan_to_torch_dist(source, megatron)
+    if (came, to) == ("huggingface", "fsdp_dtensor"):
+        return huggingface.plan_from_huggingface(source, hub)
+    if (came, to) == ("fsdp_dtensor", "huggingface"):
+        return huggingface.plan_to_huggingface(source, hub, single)
+    if came == to:
+        raise CheckpointError(f"{source} is {came} already. Say with --to what it should become: {', '.join(FORMATS)}.")
+    raise CheckpointError(
+        f"{source} is {came}: its parameters and those of {to} are cut and named differently, for each model in its own "
+        "way. Use the model's own converter (Megatron Bridge)."
+    )
+
+
+def _format_of(source: Path) -> str:
+    if source.is_file() or not (source / ".metadata").exists():
+        if source.suffix == ".safetensors" or any(source.glob("*.safetensors*")):
+            return "huggingface"
+        raise CheckpointError(
+            f"{source} is no checkpoint that is known here: a directory with .metadata (torch_dist, fsdp_dtensor), or "
+            "one with .safetensors files, or such a file."
+        )
+    return "torch_dist" if (source / "common.pt").exists() or _says_torch_dist(source) else "fsdp_dtensor"
+
+
+def _says_torch_dist(source: Path) -> bool:
+    try:
+        return json.loads((source / "metadata.json").read_text()).get("sharded_backend") == "torch_dist"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
+    source, out = given.source.resolve(), given.out.resolve()
+    if source == out or source in out.parents or out in source.parents:
+        raise CheckpointError(f"IN and OUT lie in each other: {given.source}, {given.out}. Write to another place.")
+    if given.dry_run:
+        print("\n".join(plan.lines()))
+        return 0
+    with new_output(given.out, given.overwrite) as partial, _progress(plan.nbytes, given.out.name) as advance:
+        plan.write(partial, advance)
+    for key, why in plan.left_out:
+        print(f"left out: {key}: {why}")
+    for note in plan.notes:
+        print(f"note: {note}")
+    print(f"{given.out}: {plan.lines()[-1]}")
+    return 0
+
+
+class _progress:
+    """A progress bar on stderr; called with the bytes that were written."""
+
+    def __init__(self, total: int, name: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task(name, total=total)
+
+    def __enter__(self) -> _progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, nbytes: int) -> None:
+        self._bar.advance(self._task, nbytes)
+
+
+def _inspect(given: argparse.Namespace) -> int:
+    for line in inspect.describe(given.directory, given.keys, given.groups):
+        print(line)
+    return 0
+
+
+def _print(given: argparse.Namespace) -> int:
+    print(inspect.show(given.directory, given.key, given.slice))
+    return 0
+
+
+def _compare(given: argparse.Namespace) -> int:
+    differences = inspect.compare(given.first, given.second, given.atol, given.rtol)
+    for line in differences:
+        print(line)
+    print(f"{len(differences)} differences" if differences else "the same")
+    return 1 if differences else 0
+
+
+def _edit(given: argparse.Namespace) -> int:
+    pairs = getattr(given, "rename", [])
+    if len(pairs) % 2:
+        raise CheckpointError(f"{pairs[-1]!r} has no replacement: give a pattern and a replacement, in pairs.")
+    rename = list(zip(pairs[::2], pairs[1::2], strict=True))
+    return _carry_out(inspect.plan_edit(given.source, rename, getattr(given, "patterns", [])), given)
+
+
+def _param_groups(given: argparse.Namespace) -> int:
+    out = given.out or given.directory / FILE_NAME
+    mapped = map_from_dcp(given.directory, given.model_prefix)
+    with new_output(out, overwrite=True) as partial:
+        write_map(mapped, partial)
+    print(f"{out}: {len(mapped)} parameters in {len(set(mapped.values()))} groups")
+    return 0
+
+
+def _dtype(text: str) -> torch.dtype:
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a floating-point dtype: float32, bfloat16, float16, ...")
+    return dtype
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    number = (
+        int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    )
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: 5GB, 500MB, 2GiB, ...")
+    return number
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, other = text.partition("=")
+    if not name or not other:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=OF")
+    return name, other

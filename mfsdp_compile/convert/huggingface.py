@@ -1,0 +1,203 @@
+"""safetensors and Hugging Face folders to fsdp_dtensor, and back.
+
+A tensor ``NAME`` of the folder is ``model.module.NAME`` of the checkpoint. What else the folder has (config, tokenizer,
+generation config) is carried along in the checkpoint's subfolder ``huggingface`` and put back, so that
+``from_pretrained`` loads what comes out.
+
+Tied parameters: transformers saves a weight that two modules share once, under the name of the embedding, and ties them
+when it loads. A ``state_dict`` has both names. So in the checkpoint ``lm_head.weight`` is another name of the embedding's
+data, and at export it is left out again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+
+from .keys import Prefixes
+from .plan import Move, Plan
+from .safetensors_files import Layout, SafetensorsReader, split_into_files, write_file, write_index
+
+__all__ = ["CARRIED", "Options", "plan_from_huggingface", "plan_to_huggingface"]
+
+CARRIED = "huggingface"
+"""Subfolder of an fsdp_dtensor checkpoint for the files that are no weights."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of a .safetensors file: what transformers had as its default for years, and what the Hub recommends."""
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert.
+
+    Args:
+        prefixes: of fsdp_dtensor's keys.
+        tied: (name, name that it shares its data with), in place of what config.json says.
+        dtype: of floating-point tensors at export; None leaves them as they are.
+        max_shard_bytes: size of a .safetensors file, unless a tensor by itself is larger.
+    """
+
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    tied: Sequence[tuple[str, str]] | None = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+def plan_from_huggingface(source: Path, options: Options) -> Plan:
+    """How to make an fsdp_dtensor checkpoint of a .safetensors file, or of a folder with such files.
+
+    Raises:
+        CheckpointError: safetensors is not installed, or ``source`` is not readable.
+    """
+    reader, plan = SafetensorsReader(source), Plan()
+    extras = [path for path in sorted(source.iterdir()) if _is_extra(path)] if source.is_dir() else []
+    tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
+    names = sorted(reader.layouts)
+    for name in names:
+        layout = reader.layouts[name]
+        plan.moves.append(Move(f"{options.prefixes.model}.{name}", (name,), layout.shape, layout.dtype))
+    for name, other in tied:
+        plan.moves.append(Move(f"{options.prefixes.model}.{name}", (f"{other} (tied)",)))
+    plan.moves += [Move(f"{CARRIED}/{path.name}", (path.name,)) for path in extras]
+
+    def write(out: Path, advance: Callable[[int], None]) -> None:
+        writer = CheckpointWriter(out)
+        for name in names:
+            tensor = reader.tensor(name)
+            writer.add(f"{options.prefixes.model}.{name}", tensor)
+            advance(tensor.nbytes)
+        for name, other in tied:
+            writer.add_alias(f"{options.prefixes.model}.{name}", f"{options.prefixes.model}.{other}")
+        if source.is_dir():
+            (out / CARRIED).mkdir()
+        for path in extras:
+            shutil.copyfile(path, out / CARRIED / path.name)
+        writer.close()
+
+    plan.write = write
+    return plan
+
+
+def plan_to_huggingface(source: Path, options: Options, single_file: bool = False) -> Plan:
+    """How to make a folder that ``from_pretrained`` loads, or one .safetensors file, of an fsdp_dtensor checkpoint.
+
+    Raises:
+        CheckpointError: ``source`` is not readable, or has no model; parameters that should be tied differ.
+    """
+    reader, plan = CheckpointReader(source), Plan()
+    keys = {}
+    for key in reader:
+        name = options.prefixes.parse(key)
+        if name is None or name.state is not None or not reader.is_tensor(key):
+            plan.left_out.append((key, "not a weight of the model"))
+        else:
+            keys[name.name] = key
+    if not keys:
+        raise CheckpointError(
+            f"{source} has no tensor that begins with {options.prefixes.model!r}. Give the prefix that its model has "
+            "with --model-prefix; mfsdp checkpoint inspect shows keys."
+        )
+    stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
+    carried = source / CARRIED
+    for name, other in _tied(options, _config(carried), stored):
+        if name in keys and other in keys:
+            _check_tied(reader, keys[name], keys[other])
+            plan.left_out.append((keys.pop(name), f"shares its data with {other}"))
+    layouts = {name: Layout(stored[name].shape, _cast(stored[name].dtype, options.dtype)) for name in sorted(keys)}
+    files = split_into_files(
+        layouts, sum(x.nbytes for x in layouts.values()) if single_file else options.max_shard_bytes
+    )
+    extras = [path for path in sorted(carried.iterdir()) if path.is_file()] if carried.is_dir() else []
+    if not single_file and not any(path.name == "config.json" for path in extras):
+        plan.notes.append(
+            f"{source} has no {CARRIED}/config.json: from_pretrained needs one beside the weights, put it there."
+        )
+    for file, names in files.items():
+        moves = [Move(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names]
+        plan.moves += moves
+    if not single_file:
+        plan.moves += [Move(path.name, (f"{CARRIED}/{path.name}",)) for path in extras]
+
+    def write(out: Path, advance: Callable[[int], None]) -> None:
+        def read(name: str) -> Tensor:
+            tensor = reader.tensor(keys[name]).to(layouts[name].dtype)
+            advance(tensor.nbytes)
+            return tensor
+
+        if single_file:
+            write_file(out, layouts, list(layouts), read)
+            return
+        out.mkdir()
+        for file, names in files.items():
+            write_file(out / file, layouts, names, read)
+        write_index(out, layouts, files)
+        for path in extras:
+            if path.name == "config.json" and options.dtype is not None:
+                (out / path.name).write_text(_with_dtype(_config(carried), options.dtype))
+            else:
+                shutil.copyfile(path, out / path.name)
+
+    plan.write = write
+    return plan
+
+
+def _is_extra(path: Path) -> bool:
+    weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
+    return path.is_file() and not weights and not path.name.startswith(".")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Copy it again.") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[str, str]]:
+    """(Name, the name whose data it has): as the user says, or as transformers ties the output to the embedding."""
+    if options.tied is not None:
+        return list(options.tied)
+    # Transformers ties unless a config says otherwise; a config that differs from this default is saved with it.
+    wanted = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", True))
+    generates = any("LM" in name or "Generation" in name for name in config.get("architectures") or [])
+    embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
+    if not (wanted and generates) or len(embeddings) != 1:
+        return []
+    return [(_HEAD, embeddings[0])]
+
+
+def _check_tied(reader: CheckpointReader, key: str, other: str) -> None:
+    if reader.stored_as(key) == reader.stored_as(other):
+        return
+    if reader.shape(key) != reader.shape(other) or not torch.equal(reader.tensor(key), reader.tensor(other)):
+        raise CheckpointError(
+            f"{reader.directory}: config.json says that {key} and {other} are tied, but they differ. Exported like "
+            "this, transformers would drop one. Set tie_word_embeddings to false in config.json, or give --no-tied."
+        )
+
+
+def _cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
+    return to if to is not None and dtype.is_floating_point else dtype
+
+
+def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> str:
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 5 has renamed it
+    return json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n"

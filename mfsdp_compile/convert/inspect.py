@@ -1,0 +1,216 @@
+"""Looking into checkpoints, comparing two, and copying one with entries renamed or removed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+
+from .plan import Move, Plan
+from .torch_dist import load_common
+
+__all__ = ["compare", "describe", "parse_index", "plan_edit", "show"]
+
+GROUP_OPTIONS = "optimizer.param_to_group_meta."
+"""Keys of which there are many, and all alike: :func:`describe` counts them."""
+
+_COMPARED_ELEMENTS = 1 << 22
+"""At a time, in double precision: 32 MiB for each of a few temporaries."""
+
+
+def describe(directory: Path, pattern: str = "", show_groups: bool = False) -> Iterator[str]:
+    """What is in a checkpoint, line by line: format, common state, tensors with shape and dtype, Megatron's notes.
+
+    Args:
+        directory: of DCP; ``metadata.json`` and ``common.pt`` may be there or not.
+        pattern: a regular expression; only keys that it is found in are listed.
+        show_groups: list the options of parameters' groups too, which are otherwise only counted.
+    """
+    reader = CheckpointReader(directory)
+    if (directory / "metadata.json").is_file():
+        yield f"metadata.json: {_json(directory / 'metadata.json')}"
+    for key, value in load_common(directory / "common.pt").items():
+        yield f"common.pt: {key} = {_short(value)}"
+    tensors = [key for key in reader if reader.is_tensor(key)]
+    total = sum(reader.numel(key) for key in tensors)
+    nbytes = sum(reader.numel(key) * reader.dtype(key).itemsize for key in tensors)
+    yield f"{len(tensors)} tensors, {total:,} elements, {nbytes:,} bytes; {len(reader.keys()) - len(tensors)} other values"
+    counted = 0
+    for key in reader:
+        if not re.search(pattern, key):
+            continue
+        if key.startswith(GROUP_OPTIONS) and not show_groups:
+            counted += 1
+        elif reader.is_tensor(key):
+            notes = f"  {reader.mcore_data(key)}" if reader.mcore_data(key) else ""
+            yield f"{key}  {list(reader.shape(key))} {str(reader.dtype(key)).removeprefix('torch.')}{notes}"
+        else:
+            yield f"{key}  (not a tensor)"
+    if counted:
+        yield f"{counted} options of parameters' groups (--groups lists them)"
+
+
+def parse_index(text: str) -> tuple[int | slice, ...]:
+    """``0, :3, 5:`` as what a tensor is indexed with.
+
+    Raises:
+        ValueError: not of this form.
+    """
+    parts: list[int | slice] = []
+    for part in text.strip("[] ").split(","):
+        numbers = [int(n) if n.strip() else None for n in part.split(":")]
+        if len(numbers) > 3 or numbers == [None]:
+            raise ValueError(f"{text!r} is not a slice: give for instance '0, :3'")
+        parts.append(slice(*numbers) if len(numbers) > 1 else numbers[0])  # type: ignore[arg-type]
+    return tuple(parts)
+
+
+def show(directory: Path, key: str, index: str | None = None) -> str:
+    """An entry, or a part of it.
+
+    Raises:
+        CheckpointError: no such entry; the part is not one.
+    """
+    reader = CheckpointReader(directory)
+    if key not in reader:
+        near = [other for other in reader if key in other][:3]
+        raise CheckpointError(f"{directory} has no {key!r}." + (f" It has: {', '.join(near)}" if near else ""))
+    if not reader.is_tensor(key):
+        if index is not None:
+            raise CheckpointError(f"{key} is not a tensor: it has no part {index}")
+        return f"{key}:\n{reader.value(key)!r}"
+    wanted = parse_index(index) if index is not None else ()
+    leading = []
+    for step in wanted:  # what leading numbers leave out need not be read
+        if not isinstance(step, int) or step < 0:
+            break
+        leading.append(step)
+    try:
+        tensor = reader.tensor(key, leading)[wanted[len(leading) :]]
+    except IndexError as error:
+        raise CheckpointError(
+            f"{key} has shape {list(reader.shape(key))}, there is no part {index}: {error}"
+        ) from error
+    return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor}"
+
+
+def compare(
+    first: Path, second: Path, atol: float = 0.0, rtol: float = 0.0, advance: Callable[[int], None] = lambda _: None
+) -> list[str]:
+    """How two checkpoints differ, a line for each key; empty if they do not.
+
+    Tensors are equal if all elements are within ``atol + rtol * |second|``; by default if they are the same, where
+    NaNs at the same places count as equal.
+    """
+    a, b = CheckpointReader(first), CheckpointReader(second)
+    lines = [f"{key}: only in {first}" for key in a if key not in b]
+    lines += [f"{key}: only in {second}" for key in b if key not in a]
+    for key in a:
+        if key in b:
+            lines += _difference(a, b, key, atol, rtol)
+            advance(a.numel(key) * a.dtype(key).itemsize if a.is_tensor(key) else 0)
+    return lines
+
+
+def _difference(a: CheckpointReader, b: CheckpointReader, key: str, atol: float, rtol: float) -> Iterator[str]:
+    if a.is_tensor(key) != b.is_tensor(key):
+        yield f"{key}: a tensor in {(a if a.is_tensor(key) else b).directory} only"
+        return
+    if not a.is_tensor(key):
+        if a.raw(key) != b.raw(key) and repr(x := a.value(key)) != repr(y := b.value(key)):
+            yield f"{key}: {_short(x)} and {_short(y)}"
+        return
+    if a.shape(key) != b.shape(key):
+        yield f"{key}: shapes {list(a.shape(key))} and {list(b.shape(key))}"
+        return
+    if a.dtype(key) != b.dtype(key):
+        yield f"{key}: {a.dtype(key)} and {b.dtype(key)}"
+        return
+    x, y = a.tensor(key).reshape(-1), b.tensor(key).reshape(-1)
+    if torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+        return
+    wide = torch.complex128 if x.dtype.is_complex else torch.float64
+    many, odd, largest = 0, 0, 0.0
+    for p, q in zip(x.split(_COMPARED_ELEMENTS), y.split(_COMPARED_ELEMENTS), strict=True):
+        p, q = p.to(wide), q.to(wide)
+        many += int((~torch.isclose(p, q, rtol=rtol, atol=atol, equal_nan=True)).sum())
+        odd += int((p.isnan() != q.isnan()).sum())
+        # Infinities that are equal have no distance, others have an infinite one.
+        distance = torch.where(p == q, 0.0, (p - q).abs()).nan_to_num(0.0, posinf=float("inf"))
+        largest = max(largest, float(distance.max()))
+    if many:
+        nans = f"; {odd} are NaN in one of them" if odd else ""
+        yield f"{key}: {many} of {x.numel()} elements differ, by at most {largest:.6g}{nans}"
+
+
+def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequence[str] = ()) -> Plan:
+    """How to copy a checkpoint with keys renamed or entries removed. Data is copied, chunk by chunk as it lies.
+
+    Args:
+        source: a DCP directory.
+        rename: (regular expression, replacement) pairs; the first that is found in a key is applied to it.
+        remove: regular expressions; entries whose keys one is found in are left out. None given: none is removed.
+
+    Raises:
+        CheckpointError: two keys would become one, a pattern is no regular expression, or is found in no key.
+    """
+    reader, plan = CheckpointReader(source), Plan()
+    try:
+        removing = [re.compile(pattern) for pattern in remove]
+        renaming = [(re.compile(pattern), replacement) for pattern, replacement in rename]
+        for pattern in [*removing, *(pattern for pattern, _ in renaming)]:
+            if not any(pattern.search(key) for key in reader):
+                raise CheckpointError(f"{source} has no key in which {pattern.pattern!r} is found.")
+        kept: dict[str, str] = {}
+        for key in reader:
+            if any(pattern.search(key) for pattern in removing):
+                plan.left_out.append((key, "removed"))
+                continue
+            new = next((pattern.sub(text, key) for pattern, text in renaming if pattern.search(key)), key)
+            if new in kept:
+                raise CheckpointError(f"{source}: {kept[new]} and {key} would both be called {new!r}.")
+            kept[new] = key
+    except re.error as error:
+        raise CheckpointError(f"not a regular expression: {error.pattern!r}: {error}") from error
+    for new, key in kept.items():
+        tensor = reader.is_tensor(key)
+        shape, dtype = (tuple(reader.shape(key)), reader.dtype(key)) if tensor else (None, None)
+        plan.moves.append(Move(new, (key,), shape, dtype))
+
+    def write(out: Path, advance: Callable[[int], None]) -> None:
+        writer = CheckpointWriter(out)
+        for new, key in kept.items():
+            if not reader.is_tensor(key):
+                writer.add_bytes(new, reader.raw(key))
+                continue
+            writer.add_chunks(new, reader.shape(key), reader.dtype(key), reader.chunks(key))
+            if key in reader.metadata.mcore_data:  # type: ignore[attr-defined]
+                writer.mcore_data[new] = reader.mcore_data(key)
+            advance(reader.numel(key) * reader.dtype(key).itemsize)
+        for path in sorted(source.iterdir()):
+            if path.is_dir():
+                shutil.copytree(path, out / path.name)
+            elif path.suffix != ".distcp" and not path.name.startswith("."):
+                shutil.copyfile(path, out / path.name)
+        writer.close()
+
+    plan.write = write
+    return plan
+
+
+def _json(path: Path) -> str:
+    try:
+        return json.dumps(json.loads(path.read_text()))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Copy it again.") from error
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text):,} characters)"

@@ -1,0 +1,69 @@
+"""What a conversion will do, told before it does it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+__all__ = ["Move", "Plan"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One entry of the output, and where it comes from.
+
+    Args:
+        target: key in the output.
+        sources: keys in the input, with the part that is taken of each: ``decoder.layers.norm.weight[3]``.
+        shape: in the output; None for what is no tensor.
+        dtype: likewise.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.shape is None or self.dtype is None else math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        kind = "" if self.shape is None else f"  {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+        sources = self.sources if len(self.sources) < 5 else (*self.sources[:2], "...", self.sources[-1])
+        return f"{', '.join(sources)} -> {self.target}{kind}"
+
+
+@dataclass
+class Plan:
+    """A conversion that has been thought through, from names and shapes alone.
+
+    Args:
+        moves: every entry of the output.
+        left_out: entries of the input that the output has no place for, and why.
+        notes: what somebody should know before trusting the result.
+        write: does it: makes the given directory (or file), and reports bytes of tensors as they are written.
+    """
+
+    moves: list[Move] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    write: Callable[[Path, Callable[[int], None]], None] = lambda out, advance: None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors that will be written."""
+        return sum(move.nbytes for move in self.moves)
+
+    def lines(self) -> Sequence[str]:
+        """For people: a line for each entry, what is left out, and the notes."""
+        out = [str(move) for move in self.moves]
+        out += [f"{key} -> left out: {why}" for key, why in self.left_out]
+        out += [f"note: {note}" for note in self.notes]
+        tensors = sum(move.shape is not None for move in self.moves)
+        out.append(f"{tensors} tensors, {self.nbytes:,} bytes; {len(self.moves) - tensors} other values")
+        return out

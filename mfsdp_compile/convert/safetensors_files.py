@@ -1,0 +1,188 @@
+"""Files of safetensors, written a tensor at a time; and folders of them, as Hugging Face has them.
+
+The library writes a file from tensors that are all in memory. The format is simple enough to do without: the length of a
+header (8 bytes, little endian), the header (JSON: name to dtype, shape and place), and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfsdp_compile.checkpoint.files import CheckpointError
+
+__all__ = ["DTYPES", "INDEX", "Layout", "SafetensorsReader", "split_into_files", "write_file"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""What the format calls the dtypes that it has."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsReader:
+    """The tensors of a ``.safetensors`` file, or of a folder with one or several.
+
+    Raises:
+        CheckpointError: safetensors is not installed; there is no such file; one is damaged or missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._open = _library()
+        self._file_of = dict(_files(path, self._names))
+        self.layouts: dict[str, Layout] = {}
+        for file in sorted(set(self._file_of.values())):
+            with self._opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    self.layouts[name] = Layout(tuple(part.get_shape()), self._dtype(file, name, part.get_dtype()))
+        for name, file in self._file_of.items():
+            if name not in self.layouts:
+                raise CheckpointError(f"{file} has no {name}, which {INDEX} says it has. Copy the folder again.")
+
+    def tensor(self, name: str) -> Tensor:
+        with self._opened(self._file_of[name]) as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+
+    def _names(self, file: Path) -> list[str]:
+        with self._opened(file) as opened:
+            return list(opened.keys())
+
+    def _opened(self, file: Path) -> Any:
+        try:
+            return self._open(file, framework="pt")
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing. Copy the folder again.") from None
+        except Exception as error:  # SafetensorError, which is not importable without the library
+            raise CheckpointError(f"{file} is damaged or cut short ({error}). Copy it again.") from error
+
+    @staticmethod
+    def _dtype(file: Path, name: str, code: str) -> torch.dtype:
+        if code not in DTYPES:
+            raise CheckpointError(f"{file}: {name} has dtype {code}, which is not known here.")
+        return DTYPES[code]
+
+
+def _library() -> Callable[..., Any]:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise CheckpointError(
+            "Reading .safetensors needs the package safetensors: pip install 'mfsdp-compile[models]'"
+        ) from None
+    return safe_open  # type: ignore[no-any-return]
+
+
+def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
+    """(Tensor, the file that it is in)."""
+    if path.is_file():
+        yield from ((name, path) for name in names(path))
+    elif (path / INDEX).is_file():
+        try:
+            weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise ValueError(f"{file!r} is not in this folder")
+                yield name, path / file
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
+    else:
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise CheckpointError(
+                f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder as Hugging Face's "
+                "save_pretrained makes it has one file, or an index; folders with .bin files have to be saved anew."
+            )
+        yield from ((name, files[0]) for name in names(files[0]))
+
+
+def split_into_files(layouts: Mapping[str, Layout], max_bytes: int) -> dict[str, list[str]]:
+    """File name to tensors: in their order, none larger than ``max_bytes`` but for a tensor that is so by itself."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, layout in layouts.items():
+        if shards[-1] and used + layout.nbytes > max_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += layout.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+
+
+def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+    """Write the tensors ``names``, which ``read`` gives one after the other.
+
+    Raises:
+        CheckpointError: the format has no such dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in names:
+        layout = layouts[name]
+        if layout.dtype not in _CODES:
+            raise CheckpointError(f"{name} has dtype {layout.dtype}, which .safetensors does not have. Use --dtype.")
+        end = offset + layout.nbytes
+        header[name] = {
+            "dtype": _CODES[layout.dtype],
+            "shape": list(layout.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in names:
+            tensor = read(name).contiguous().reshape(-1)
+            file.write(memoryview(tensor.view(torch.uint8).numpy()))
+
+
+def write_index(folder: Path, layouts: Mapping[str, Layout], files: Mapping[str, Sequence[str]]) -> None:
+    """Say which file has which tensor, where there are several."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        total = sum(layouts[name].nbytes for name in weight_map)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,259 @@
+"""fsdp_dtensor to torch_dist, the inverse of :mod:`.torch_dist`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.pickles import dump_object
+
+from . import keys
+from .blocks import RESHAPED, flatten_blocks
+from .groups import groups_from_options
+from .keys import Name
+from .plan import Move, Plan
+from .torch_dist import CARRIED, CHECKPOINT_VERSION, Options
+
+__all__ = ["plan_to_torch_dist"]
+
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What Megatron's ``metadata.json`` says of such a checkpoint."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor of torch_dist.
+
+    Args:
+        key: in torch_dist.
+        shape: with layers and experts first.
+        dtype: of it and its sources.
+        grid: blocks along each dimension, if it is to be flattened.
+        sources: (key,), or (key of the first half, of the second), for each index of layers and experts.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grid: tuple[int, ...] | None
+    sources: dict[tuple[int, ...], tuple[str, ...]]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        if self.grid is None:
+            return self.shape
+        return (*self.grid, math.prod(n // g for n, g in zip(self.shape, self.grid, strict=True)))
+
+    def chunks(self, reader: CheckpointReader) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """A chunk for each layer and expert, as Megatron's ranks write them."""
+        for index, sources in self.sources.items():
+            halves = [reader.tensor(key) for key in sources]
+            tensor = halves[0] if len(halves) == 1 else torch.cat(halves)
+            del halves
+            depth = len(index)
+            if self.grid is not None:
+                tensor = flatten_blocks(tensor, self.grid[depth:])
+            yield (*index, *([0] * tensor.dim())), tensor.reshape((1,) * depth + tuple(tensor.shape))
+
+
+def plan_to_torch_dist(source: Path, options: Options) -> Plan:
+    """How to make a torch_dist checkpoint of an fsdp_dtensor checkpoint.
+
+    Where the checkpoint was once converted from torch_dist, the layout of that is restored.
+
+    Raises:
+        CheckpointError: ``source`` is not readable; layers are to be stacked that differ; half of a matrix is missing.
+    """
+    reader, plan = CheckpointReader(source), Plan()
+    carried = source / CARRIED
+    layout = _layout(carried / "layout.json")
+    named, others = _parameters(reader, options)
+    if not named:
+        raise CheckpointError(
+            f"{source} has no key that begins with {options.prefixes.model!r} or {options.prefixes.optimizer!r}. Give "
+            "the prefixes that it has with --model-prefix and --optimizer-prefix; mfsdp checkpoint inspect shows keys."
+        )
+    targets = [
+        _target(reader, name, parts, layout, options)
+        for name, parts in _grouped(reader, named, layout, options).items()
+    ]
+    for target in targets:
+        shown = tuple(itertools.chain.from_iterable(target.sources.values()))
+        plan.moves.append(Move(target.key, shown, target.stored_shape, target.dtype))
+    raw = [key for key in layout["values"] if key in reader]
+    plan.moves += [Move(key, (key,)) for key in raw]
+    common = carried / "common.pt"
+    if common.is_file():
+        content = common.read_bytes()
+        plan.moves.append(Move("common.pt", (f"{CARRIED}/common.pt",)))
+    else:
+        leaves = [key for key in others if key not in raw and options.prefixes.parse_group(key) is None]
+        content = dump_object(_common(reader, leaves, options))
+        plan.moves.append(Move("common.pt", tuple(leaves) or ("(default)",)))
+    plan.left_out += [
+        (key, "state of the rerun state machine, of one rank") for key in others if _is_rerun(key) and key not in raw
+    ]
+    plan.notes.append("Without states of random number generators: training goes on with those that it starts with.")
+
+    def write(out: Path, advance: Callable[[int], None]) -> None:
+        writer = CheckpointWriter(out)
+        for target in targets:
+            writer.add_chunks(target.key, target.stored_shape, target.dtype, _counted(target.chunks(reader), advance))
+            writer.mcore_data[target.key] = {} if target.grid is None else {RESHAPED: target.shape}
+        for key in raw:
+            writer.add_bytes(key, reader.raw(key))
+        (out / "common.pt").write_bytes(content)
+        known = carried / "metadata.json"
+        (out / "metadata.json").write_text(known.read_text() if known.is_file() else json.dumps(FORMAT))
+        writer.close()
+
+    plan.write = write
+    return plan
+
+
+def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable[[int], None]) -> Iterator[Any]:
+    for offsets, tensor in chunks:
+        yield offsets, tensor
+        advance(tensor.nbytes)
+
+
+def _layout(path: Path) -> dict[str, Any]:
+    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": []}
+    if not path.is_file():
+        return empty
+    try:
+        found = json.loads(path.read_text())
+        return {name: type(default)(found[name]) for name, default in empty.items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
+
+
+def _parameters(reader: CheckpointReader, options: Options) -> tuple[dict[str, Name], list[str]]:
+    """Tensors that are parameters or states, and all other keys."""
+    named, others = {}, []
+    for key in reader:
+        name = options.prefixes.parse(key) if reader.is_tensor(key) else None
+        if name is None:
+            others.append(key)
+        else:
+            named[key] = name
+    return named, others
+
+
+_Parts = dict[tuple[int, ...], dict[int | None, str]]
+
+
+def _grouped(
+    reader: CheckpointReader, named: dict[str, Name], layout: dict[str, Any], options: Options
+) -> dict[Name, _Parts]:
+    """For each tensor of torch_dist: by index, and by half, the key that it comes from."""
+    rename = layout["mtp_renamed"] if options.rename_mtp is None else options.rename_mtp
+    grouped: dict[Name, _Parts] = {}
+    for key, name in named.items():
+        old = keys.modern_mtp(name.name, new=False) if rename else name.name
+        stack = keys.layer_stack(old)
+        known = layout["stacked"].get(stack) if options.stack_layers is None else options.stack_layers
+        stacked = not f".{stack}".endswith(".mtp.layers") if known is None else known
+        # Of a state that is one number, both halves have one, each of its own.
+        gated = options.swiglu is not False and len(reader.shape(key)) > 0
+        part = keys.compose(old, gated, stacked)
+        halves = grouped.setdefault(Name(part.name, name.state), {}).setdefault(part.index, {})
+        if part.half in halves:
+            raise CheckpointError(
+                f"{reader.directory}: {key} and {halves[part.half]} are the same part of {part.name}."
+            )
+        halves[part.half] = key
+    return grouped
+
+
+def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[str, Any], options: Options) -> _Target:
+    key = keys.torch_dist_key(name)
+    depth = keys.stacked_dimensions(name.name)
+    counts = tuple(1 + max(index[i] for index in parts) for i in range(depth))
+    missing = sorted(set(itertools.product(*map(range, counts))) - set(parts))
+    if missing:
+        raise CheckpointError(_differing(reader, name, f"there is none for {list(missing[0])}", counts))
+    sources: dict[tuple[int, ...], tuple[str, ...]] = {}
+    shapes = {}
+    for index in sorted(parts):
+        halves = parts[index]
+        if set(halves) not in ({None}, {0, 1}):
+            raise CheckpointError(
+                f"{reader.directory} has only one half of a gated matrix: {', '.join(halves.values())}"
+            )
+        sources[index] = tuple(halves[half] for half in sorted(halves, key=lambda half: half or 0))
+        shape = list(reader.shape(sources[index][0]))
+        if len(halves) == 2:
+            shape[0] += reader.shape(sources[index][1])[0]
+        shapes[index] = (tuple(shape), reader.dtype(sources[index][0]), len(halves))
+    first = shapes[min(shapes)]
+    for index, found in shapes.items():
+        if found != first:
+            what = f"shape and dtype are {first[:2]} at {list(min(shapes))}, but {found[:2]} at {list(index)}"
+            raise CheckpointError(_differing(reader, name, what, counts))
+    shape = (*counts, *first[0])
+    return _Target(key, shape, first[1], _grid(key, name, shape, first[2] == 2, layout, options), sources)
+
+
+def _differing(reader: CheckpointReader, name: Name, what: str, counts: tuple[int, ...]) -> str:
+    return (
+        f"{reader.directory}: {keys.torch_dist_key(name)} cannot be one tensor for {list(counts)} layers (and experts): "
+        f"{what}. If layers differ by design, give --layers indexed, which is how Megatron stores such models."
+    )
+
+
+def _grid(
+    key: str, name: Name, shape: tuple[int, ...], gated: bool, layout: dict[str, Any], options: Options
+) -> tuple[int, ...] | None:
+    if key in layout["flattened"]:
+        try:
+            return keys.grid_of(shape, layout["flattened"][key])
+        except ValueError as error:
+            raise CheckpointError(
+                f"{key} cannot be flattened as it was before its conversion: {error}. Remove the checkpoint's "
+                f"subfolder {CARRIED} to do without the old layout."
+            ) from error
+    depth = keys.stacked_dimensions(name.name)
+    if name.state is None or not options.flatten_optimizer or len(shape) == depth:
+        return None
+    return (*shape[:depth], 2 if gated else 1, *([1] * (len(shape) - depth - 1)))
+
+
+def _is_rerun(key: str) -> bool:
+    return key.startswith("rerun_state_machine.")
+
+
+def _common(reader: CheckpointReader, leaves: list[str], options: Options) -> dict[str, Any]:
+    """What ``common.pt`` should hold, from the dotted keys of fsdp_dtensor."""
+    held = {
+        key: reader.tensor(key) if reader.is_tensor(key) else reader.value(key) for key in leaves if not _is_rerun(key)
+    }
+    renamed = {
+        key.replace("optimizer.param_groups.", "optimizer.optimizer.param_groups.", 1)
+        if key.startswith("optimizer.param_groups.")
+        else key: value
+        for key, value in held.items()
+    }
+    try:
+        common: dict[str, Any] = keys.unflatten(renamed)
+    except ValueError as error:
+        raise CheckpointError(f"{reader.directory}: {error}") from error
+    common.setdefault("checkpoint_version", CHECKPOINT_VERSION)
+    groups = groups_from_options(reader, options.prefixes)
+    if groups and not any(key.startswith("optimizer.param_groups.") for key in leaves):
+        common.setdefault("optimizer", {}).setdefault("optimizer", {})["param_groups"] = groups
+    return common

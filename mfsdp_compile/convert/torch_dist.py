@@ -1,0 +1,274 @@
+"""torch_dist to fsdp_dtensor, and back.
+
+torch_dist is what Megatron's 3D-parallel training writes: a DCP directory whose tensors are stacked over layers and
+experts, with the distributed optimizer's tensors flattened block by block (:func:`.keys.grid_of`), next to ``common.pt``
+(training arguments, iteration, options of the optimizer's groups) and ``metadata.json``.
+
+fsdp_dtensor is a plain DCP directory. What it has no place for but torch_dist needs is carried along in a subfolder::
+
+    torch_dist/common.pt        as it was
+    torch_dist/metadata.json    as it was
+    torch_dist/layout.json      which layers were stacked, what was flattened and how
+
+so that the way back gives what was converted: equal tensors under equal keys. Not carried: Transformer Engine's
+``_extra_state``, and the state of random number generators and of the rerun state machine, which belong to ranks that
+there will not be again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.pickles import load_object
+
+from . import keys
+from .blocks import Stored
+from .groups import find_groups, group_of
+from .keys import Name, Part, Prefixes
+from .plan import Move, Plan
+
+__all__ = ["CARRIED", "Options", "load_common", "plan_to_fsdp"]
+
+CARRIED = "torch_dist"
+"""Subfolder of an fsdp_dtensor checkpoint for what only torch_dist needs."""
+
+CHECKPOINT_VERSION = 3.0
+"""Of Megatron's checkpoints, written where the training state does not say."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert.
+
+    Args:
+        prefixes: of fsdp_dtensor's keys.
+        swiglu: whether MLPs are gated, so that fsdp_dtensor has ``linear_fc1`` in two halves. None: what the training
+            arguments say, or else the shapes. On the way back: whether halves are put together; None is yes.
+        swiglu_modules: only modules with these among the parts of their names are gated.
+        rename_mtp: name multi-token-prediction layers as Megatron-FSDP's models do. None: where the old name is found,
+            and back to what it was.
+        stack_layers: on the way to torch_dist, whether layers are stacked. None: as they were before; else they are,
+            but for those of multi-token prediction, as Megatron does it.
+        flatten_optimizer: on the way to torch_dist, flatten states of the optimizer that nothing is known of, as older
+            versions of Megatron-LM want them.
+        group_map: parameter (key in fsdp_dtensor) to the number of its group in the optimizer.
+    """
+
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    swiglu: bool | None = None
+    swiglu_modules: tuple[str, ...] = ()
+    rename_mtp: bool | None = None
+    stack_layers: bool | None = None
+    flatten_optimizer: bool = False
+    group_map: Mapping[str, int] | None = None
+
+
+def load_common(path: Path) -> dict[str, Any]:
+    """``common.pt``; empty if there is none.
+
+    Raises:
+        CheckpointError: damaged, or it holds a class that is not known to be harmless.
+    """
+    if not path.is_file():
+        return {}
+    with path.open("rb") as file:
+        common = load_object(file, path)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path} holds a {type(common).__name__}, and not the dictionary that Megatron writes.")
+    return common
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of fsdp_dtensor: the part of a stored tensor that it is, its name, and its key."""
+
+    part: Part
+    name: Name
+    key: str
+
+
+def plan_to_fsdp(source: Path, options: Options) -> Plan:
+    """How to make an fsdp_dtensor checkpoint of a torch_dist checkpoint.
+
+    Raises:
+        CheckpointError: ``source`` is not readable, or not laid out by parameters; whether MLPs are gated cannot be
+            told; the map of groups lacks a parameter.
+    """
+    reader, plan = CheckpointReader(source), Plan()
+    common = load_common(source / "common.pt")
+    kept = [key for key in reader if _stays(key, plan)]
+    tensors = [Stored.of(reader, key) for key in kept if reader.is_tensor(key)]
+    raw = [key for key in kept if not reader.is_tensor(key)]
+    gated = _gated(tensors, common, options)
+    has_old_mtp = any(keys.modern_mtp(stored.name.name) != stored.name.name for stored in tensors)
+    rename = has_old_mtp if options.rename_mtp is None else options.rename_mtp
+    jobs = [(stored, list(_outputs(stored, gated, rename, options, source))) for stored in tensors]
+    for stored, outputs in jobs:
+        for out in outputs:
+            shape = list(stored.shape[len(out.part.index) :])
+            if out.part.half is not None:
+                shape[0] //= 2
+            plan.moves.append(Move(out.key, (_shown(stored.key, out.part),), tuple(shape), stored.dtype))
+    values = list(_values(reader, common, jobs, options, plan))
+    plan.moves += [Move(key, (key,)) for key in raw]
+    plan.moves += [Move(key, (origin,)) for key, origin, _ in values]
+    layout = {
+        "stacked": _stacks(jobs),
+        "mtp_renamed": rename and has_old_mtp,
+        "flattened": {stored.key: list(reader.shape(stored.key)) for stored in tensors if stored.grid is not None},
+        "values": raw,
+    }
+
+    def write(out: Path, advance: Callable[[int], None]) -> None:
+        writer = CheckpointWriter(out)
+        for stored, outputs in jobs:
+            for output in outputs:
+                tensor = stored.read(reader, output.part)
+                writer.add(output.key, tensor)
+                advance(tensor.nbytes)
+            reader.release()
+        for key in raw:
+            writer.add_bytes(key, reader.raw(key))
+        for key, _, value in values:
+            writer.add_value(key, value)
+        carried = out / CARRIED
+        carried.mkdir()
+        (carried / "layout.json").write_text(json.dumps(layout, indent=1))
+        for name in ("common.pt", "metadata.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, carried / name)
+        writer.close()
+
+    plan.write = write
+    return plan
+
+
+def _stays(key: str, plan: Plan) -> bool:
+    """Whether an entry is converted; notes in the plan why not."""
+    if key.startswith(("optimizer.distributed.", "chained_")):
+        raise CheckpointError(
+            f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote them "
+            "can take apart. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's "
+            "state by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), "
+            "or without the optimizer (--no-save-optim)."
+        )
+    reasons = {
+        "._extra_state": "state of Transformer Engine, made anew by calibration",
+        "rng_state": "random number generators of ranks that are no more",
+    }
+    for part, why in reasons.items():
+        if part in f".{key}" if part[0] == "." else key.startswith(part):
+            plan.left_out.append((key, why))
+            return False
+    return not key.startswith("rerun_state_machine_state")
+
+
+def _gated(tensors: Iterable[Stored], common: Mapping[str, Any], options: Options) -> bool:
+    """Whether MLPs are gated: as the user says, as the training arguments say, or as the shapes do."""
+    if options.swiglu is not None:
+        return options.swiglu
+    if options.swiglu_modules:
+        return True
+    said = getattr(common.get("args"), "swiglu", None)
+    if said is not None:
+        return bool(said)
+    shapes = {stored.name.name: stored.shape for stored in tensors if stored.name.state is None}
+    seen = set()
+    for name, shape in shapes.items():
+        other = shapes.get(name.replace("linear_fc1", "linear_fc2"))
+        if name.endswith(".linear_fc1.weight") and other is not None:
+            seen.add(shape[-2] == 2 * other[-1])  # into the MLP go twice as many columns as come out of it
+    if len(seen) > 1:
+        raise CheckpointError(
+            "Some MLPs are gated (SwiGLU) and some are not. Say which with --swiglu-modules, or --no-swiglu for none."
+        )
+    return seen == {True}
+
+
+def _outputs(stored: Stored, gated: bool, rename: bool, options: Options, source: Path) -> Iterator[_Output]:
+    try:
+        parts = keys.decompose(stored.name.name, stored.shape, gated, options.swiglu_modules)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    for part in parts:
+        name = Name(keys.modern_mtp(part.name) if rename else part.name, stored.name.state)
+        yield _Output(part, name, options.prefixes.key(name))
+
+
+def _stacks(jobs: Iterable[tuple[Stored, list[_Output]]]) -> dict[str, bool]:
+    """Whether the layers of each list of layers were one tensor."""
+    stacked = {}
+    for stored, outputs in jobs:
+        for output in outputs[:1]:
+            if (stack := keys.layer_stack(output.name.name)) is not None:
+                stacked[stack] = keys.is_layer_stacked(stored.name.name)
+    return stacked
+
+
+def _shown(key: str, part: Part) -> str:
+    index = f"[{', '.join(map(str, part.index))}]" if part.index else ""
+    return key + index + ("" if part.half is None else (" first half", " second half")[part.half])
+
+
+def _values(
+    reader: CheckpointReader,
+    common: dict[str, Any],
+    jobs: Iterable[tuple[Stored, list[_Output]]],
+    options: Options,
+    plan: Plan,
+) -> Iterator[tuple[str, str, Any]]:
+    """(Key, origin, value) of what is no parameter and no state."""
+    reruns = [key for key in reader if key.startswith("rerun_state_machine_state")]
+    for number, key in enumerate(reruns):
+        if number or reader.is_tensor(key):
+            plan.left_out.append((key, "state of the rerun state machine of another rank"))
+            continue
+        held = reader.value(key)
+        for name, leaf in keys.flatten(
+            held[0] if isinstance(held, list) and held else held, "rerun_state_machine.sharded"
+        ):
+            yield name, key, leaf
+    for name, leaf in keys.flatten(common):
+        yield name.replace("optimizer.optimizer.param_groups.", "optimizer.param_groups."), "common.pt", leaf
+    if "checkpoint_version" not in common:
+        yield "checkpoint_version", "(default)", CHECKPOINT_VERSION
+    yield from _group_values(common, jobs, options, plan)
+
+
+def _group_values(
+    common: dict[str, Any], jobs: Iterable[tuple[Stored, list[_Output]]], options: Options, plan: Plan
+) -> Iterator[tuple[str, str, Any]]:
+    """The options of the group of every parameter."""
+    groups = find_groups(common)
+    if options.group_map is None:
+        if len(groups) > 1:
+            plan.notes.append(
+                f"The optimizer has {len(groups)} groups, and without --param-to-param-group-map-json nothing says "
+                "which parameter is in which: their options will be those that training starts with."
+            )
+        return
+    if not groups:
+        plan.notes.append("common.pt has no groups of the optimizer: the map of groups is not used.")
+        return
+    prefixes = options.prefixes
+    for stored, outputs in jobs:
+        for output in outputs:
+            if stored.name.state is not None or stored.name.name.endswith(".expert_bias"):
+                continue
+            names = [output.name.name, output.part.name, output.part.name.removesuffix("_w").removesuffix("_v")]
+            candidates = [f"{prefixes.model}.{name}" for name in [*names, stored.name.name]]
+            number = group_of([*candidates, stored.name.name], options.group_map, len(groups))
+            if number is None:
+                raise CheckpointError(
+                    f"The map of groups has no {candidates[0]}. Write it with the model that the checkpoint is of, or "
+                    "convert without it."
+                )
+            for name, value in groups[number].items():
+                if name != "params":
+                    yield prefixes.group_key(output.name.name, name), f"common.pt, group {number}", value
