@@ -155,6 +155,19 @@ class MegatronFSDP(nn.Module):
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter whole, with its name in :attr:`module`, in the dtype of the shards; bucket by bucket.
+
+        For exporting weights, or sending them to where they are used. All ranks must take all of it, in the same order; a
+        rank that has no use for a tensor drops it. Memory: one bucket, as long as nothing else is kept. Tied parameters come
+        once, under their first name.
+        """
+        for bucket in self.sharded.buckets:
+            wholes = bucket.gather_shards()
+            for sites, whole in zip(bucket.sites, wholes, strict=True):
+                yield sites[0].name, whole
+            del wholes, whole
+
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,
         wait for them. With full sharding over one dimension there are none: graphs and forwards gather for themselves.

@@ -247,6 +247,17 @@ class Bucket:
         """What parameters in use are made of on this rank: the resident, or the shard; without autograd."""
         return self.flat.detach() if self.resident is None else self.await_resident()
 
+    @torch.no_grad()
+    def gather_shards(self) -> list[Tensor]:
+        """Every parameter whole, in the main dtype; views of one tensor of the bucket's size. Every rank must."""
+        whole = self.flat.detach()
+        with compat.no_saved_tensor_hooks():
+            for group in self.topology.shard_groups:
+                whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
+        if not self.topology.shard_groups:
+            whole = whole.clone()
+        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property

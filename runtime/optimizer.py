@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .bucket import Home
 from .flat import FlatStep
 from .muon import ShardedMuon
-from .optimizer_state import name_state, shard_state
+from .optimizer_state import cut_loaded_state, name_state, shard_state
 
 if TYPE_CHECKING:
     from .model import ShardedModel
@@ -94,6 +94,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad
     over_runs = FlatStep(optimizer) if flat else None
+    optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     if by_name:
         name_state(optimizer)
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .bucket import Home
-from .tensor import RowShardedTensor, take_rows
+from .tensor import RowShardedTensor, take_rows, whole_tensor
 
-__all__ = ["name_state", "parameter_names", "shard_state"]
+__all__ = ["cut_loaded_state", "name_state", "parameter_names", "shard_state"]
 
 PREFIX = "module."
 """Of the wrapper that ``fully_shard_model`` returns: names are those of ``model.named_parameters()``."""
@@ -46,7 +46,7 @@ def shard_state(value: Tensor, param: Any) -> Tensor:
     """This rank's rows of state of a parameter's shape, in memory of its own; anything else as it is."""
     if value.shape != param.shape or isinstance(value, RowShardedTensor):
         return value
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole_tensor(value) if isinstance(value, DTensor) else value
     rows = take_rows(whole, param.split, param.topology.shard)
     return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split, param.topology)
 
@@ -88,13 +88,8 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
     """As torch's own ``load_state_dict`` takes it, in the order of the optimizer's groups."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
-    by_number = all(isinstance(key, int) for group in stored_groups for key in group["params"])
-    if by_number:
-        state = {
-            key: _shard_all(held, params[key]) if key < len(params) else held
-            for key, held in state_dict["state"].items()
-        }
-        return {**state_dict, "state": state}
+    if all(isinstance(key, int) for group in stored_groups for key in group["params"]):
+        return dict(state_dict)
     names = parameter_names(optimizer)
     number = {name: i for i, name in enumerate(names)}
     group_of = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
@@ -117,7 +112,7 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
             )
         stored = stored_groups[sources.pop()] if sources else group
         groups.append({**stored, "params": numbers})
-    state = {number[name]: _shard_all(held, params[number[name]]) for name, held in state_dict["state"].items()}
+    state = {number[name]: held for name, held in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -126,11 +121,21 @@ def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequenc
     return [name_of[id(param)] for param in group["params"]]
 
 
-def _shard_all(held: Mapping[str, Any], param: Any) -> dict[str, Any]:
-    return {
-        key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
-        for key, value in held.items()
-    }
+def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Before torch's own ``load_state_dict``: whole tensors, and such that others have sharded evenly, are cut like the
+    parameters that they belong to."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
+    param_of = dict(zip(keys, params, strict=False))  # torch complains of other numbers of parameters
+    state = {}
+    for number, held in state_dict["state"].items():
+        if (param := param_of.get(number)) is not None:
+            held = {
+                key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
+                for key, value in held.items()
+            }
+        state[number] = held
+    return {**state_dict, "state": state}
 
 
 def _some(names: Sequence[str]) -> str:

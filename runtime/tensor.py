@@ -28,7 +28,7 @@ from . import compat
 from .layout import BucketLayout
 from .topology import Topology
 
-__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
+__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows", "whole_tensor"]
 
 aten = torch.ops.aten
 
@@ -163,6 +163,9 @@ class RowShardedTensor(DTensor):
         )
 
     def __create_chunk_list__(self) -> list[Any]:
+        # Asked before a checkpoint is read into these rows, by every rank, whether it has rows or not.
+        if self.backing:
+            torch.autograd.graph.increment_version(self.backing[0])
         chunk = self._chunk()
         return [chunk] if chunk is not None else []
 
@@ -463,7 +466,7 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
         return value._local_tensor
     if isinstance(value, DTensor):
         if func is aten.copy_.default and value.shape == reference.shape:
-            value = value.full_tensor()  # a state dict that others have sharded in their way; all ranks load it
+            value = whole_tensor(value)  # a state dict that others have sharded in their way; all ranks load it
         elif any(not placement.is_replicate() for placement in value.placements):
             raise _unsupported(func, (reference, value), {})
         else:
@@ -476,6 +479,17 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
     if value.ndim == reference.ndim and value.ndim and value.shape[0] == reference.shape[0]:
         return take_rows(value, reference.split, reference.topology.shard)
     return value
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """``tensor.full_tensor()``, one mesh dimension after the other: where a flattened mesh dimension exists, torch 2.13 gathers
+    over all at once, and takes padding of uneven shards for values."""
+    placements = list(tensor.placements)
+    for dim in reversed(range(len(placements))):
+        if not placements[dim].is_replicate():
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 # -- random -----------------------------------------------------------------------------------------------------------

@@ -1,1 +1,8 @@
-"""Checkpoint directories of torch.distributed.checkpoint."""
+"""Checkpoints that move: saved and loaded at any number of ranks, complete or not there, and safe to load."""
+
+from .files import CheckpointError
+from .full import full_optimizer_state_dict, full_state_dict
+from .loading import Restored, load
+from .store import Checkpoints
+
+__all__ = ["CheckpointError", "Checkpoints", "Restored", "full_optimizer_state_dict", "full_state_dict", "load"]

@@ -1,0 +1,375 @@
+"""Reading a checkpoint into a sharded model and its optimizer, whoever wrote it on however many ranks.
+
+Names are compared without what wrappers put before them (``module.``, ``_orig_mod.``), so that checkpoints of plain
+models, DDP and FSDP2 fit. Everything is compared before anything is loaded: a checkpoint that does not fit, or is damaged,
+leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+
+from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.wrapper import MegatronFSDP
+
+from .contents import extra_from_tensor, set_generators
+from .files import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
+from .manifest import damaged_files, read_manifest
+
+__all__ = ["Restored", "as_checkpoint_error", "load"]
+
+PATIENCE = timedelta(hours=1)
+"""For the slowest rank to look at its share of the files."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded.
+
+    Args:
+        path: of the checkpoint.
+        step: of the training; None: it has no manifest.
+        extra: what the program had given to be saved.
+        generators: whether random number generators are where they were. They are if the number of ranks is the same.
+        world_size: ranks that wrote it; None: it has no manifest.
+        left_out: names in the checkpoint that were not loaded.
+        kept: names of what kept its values, because the checkpoint does not have it.
+        cast: names of what has another dtype here.
+    """
+
+    path: Path
+    step: int | None
+    extra: Any
+    generators: bool
+    world_size: int | None
+    left_out: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+
+
+@dataclass
+class _Comparison:
+    """What is here, by names to be read by people, against what is stored."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: list[tuple[str, str]] = field(default_factory=list)
+    cast: list[tuple[str, str]] = field(default_factory=list)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: MegatronFSDP,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    verify: bool | None = None,
+    allow_missing: str | Sequence[str] = (),
+    allow_unexpected: str | Sequence[str] = (),
+    allow_reshaped: str | Sequence[str] = (),
+    allow_cast: str | Sequence[str] = (),
+    generators: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> Restored:
+    """Load a checkpoint of any world size, strategy and shape of mesh: this package's, or one of
+    ``torch.distributed.checkpoint`` by FSDP2, DDP or a plain model. Collective. Runs nothing that the checkpoint may hold.
+
+    Args:
+        path: a folder with a ``.metadata`` file.
+        model, optimizer: to load into, in place. The optimizer is extended by ``fully_shard_optimizer`` and may be new. The
+            checkpoint's optimizer is left out if None is given.
+        verify: read every file first and compare it with the manifest; None: if there is a manifest.
+        allow_missing: patterns (``*`` and ``?``) of names that may be missing, and keep their values: ``"model.head.*"``,
+            ``"optimizer.head.*"``.
+        allow_unexpected: of names that may be left out.
+        allow_reshaped: of names whose shape may be another; they keep their values.
+        allow_cast: of names whose dtype may be another; values are rounded.
+        generators: also set the random number generators, if the number of ranks is the same.
+        group: a gloo group of the model's ranks; None: the model's own group.
+
+    Returns:
+        The step, and what else there is.
+
+    Raises:
+        CheckpointError: on this rank something is missing, damaged, or does not fit; all of it is listed. Nothing is
+            loaded.
+        RuntimeError: on another rank.
+    """
+    directory = Path(path)
+    sharded = model.sharded
+    group = group or sharded.group
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    plan: list[_Plan] = []
+
+    def describe() -> list[str]:
+        manifest = read_manifest(directory) if verify is not False else None
+        if manifest is not None:
+            share = sorted(manifest.files)[rank::world_size]
+            if found := damaged_files(directory, manifest.files, share):
+                raise CheckpointError(
+                    f"{directory} is damaged: {'; '.join(found)}. Copy it again, or use an earlier one. Nothing was loaded."
+                )
+        elif verify:
+            raise CheckpointError(f"{directory} has no manifest, so that it cannot be verified.")
+        patterns = [
+            [p] if isinstance(p, str) else list(p)
+            for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
+        ]
+        plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns)))
+        return [f"{name}: {key}" for name, key in plan[0].described()]
+
+    agree(sharded.group, f"Loading {directory}", describe, PATIENCE)
+    found = plan[0]
+    manifest = read_manifest(directory) if verify is not False else None
+    extras = found.extras(rank)
+    values = {**found.targets, **extras}
+    try:
+        dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), process_group=group)
+    except CheckpointException as error:
+        raise as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint") from error
+    found.finish(values)
+    sharded.refresh()
+    restored_generators = False
+    if generators and manifest is not None and manifest.rng and manifest.world_size == world_size:
+        prefix = f"rng.{rank}."
+        set_generators({key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)})
+        restored_generators = True
+    extra = extra_from_tensor(values["extra"]) if "extra" in extras else None
+    return Restored(
+        directory,
+        manifest.step if manifest is not None else None,
+        extra,
+        restored_generators,
+        manifest.world_size if manifest is not None else None,
+        tuple(found.compared.unexpected),
+        tuple([*found.compared.missing, *(name for name, _ in found.compared.reshaped)]),
+        tuple(name for name, _ in found.compared.cast),
+    )
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    missing: Sequence[str]
+    unexpected: Sequence[str]
+    reshaped: Sequence[str]
+    cast: Sequence[str]
+
+
+class _Plan:
+    """Which stored key goes where. Made without communication, from what all ranks see alike.
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        model: MegatronFSDP,
+        optimizer: torch.optim.Optimizer | None,
+        allowed: _Allowed,
+    ) -> None:
+        self.targets: dict[str, Any] = {}
+        self.compared = _Comparison()
+        self._optimizer = optimizer
+        self._reader = reader
+        self._stored = reader.metadata.state_dict_metadata
+        self._of_extra_state: dict[str, str] = {}  # stored key -> name in the module
+        self._module = model.module
+        self._state_of: dict[str, tuple[str, str]] = {}  # stored key -> parameter's name, key of its state
+        self._used: set[str] = set()
+        self._plan_model()
+        if optimizer is not None:
+            self._plan_optimizer(optimizer)
+        self._refuse(allowed)
+        self._groups = self._plan_groups(optimizer) if optimizer is not None else []
+
+    def described(self) -> list[tuple[str, str]]:
+        return [(key, _describe(self._stored[key])) for key in self.targets]
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _plan_model(self) -> None:
+        has_prefix = any(key.startswith("model.") for key in self._stored)
+        stored = {}
+        for key in self._stored:
+            if (
+                key.startswith("model.")
+                if has_prefix
+                else not key.startswith(("optimizer.", "rng.", "extra", "optim."))
+            ):
+                stored.setdefault(_plain(key.removeprefix("model.") if has_prefix else key), key)
+        state = self._module.state_dict()
+        # A tied parameter has several names here, and maybe one of them there.
+        names_of: dict[int, list[str]] = {}
+        for name, param in self._module.named_parameters(remove_duplicate=False):
+            names_of.setdefault(id(param), []).append(name)
+        twins = {name: names for names in names_of.values() for name in names}
+        for name, value in state.items():
+            found = stored.get(_plain(name))
+            if found is None:
+                if not any(_plain(twin) in stored for twin in twins.get(name, ())):
+                    self.compared.missing.append(f"model.{name}")
+                continue
+            self._used.add(found)
+            if not isinstance(value, Tensor):
+                if isinstance(self._stored[found], BytesStorageMetadata):
+                    self.targets[found] = None
+                    self._of_extra_state[found] = name
+            elif self._fits(f"model.{name}", found, value.shape, value.dtype):
+                self.targets[found] = value
+        self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
+
+    # -- the optimizer ------------------------------------------------------------------------------------------------
+
+    def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        params = {
+            param.mfsdp_home.bucket.sites[param.mfsdp_home.index][0].name: param
+            for group in optimizer.param_groups
+            for param in group["params"]
+        }
+        by_plain = {_plain(name): name for name in params}
+        reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
+        with_state: set[str] = set()
+        for key, info in self._stored.items():
+            if not key.startswith("optimizer.state."):
+                continue
+            name, _, state = _plain(key.removeprefix("optimizer.state.")).rpartition(".")
+            owner = by_plain.get(name)
+            if owner is None:
+                self.compared.unexpected.append(f"optimizer.{name}.{state}")
+                continue
+            with_state.add(owner)
+            param = params[owner]
+            if owner in reshaped:  # a part of it would be none: its state begins anew
+                self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
+                continue
+            self._state_of[key] = (owner, state)
+            if isinstance(info, BytesStorageMetadata):
+                self.targets[key] = None
+            elif info.size != param.shape or state == "step":
+                self.targets[key] = torch.empty(info.size, dtype=info.properties.dtype)
+            else:
+                dtype = info.properties.dtype
+                if dtype.is_floating_point and dtype != param.dtype:
+                    self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))
+                    dtype = param.dtype
+                local = torch.empty_like(param.to_local().detach(), dtype=dtype)
+                self.targets[key] = RowShardedTensor.wrap(local, param.split, param.topology)
+        if with_state or not any(key.startswith("optimizer.") for key in self._stored):
+            self.compared.missing += [
+                f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
+            ]
+
+    def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        """The optimizer's groups with the settings that their parameters had. New parameters take those of their group."""
+        stored: dict[int, dict[str, Any]] = {}
+        for key in self._stored:
+            if key.startswith("optimizer.param_groups."):
+                number, _, setting = key.removeprefix("optimizer.param_groups.").partition(".")
+                if number.isdigit():  # else torch's flattened form, by parameter: settings are what the program has set
+                    value = self._reader.tensor(key) if self._reader.is_tensor(key) else self._reader.value(key)
+                    stored.setdefault(int(number), {})[setting] = value
+        group_of = {_plain(name): number for number, group in stored.items() for name in group.get("params", ())}
+        groups = []
+        for i, group in enumerate(optimizer.state_dict()["param_groups"]):
+            sources = {group_of[_plain(name)] for name in group["params"] if _plain(name) in group_of}
+            if len(sources) > 1:
+                raise CheckpointError(
+                    f"Parameter group {i} of the {type(optimizer).__name__} holds parameters of the groups "
+                    f"{sorted(sources)} of {self._reader.directory}, so that it has no single learning rate. Group "
+                    "parameters as they were. Nothing was loaded."
+                )
+            settings = stored[sources.pop()] if sources else {}
+            groups.append({**group, **settings, "params": group["params"]})
+        return groups
+
+    # -- both ---------------------------------------------------------------------------------------------------------
+
+    def _fits(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> bool:
+        info = self._stored[key]
+        if not isinstance(info, TensorStorageMetadata) or info.size != shape:
+            there = tuple(info.size) if isinstance(info, TensorStorageMetadata) else "no tensor"
+            self.compared.reshaped.append((name, f"{there} there, {tuple(shape)} here"))
+            return False
+        if info.properties.dtype != dtype:
+            self.compared.cast.append((name, f"{info.properties.dtype} there, {dtype} here"))
+        return True
+
+    def _refuse(self, allowed: _Allowed) -> None:
+        def other(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+            return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+        def explained(pairs: Sequence[tuple[str, str]], patterns: Sequence[str]) -> list[str]:
+            left = set(other([name for name, _ in pairs], patterns))
+            return [f"{name} ({what})" for name, what in pairs if name in left]
+
+        complaints = {
+            "missing (allow_missing)": other(self.compared.missing, allowed.missing),
+            "unexpected (allow_unexpected)": other(self.compared.unexpected, allowed.unexpected),
+            "of another shape (allow_reshaped)": explained(self.compared.reshaped, allowed.reshaped),
+            "of another dtype (allow_cast)": explained(self.compared.cast, allowed.cast),
+        }
+        lines = [f"  {what}: {_listed(names)}" for what, names in complaints.items() if names]
+        if lines:
+            raise CheckpointError(
+                f"{self._reader.directory} does not fit the model. Nothing was loaded.\n"
+                + "\n".join(lines)
+                + "\nName what is meant to be different in the argument in parentheses; patterns such as 'model.head.*' do."
+            )
+
+    def extras(self, rank: int) -> dict[str, Tensor]:
+        """What is neither the model's nor the optimizer's: memory for it."""
+        return {
+            key: torch.empty(info.size, dtype=info.properties.dtype)
+            for key, info in self._stored.items()
+            if isinstance(info, TensorStorageMetadata) and (key == "extra" or key.startswith(f"rng.{rank}."))
+        }
+
+    def finish(self, values: Mapping[str, Any]) -> None:
+        """What does not lie in place already."""
+        for key, name in self._of_extra_state.items():
+            self._module.load_state_dict({name: values[key]}, strict=False)
+        if self._optimizer is None:
+            return
+        state: dict[str, dict[str, Any]] = {}
+        for key, (name, of) in self._state_of.items():
+            state.setdefault(f"module.{name}", {})[of] = values[key]
+        self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
+
+
+def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
+    """In the words of the ranks that have failed; torch's own exception is none that ``except Exception`` catches."""
+    causes = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+    ranks = ", ".join(map(str, sorted(error.failures)[:8]))
+    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(list(causes)[:4])}")
+
+
+def _plain(name: str) -> str:
+    """Without what wrappers have put into it."""
+    for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(inner, "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _describe(info: TensorStorageMetadata | BytesStorageMetadata) -> str:
+    return f"{tuple(info.size)} {info.properties.dtype}" if isinstance(info, TensorStorageMetadata) else "a value"
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f", and {len(names) - most} more" if len(names) > most else "")

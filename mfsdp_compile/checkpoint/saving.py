@@ -1,0 +1,106 @@
+"""Writing a checkpoint: files, manifest, and at the very end the name.
+
+``.saving-<serial>``         torch.distributed.checkpoint writes here; every rank hashes its own files
+``.saving-<serial>/manifest.json``  by the first rank, when all have written
+``step-00000100``                   the same folder, renamed: from here on there is a checkpoint of this name
+
+A process that dies anywhere before the last line leaves a folder that nothing takes for a checkpoint, and every other
+checkpoint as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from mfsdp_compile.runtime.tensor import RowShardedTensor
+
+from .manifest import FileRecord, Manifest, hash_file
+
+__all__ = ["PublishingWriter", "sync_directory"]
+
+
+@dataclass(frozen=True)
+class _HashedResult(WriteResult):
+    """Of the first item in a file: with what the manifest says of the file. Results travel to the first rank anyway."""
+
+    file: FileRecord
+
+
+class PublishingWriter(FileSystemWriter):
+    """Writes files as torch's own writer does, hashes them, and publishes the folder when all ranks have.
+
+    Args:
+        directory: to write to; it exists, and is empty.
+        manifest: but for its files. The first rank's counts.
+        publish: called on the first rank, at the end.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, publish: Callable[[], None]) -> None:
+        super().__init__(directory)
+        self._directory = directory
+        self._manifest = manifest
+        self._publish = publish
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # Torch's own writer makes a file also for a rank that has nothing to write.
+        results = super().write_data(plan, planner).wait() if plan.items else []
+        firsts: set[str] = set()
+        hashed: list[WriteResult] = []
+        for result in results:
+            name = result.storage_data.relative_path
+            if name not in firsts:
+                firsts.add(name)
+                result = _HashedResult(**vars(result), file=hash_file(self._directory / name))
+            hashed.append(result)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(hashed)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank, when all have written."""
+        files = {r.storage_data.relative_path: r.file for each in results for r in each if isinstance(r, _HashedResult)}
+        plain = [
+            [WriteResult(r.index, r.size_in_bytes, r.storage_data) if isinstance(r, _HashedResult) else r for r in each]
+            for each in results
+        ]
+        super().finish(metadata, plain)
+        files[".metadata"] = hash_file(self._directory / ".metadata")
+        replace(self._manifest, files=files).write(self._directory)
+        sync_directory(self._directory)
+        self._publish()
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        """Copies in the CPU's memory, so that training may go on while they are written."""
+        return _staged(state_dict)
+
+
+def _staged(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _staged(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_staged(held) for held in value]
+    if isinstance(value, RowShardedTensor):
+        return RowShardedTensor.wrap(_staged(value.to_local().detach()), value.split, value.topology)
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value
+
+
+def sync_directory(directory: Path) -> None:
+    """Names in it survive a loss of power."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

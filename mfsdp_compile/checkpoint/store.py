@@ -1,0 +1,309 @@
+"""A folder of checkpoints, of which the last complete one is always to be found."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import mfsdp_compile
+from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.wrapper import MegatronFSDP
+
+from .contents import extra_to_tensor, get_generators
+from .files import CheckpointError
+from .loading import Restored, as_checkpoint_error, load
+from .manifest import Manifest, read_manifest, write_durably
+from .saving import PublishingWriter, sync_directory
+
+__all__ = ["Checkpoints"]
+
+_LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
+
+
+class Checkpoints:
+    """Checkpoints of one training, in a folder that all its ranks see.
+
+    ::
+
+        checkpoints = Checkpoints("runs/a", keep=3)
+        checkpoints.save(step, model, optimizer, extra={"schedule": schedule.state_dict()})
+        ...
+        restored = checkpoints.load(model, optimizer)     # the last one, at any number of ranks
+
+    A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It gets
+    this name when it is complete and on the disk; a save that dies leaves no trace that matters. The file ``latest`` holds
+    the name of the last one, for other programs; :meth:`latest` looks for itself. All methods are collective but for
+    :meth:`latest` and :meth:`all`.
+
+    Args:
+        root: the folder; it is made if need be. Several machines must share it.
+        keep: how many to keep, counted from the last; None: all.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, or None for all; got {keep}")
+        self.root = Path(root)
+        self.keep = keep
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._under_way: Future[Any] | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Path]:
+        """The complete ones, in the order in which they were written.
+
+        Raises:
+            CheckpointError: a manifest is damaged.
+        """
+        if not self.root.is_dir():
+            return []
+        found = []
+        for path in self.root.iterdir():
+            if _NAME.fullmatch(path.name) and (manifest := read_manifest(path)) is not None:
+                found.append((manifest.serial, path))
+        return [path for _, path in sorted(found)]
+
+    def latest(self) -> Path | None:
+        """The one that was written last; None: there is none."""
+        found = self.all()
+        return found[-1] if found else None
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        model: MegatronFSDP,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+    ) -> Path:
+        """Write a checkpoint and wait until it is complete.
+
+        Args:
+            step: of the training.
+            model, optimizer: extended by ``fully_shard_optimizer``.
+            extra: of the first rank: tensors, numbers, strings, and lists, tuples and dicts of them; a scheduler's or a
+                data loader's ``state_dict()``. Random number generators are saved for each rank without being asked.
+
+        Returns:
+            The checkpoint's folder, on all ranks.
+
+        Raises:
+            RuntimeError: a rank could not write. Earlier checkpoints are as they were.
+        """
+        save = self._begin(step, model, optimizer, extra)
+        try:
+            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except CheckpointException as error:
+            raise as_checkpoint_error(
+                error, f"Saving {save.path} failed; earlier checkpoints are as they were"
+            ) from error
+        finally:
+            save.lock.close()
+        return save.path
+
+    def save_async(
+        self,
+        step: int,
+        model: MegatronFSDP,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+    ) -> Future[Path]:
+        """As :meth:`save`, but training can go on when this returns: everything has been copied to the CPU's memory then,
+        and a thread writes it. The next save waits for it; :meth:`wait` does too, and must be called before the process
+        group is destroyed.
+
+        Returns:
+            A future of the folder; its exception is what :meth:`save` would raise.
+        """
+        save = self._begin(step, model, optimizer, extra)
+        done: Future[Path] = Future()
+
+        def finish(written: Any) -> None:
+            save.lock.close()
+            error = written.exception()
+            if isinstance(error, CheckpointException):
+                error = as_checkpoint_error(error, f"Saving {save.path} failed; earlier checkpoints are as they were")
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(save.path)
+
+        try:
+            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
+        except BaseException:
+            save.lock.close()
+            raise
+        self._under_way = done
+        written.add_done_callback(finish)  # type: ignore[union-attr]
+        return done
+
+    def wait(self) -> None:
+        """For the save under way, if any. Raises what it has raised."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _begin(self, step: int, model: MegatronFSDP, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
+        self.wait()
+        sharded, group = model.sharded, self._group(model.sharded)
+        state: dict[str, Any] = {}
+
+        def contents() -> list[str]:
+            state["model"] = model.state_dict()
+            if optimizer is not None:
+                state["optimizer"] = optimizer.state_dict()
+            state["rng"] = {str(dist.get_rank(group)): get_generators()}
+            if extra is not None:
+                state["extra"] = extra_to_tensor(extra)
+            return [f"step {step}", f"optimizer: {type(optimizer).__name__}", f"extra: {extra is not None}"]
+
+        agree(sharded.group, "Saving a checkpoint", contents)
+        chosen: list[Any] = [None]
+        lock = contextlib.ExitStack()
+        if dist.get_rank(group) == 0:
+            try:
+                lock.enter_context(_locked(self.root))
+                chosen = [(*self._prepare(step), None)]
+            except OSError as error:
+                chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
+        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        directory, final, serial, error = chosen[0]
+        if error is not None:
+            raise CheckpointError(f"The first rank cannot write to {self.root}: {error}")
+
+        def publish() -> None:
+            os.rename(directory, final)
+            sync_directory(self.root)
+            write_durably(self.root / _LATEST, final.name)
+            self._remove_old()
+
+        writer = PublishingWriter(directory, _manifest(step, serial, sharded, dist.get_world_size(group)), publish)
+        return _Save(state, writer, group, final, lock)
+
+    def _prepare(self, step: int) -> tuple[Path, Path, int]:
+        """On the first rank: where to write, what to call it then, and its serial number."""
+        for left in self.root.glob(".saving-*"):  # by a process that died; none is at work, as this one has the lock
+            shutil.rmtree(left)
+        for left in self.root.glob(".removing-*"):
+            shutil.rmtree(left)
+        before = self.latest()
+        last = read_manifest(before) if before is not None else None
+        serial = last.serial + 1 if last is not None else 0
+        final, number = self.root / f"step-{step:08}", 0
+        while final.exists():  # from a run that was taken up again further back; it stays
+            number += 1
+            final = self.root / f"step-{step:08}.{number}"
+        directory = self.root / f".saving-{serial}"
+        directory.mkdir()
+        return directory, final, serial
+
+    def _remove_old(self) -> None:
+        if self.keep is None:
+            return
+        for path in self.all()[: -self.keep]:
+            doomed = self.root / f".removing-{path.name}"
+            os.rename(path, doomed)  # at once, so that nobody takes the half for the whole
+            shutil.rmtree(doomed)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(
+        self, model: MegatronFSDP, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
+    ) -> Restored | None:
+        """Load the last complete checkpoint; see :func:`load` for the other arguments.
+
+        Returns:
+            None, on all ranks, if there is none.
+        """
+        self.wait()
+        group = self._group(model.sharded)
+        chosen: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            try:
+                chosen = [self.latest()]
+            except CheckpointError as error:
+                chosen = [error]
+        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        if isinstance(chosen[0], CheckpointError):
+            raise chosen[0]
+        return load(chosen[0], model, optimizer, group=group, **arguments) if chosen[0] is not None else None
+
+    def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
+        """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate."""
+        ranks = tuple(dist.get_process_group_ranks(sharded.group))
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        return self._groups[ranks]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """One that has begun."""
+
+    state: dict[str, Any]
+    writer: PublishingWriter
+    group: dist.ProcessGroup
+    path: Path
+    lock: contextlib.ExitStack
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """One process writes at a time. The system lets go of the lock of a process that dies."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another process is saving into {root}") from None
+        yield
+
+
+def _manifest(step: int, serial: int, sharded: ShardedModel, world_size: int) -> Manifest:
+    layouts = "\n".join(f"{bucket.plan.name}: {bucket.plan.layout.fingerprint}" for bucket in sharded.buckets)
+    return Manifest(
+        step=step,
+        serial=serial,
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        world_size=world_size,
+        sharding=str(sharded.topology),
+        layout=hashlib.sha256(layouts.encode()).hexdigest(),
+        versions={
+            "torch": torch.__version__,
+            "mfsdp-compile": mfsdp_compile.__version__,
+            "python": platform.python_version(),
+        },
+        rng=True,
+    )
