@@ -10,8 +10,10 @@ RANKS  ?=
 STEPS  ?=
 EAGER  ?=
 MODEL  ?=
+RESUME ?=
 DEMO_ARGS = $(if $(RANKS),--ranks $(RANKS)) $(if $(STEPS),--steps $(STEPS)) \
-            $(if $(filter-out 0,$(EAGER)),--eager) $(if $(MODEL),--model $(MODEL))
+            $(if $(filter-out 0,$(EAGER)),--eager) $(if $(MODEL),--model $(MODEL)) \
+            $(if $(filter-out 0,$(RESUME)),--resume)
 
 BIN   = $(VENV)/bin
 READY = $(VENV)/.ready

@@ -51,7 +51,15 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parity-steps", type=int, default=12, help="steps that one process repeats; 0: none (default: %(default)s)"
     )
-    parser.add_argument("--out", default="demo-out", help="folder for curve and schedule (default: %(default)s)")
+    parser.add_argument(
+        "--out", default="demo-out", help="folder for curve, schedule and checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--save-every", type=_positive, default=20, help="steps between checkpoints (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
 
 

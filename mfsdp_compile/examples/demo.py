@@ -9,11 +9,13 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,6 +23,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.checkpoint.manifest import read_manifest
 
 from .llama import Block, Llama, LlamaConfig
 from .measuring import collectives
@@ -48,7 +52,9 @@ class DemoConfig:
         length: bytes per sequence.
         lr: of AdamW.
         parity_steps: how far one process repeats the run.
-        out: folder for the loss curve and the schedule.
+        out: folder for the loss curve, the schedule and checkpoints.
+        save_every: steps between checkpoints, which are written while training goes on; there is one at the end too.
+        resume: go on from the last checkpoint in ``out``, for ``steps`` more, with any number of ranks.
     """
 
     ranks: int = 2
@@ -61,12 +67,19 @@ class DemoConfig:
     parity_steps: int = 12
     out: str = "demo-out"
     seed: int = 0
+    save_every: int = 20
+    resume: bool = False
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(Path(self.out) / "checkpoints", keep=2)
 
 
 @dataclass
 class _Outcome:
     """What rank 0 knows at the end."""
 
+    start: int = 0  # steps that were taken before
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_step_seconds: float = 0.0
@@ -88,12 +101,21 @@ def run(config: DemoConfig) -> int:
     how = "eager hooks" if config.eager else 'torch.compile(model, backend="mfsdp")'
     console.print(f"[bold]mfsdp demo[/]: {config.ranks} processes on {device}, torch {torch.__version__}, {how}")
 
+    begin_with = None
+    if config.resume:
+        begin_with = config.checkpoints.latest()
+        if begin_with is None:
+            console.print(
+                f"There is no checkpoint in {config.checkpoints.root}: train first, without RESUME=1 (--resume)."
+            )
+            return 2
+        console.print(f"goes on from {begin_with}", highlight=False)
     started = time.monotonic()
     outcome: _Outcome = _spawn(_train_rank, config, config.ranks, console)
     alone: list[float] = []
     if config.parity_steps:
         with console.status(f"one process repeats {min(config.parity_steps, config.steps)} steps on the same data"):
-            alone = _spawn(_train_alone, config, 1, console)
+            alone = _spawn(partial(_train_alone, checkpoint=begin_with), config, 1, console)
     good = _summarise(console, config, outcome, alone)
     console.print(f"{time.monotonic() - started:.0f} s in all; files in [bold]{config.out}/[/]")
     return 0 if good else 1
@@ -112,8 +134,14 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=config.lr, foreach=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
     call = model if config.eager else torch.compile(model, backend="mfsdp")
-
+    checkpoints = config.checkpoints
     outcome = _Outcome(whole_bytes=whole_bytes)
+    if config.resume:
+        restored = checkpoints.load(model, optimizer)
+        assert restored is not None
+        assert restored.step is not None
+        schedule.load_state_dict(restored.extra["schedule"])
+        outcome.start = restored.step
 
     def train_step(step: int) -> Tensor:
         tokens, targets = (
@@ -122,7 +150,7 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
         loss = loss_of(call, tokens, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step == 0:
+        if step == outcome.start:
             outcome.sharded_bytes = _of_all_ranks(_sharded_bytes(model))
         optimizer.step()
         optimizer.zero_grad()
@@ -131,15 +159,19 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
         dist.all_reduce(mean)
         return mean / config.ranks
 
-    for step in range(config.steps):
+    for done in range(1, config.steps + 1):
         begun = time.perf_counter()
-        outcome.losses.append(train_step(step).item())
+        outcome.losses.append(train_step(outcome.start + done - 1).item())
         outcome.seconds.append(time.perf_counter() - begun)
         if rank == 0:
-            say((step + 1, outcome.losses[-1], config.batch * config.length * config.ranks / outcome.seconds[-1]))
+            say((done, outcome.losses[-1], config.batch * config.length * config.ranks / outcome.seconds[-1]))
+        if done % config.save_every == 0 or done == config.steps:
+            extra = {"schedule": schedule.state_dict()}
+            checkpoints.save_async(outcome.start + done, model, optimizer, extra=extra)
+    checkpoints.wait()
     outcome.first_step_seconds = outcome.seconds[0]
     _add_optimizer_bytes(outcome, optimizer, whole_bytes)
-    outcome.collectives = _count_collectives(lambda: train_step(config.steps))
+    outcome.collectives = _count_collectives(lambda: train_step(outcome.start + config.steps))
     outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
     for record in model.sharded.compiled_graphs:
         for phase, lines in record.schedules.items():
@@ -147,7 +179,9 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     return outcome
 
 
-def _train_alone(rank: int, say: Callable[[Any], None], config: DemoConfig) -> list[float]:
+def _train_alone(
+    rank: int, say: Callable[[Any], None], config: DemoConfig, checkpoint: Path | None = None
+) -> list[float]:
     """The same steps on the same data in one process, without this package: the mean of the ranks' losses."""
     device = _device(rank)
     text = ByteText(standard_library(), config.length, config.seed)
@@ -155,9 +189,10 @@ def _train_alone(rank: int, say: Callable[[Any], None], config: DemoConfig) -> l
     model, _, loss_of = _build(config)
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
+    start = _load_alone(model, optimizer, checkpoint) if checkpoint is not None else 0
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _warmup(start + step))
     losses = []
-    for step in range(min(config.parity_steps, config.steps)):
+    for step in range(start, start + min(config.parity_steps, config.steps)):
         tokens, targets = (part.to(device) for part in text.batch(step, config.batch * config.ranks))
         total = 0.0
         for some_tokens, some_targets in zip(tokens.chunk(config.ranks), targets.chunk(config.ranks), strict=True):
@@ -170,6 +205,20 @@ def _train_alone(rank: int, say: Callable[[Any], None], config: DemoConfig) -> l
         schedule.step()
         losses.append(total)
     return losses
+
+
+def _load_alone(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> int:
+    """Load a checkpoint of sharded ranks into what is not sharded, with torch's own means. Returns its step."""
+    params = {f"module.{name}": param for name, param in model.named_parameters()}
+    for param in params.values():
+        moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.zeros(()), **moments}
+    state = {name: optimizer.state[param] for name, param in params.items()}
+    weights = {name: param.detach() for name, param in params.items()}
+    dcp.load({"model": weights, "optimizer": {"state": state}}, checkpoint_id=checkpoint)
+    manifest = read_manifest(checkpoint)
+    assert manifest is not None
+    return manifest.step
 
 
 def _build(config: DemoConfig) -> tuple[nn.Module, type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]:
@@ -253,12 +302,15 @@ def _count_collectives(step: Callable[[], Any]) -> dict[str, int]:
 
 def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: list[float]) -> bool:
     losses = outcome.losses
-    fell = len(losses) > 1 and losses[-1] < losses[0]
+    # A run that goes on has a noisy loss from its first step: it must not have risen to where training began.
+    few = max(1, len(losses) // 4)
+    fell = len(losses) > 1 and sum(losses[-few:]) < sum(losses[:few]) * (1.05 if outcome.start else 1)
     console.print()
     console.print(_plot(losses), highlight=False)
     steady = sorted(outcome.seconds[1:]) or outcome.seconds
     console.print(
-        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {len(losses)} steps; first step "
+        f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte in {len(losses)} steps"
+        f"{f' after {outcome.start}' if outcome.start else ''}; first step "
         f"{outcome.first_step_seconds:.1f} s{'' if config.eager else ' (with compilation)'}, then {steady[len(steady) // 2] * 1e3:.0f} ms each (median)"
     )
     good = fell
@@ -294,6 +346,11 @@ def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
         console.print(
             "schedule: the graphs came from the compile cache; run with a new TORCHINDUCTOR_CACHE_DIR to see it"
         )
+    if (saved := config.checkpoints.latest()) is not None:
+        size = sum(file.stat().st_size for file in saved.iterdir())
+        console.print(
+            f"checkpoint {saved}, {size:,} B, written while training went on; RESUME=1 (--resume) goes on from it"
+        )
     _write_files(config, outcome, alone)
     return good
 
@@ -319,13 +376,20 @@ def _plot(values: list[float], width: int = 72, height: int = 12) -> str:
     return "\n".join([*lines, " " * 8 + "+" + "-" * columns, " " * 9 + f"loss over {len(values)} steps"])
 
 
+def _rows_before(path: Path, step: int) -> list[str]:
+    """Of the runs that this one goes on from."""
+    if not step or not path.exists():
+        return []
+    return [row for row in path.read_text().splitlines()[1:] if int(row.split(",")[0]) < step]
+
+
 def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> None:
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "loss.csv").write_text(
-        "step,loss,one_process\n"
-        + "".join(f"{i},{loss},{alone[i] if i < len(alone) else ''}\n" for i, loss in enumerate(outcome.losses))
-    )
+    rows = _rows_before(out / "loss.csv", outcome.start)
+    for i, loss in enumerate(outcome.losses):
+        rows.append(f"{outcome.start + i},{loss},{alone[i] if i < len(alone) else ''}")
+    (out / "loss.csv").write_text("\n".join(["step,loss,one_process", *rows, ""]))
     (out / "schedule.txt").write_text(
         "\n".join(
             [*outcome.layouts, *(f"\n{phase}\n" + "\n".join(lines) for phase, lines in outcome.schedules.items()), ""]
