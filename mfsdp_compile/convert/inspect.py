@@ -97,7 +97,7 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
         raise CheckpointError(
             f"{key} has shape {list(reader.shape(key))}, there is no part {index}: {error}"
         ) from error
-    return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor}"
+    return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor!r}"
 
 
 def compare(
