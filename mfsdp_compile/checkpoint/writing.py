@@ -157,19 +157,26 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
             raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove(partial)  # of a process that was killed and had the same number
     try:
         yield partial
-        if out.is_dir() and not out.is_symlink():
+        replaced = out.is_dir() and not out.is_symlink()
+        if replaced:
             out.rename(old)  # a directory cannot be renamed over another
         try:
             partial.replace(out)
         except OSError:
-            if old.exists():
+            if replaced:
                 old.rename(out)
             raise
     finally:
-        for left in (partial, old):
-            if left.is_dir():
-                shutil.rmtree(left)
-            else:
-                left.unlink(missing_ok=True)
+        _remove(partial)
+    if replaced:
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -76,13 +76,12 @@ def run(given: argparse.Namespace) -> int:
     try:
         status: int = given.handler(given)
         return status
-    except (CheckpointError, OSError, KeyError, ValueError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"mfsdp: {message}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # a pager was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (CheckpointError, OSError) as error:
+        print(f"mfsdp: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +151,10 @@ def _plan(given: argparse.Namespace) -> Plan:
     came = given.source_format or _format_of(source)
     single = given.out.suffix == ".safetensors"
     to = given.format or ("huggingface" if single else "fsdp_dtensor")
-    prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
+    try:
+        prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     megatron = torch_dist.Options(
         prefixes=prefixes,
         swiglu=given.swiglu,

@@ -66,6 +66,9 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
     reader, plan = SafetensorsReader(source), Plan()
     extras = [path for path in sorted(source.iterdir()) if _is_extra(path)] if source.is_dir() else []
     tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
+    for name, other in tied:
+        if other not in reader.layouts:
+            raise CheckpointError(f"{source} has no {other}, whose data {name} should share.")
     names = sorted(reader.layouts)
     for name in names:
         layout = reader.layouts[name]

@@ -231,7 +231,7 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: the shapes do not belong together.
     """
-    *grid, block = flattened
+    *grid, block = flattened or (0,)
     fits = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid, strict=True))
     if not fits or math.prod(n // g for n, g in zip(shape, grid, strict=True)) != block:
         raise ValueError(f"shape {tuple(flattened)} is not made of blocks of a tensor of shape {tuple(shape)}")

@@ -137,7 +137,9 @@ def _layout(path: Path) -> dict[str, Any]:
         return empty
     try:
         found = json.loads(path.read_text())
-        return {name: type(default)(found[name]) for name, default in empty.items()}
+        layout = {name: type(default)(found[name]) for name, default in empty.items()}
+        layout["flattened"] = {key: [int(n) for n in shape] for key, shape in layout["flattened"].items()}
+        return layout
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
 
