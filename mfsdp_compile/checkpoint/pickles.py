@@ -197,11 +197,12 @@ class Foreign:
     """
 
     called = False
+    arguments: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *arguments: Any) -> Foreign:
         self = super().__new__(cls)
-        self.arguments = arguments
-        self.state: Any = None
+        self.arguments, self.state = arguments, None
         return self
 
     def __init__(self, *arguments: Any) -> None:
@@ -228,8 +229,11 @@ class Foreign:
         return f"{type(self).__module__}.{type(self).__qualname__}({held})"
 
 
-class _NamedPickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes the class of a foreign object by its name; the C pickler would import it first."""
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]
+
+
+class _NamedPickler(_Pickler):  # type: ignore[misc]
+    """Writes the class of a foreign object by its name; the pickler in C would import it first."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, Foreign) and obj is not Foreign:

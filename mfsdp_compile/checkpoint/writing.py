@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +32,9 @@ __all__ = ["CheckpointWriter", "new_output"]
 
 MAX_FILE_BYTES = 5 << 30
 """After this many bytes a writer begins another file. 5 GiB: what object stores take in one piece."""
+
+FORMAT_VERSION = "1.0.0"
+"""What DCP calls this way of laying out files. It does not refuse others."""
 
 
 class CheckpointWriter:
@@ -98,10 +101,19 @@ class CheckpointWriter:
     def close(self) -> None:
         """Write the metadata, and have everything on disk."""
         self._close_file()
-        metadata = Metadata(self._entries, planner_data={key: (key,) for key in self._entries})
+        metadata = Metadata(
+            self._entries,
+            planner_data={key: (key,) for key in self._entries},
+            storage_data={result.index: result.storage_data for result in self._written},
+            storage_meta=StorageMeta(),
+            version=FORMAT_VERSION,
+        )
         if self.mcore_data:
             metadata.mcore_data = self.mcore_data  # type: ignore[attr-defined]
-        _MetadataWriter(self.directory).finish(metadata, [self._written])
+        with (self.directory / ".metadata").open("wb") as file:
+            pickle.dump(metadata, file, protocol=4)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _new(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._entries:
@@ -130,13 +142,6 @@ class CheckpointWriter:
             self._file.close()
             self._file = None
             self._files += 1
-
-
-class _MetadataWriter(FileSystemWriter):
-    """Torch's own way of writing ``.metadata``, without the name of the directory, which will be renamed."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
 
 
 @contextlib.contextmanager

@@ -104,11 +104,11 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
     reader, plan = CheckpointReader(source), Plan()
     keys = {}
     for key in reader:
-        name = options.prefixes.parse(key)
-        if name is None or name.state is not None or not reader.is_tensor(key):
+        parsed = options.prefixes.parse(key)
+        if parsed is None or parsed.state is not None or not reader.is_tensor(key):
             plan.left_out.append((key, "not a weight of the model"))
         else:
-            keys[name.name] = key
+            keys[parsed.name] = key
     if not keys:
         raise CheckpointError(
             f"{source} has no tensor that begins with {options.prefixes.model!r}. Give the prefix that its model has "

@@ -198,10 +198,13 @@ def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[st
                 f"{reader.directory} has only one half of a gated matrix: {', '.join(halves.values())}"
             )
         sources[index] = tuple(halves[half] for half in sorted(halves, key=lambda half: half or 0))
-        shape = list(reader.shape(sources[index][0]))
-        if len(halves) == 2:
-            shape[0] += reader.shape(sources[index][1])[0]
-        shapes[index] = (tuple(shape), reader.dtype(sources[index][0]), len(halves))
+        kinds = {(tuple(reader.shape(source)), reader.dtype(source)) for source in sources[index]}
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"{reader.directory}: {' and '.join(sources[index])} differ in shape or dtype: {kinds}"
+            )
+        ((shape, dtype),) = kinds
+        shapes[index] = ((2 * shape[0], *shape[1:]) if len(halves) == 2 else shape, dtype, len(halves))
     first = shapes[min(shapes)]
     for index, found in shapes.items():
         if found != first:
