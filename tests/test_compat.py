@@ -249,6 +249,7 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
     assert ops.__all__
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_where_an_entry_of_a_checkpoint_lies(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 

@@ -130,7 +130,7 @@ def _metadata(top: Any) -> Metadata:
     state = _state(top, "Metadata")
     metadata = Metadata(
         state_dict_metadata={_text(key): _entry(value) for key, value in state["state_dict_metadata"].items()},
-        planner_data=state.get("planner_data"),
+        planner_data=_paths(state.get("planner_data")),
         storage_data=dict(_location(*item) for item in (state["storage_data"] or {}).items()),
         storage_meta=StorageMeta(),
     )
@@ -166,6 +166,14 @@ def _location(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
     offsets = None if at.get("offset") is None else _size(at["offset"])
     found = MetadataIndex(_text(at["fqn"]), offsets, at.get("index"))
     return found, compat.storage_info(path, offset, length, where.get("transform_descriptors"))
+
+
+def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """Where in nested dictionaries the entries were, if that is what it says; planners may note anything there."""
+    if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
+        return None
+    known = all(isinstance(step, str | int) for path in data.values() for step in path)
+    return data if known and all(isinstance(key, str) for key in data) else None
 
 
 def _state(record: Any, kind: str, of: type = dict) -> Any:

@@ -50,6 +50,8 @@ class CheckpointWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.mcore_data: dict[str, dict[str, Any]] = {}
         """Megatron's notes on tensors, written along. A dictionary by key, then by name of the fact."""
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        """Where in nested dictionaries an entry belongs, for those who ask; by default under its key."""
         self._max_file_bytes = max_file_bytes
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._written: list[WriteResult] = []
@@ -103,7 +105,7 @@ class CheckpointWriter:
         self._close_file()
         metadata = Metadata(
             self._entries,
-            planner_data={key: (key,) for key in self._entries},
+            planner_data={key: self.paths.get(key, (key,)) for key in self._entries},
             storage_data={result.index: result.storage_data for result in self._written},
             storage_meta=StorageMeta(),
             version=FORMAT_VERSION,

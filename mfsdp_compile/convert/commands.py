@@ -209,8 +209,11 @@ def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
         return 0
     with new_output(given.out, given.overwrite) as partial, _progress(plan.nbytes, given.out.name) as advance:
         plan.write(partial, advance)
+    reasons: dict[str, list[str]] = {}
     for key, why in plan.left_out:
-        print(f"left out: {key}: {why}")
+        reasons.setdefault(why, []).append(key)
+    for why, keys in reasons.items():
+        print(f"left out: {keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}: {why}")
     for note in plan.notes:
         print(f"note: {note}")
     print(f"{given.out}: {plan.lines()[-1]}")

@@ -179,7 +179,7 @@ def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[st
     if options.tied is not None:
         return list(options.tied)
     # Transformers ties unless a config says otherwise; a config that differs from this default is saved with it.
-    wanted = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", True))
+    wanted = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
     generates = any("LM" in name or "Generation" in name for name in config.get("architectures") or [])
     embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
     if not (wanted and generates) or len(embeddings) != 1:

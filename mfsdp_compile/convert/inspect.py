@@ -192,7 +192,10 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
         writer = CheckpointWriter(out)
+        paths = reader.metadata.planner_data or {}
         for new, key in kept.items():
+            if new == key in paths:
+                writer.paths[key] = paths[key]
             if not reader.is_tensor(key):
                 writer.add_bytes(new, reader.raw(key))
                 continue
