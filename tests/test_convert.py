@@ -341,6 +341,26 @@ def test_states_that_are_one_number(tmp_path: Path) -> None:
     assert_equal(tensors_of(to_fsdp(out, tmp_path / "again", swiglu=True)), tensors_of(tmp_path / "in"))
 
 
+def test_chained_optimizers_and_common_state_as_an_entry(tmp_path: Path) -> None:
+    """Older versions number the optimizers of a chain; recent ones have no common.pt."""
+    writer = RanksWriter(tmp_path / "in", 1)
+    for prefix, key in (
+        ("", "decoder.layers.norm.weight"),
+        ("chained_1.optimizer.state.exp_avg.", "decoder.layers.norm.weight"),
+    ):
+        writer.tensor(prefix + key, (2, 4), [(0, (0, 0), torch.randn(2, 4))])
+    writer.value(0, "common_state/shard_0_1", [{"iteration": 7, "optimizer": {"param_groups": [{"lr": 0.1}]}}])
+    writer.close()
+    (tmp_path / "in" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    mfsdp("convert", tmp_path / "in", tmp_path / "out")
+    reader = CheckpointReader(tmp_path / "out")
+    assert reader.value("iteration") == 7
+    assert f"{OPTIMIZER}.decoder.layers.1.norm.weight.exp_avg" in reader
+    mfsdp("convert", tmp_path / "out", tmp_path / "back", "--to", "torch_dist")
+    assert "the same" in mfsdp("checkpoint", "compare", tmp_path / "in", tmp_path / "back")
+    assert not (tmp_path / "back" / "common.pt").exists()
+
+
 def test_half_a_matrix_is_an_error(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "in")
     writer.add("model.module.decoder.layers.0.mlp.linear_fc1.weight_w", torch.randn(4, 4))

@@ -21,7 +21,7 @@ from .blocks import RESHAPED, flatten_blocks
 from .groups import groups_from_options
 from .keys import Name
 from .plan import Move, Plan
-from .torch_dist import CARRIED, CHECKPOINT_VERSION, Options
+from .torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
 
 __all__ = ["plan_to_torch_dist"]
 
@@ -97,10 +97,11 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
     raw = [key for key in layout["values"] if key in reader]
     plan.moves += [Move(key, (key,)) for key in raw]
     common = carried / "common.pt"
+    content: bytes | None = None
     if common.is_file():
         content = common.read_bytes()
         plan.moves.append(Move("common.pt", (f"{CARRIED}/common.pt",)))
-    else:
+    elif not any(key.startswith(COMMON_ENTRY) for key in raw):
         leaves = [key for key in others if key not in raw and options.prefixes.parse_group(key) is None]
         content = dump_object(_common(reader, leaves, options))
         plan.moves.append(Move("common.pt", tuple(leaves) or ("(default)",)))
@@ -116,7 +117,8 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
             writer.mcore_data[target.key] = {} if target.grid is None else {RESHAPED: target.shape}
         for key in raw:
             writer.add_bytes(key, reader.raw(key))
-        (out / "common.pt").write_bytes(content)
+        if content is not None:
+            (out / "common.pt").write_bytes(content)
         known = carried / "metadata.json"
         (out / "metadata.json").write_text(known.read_text() if known.is_file() else json.dumps(FORMAT))
         writer.close()
@@ -132,7 +134,7 @@ def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable
 
 
 def _layout(path: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": []}
+    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
     if not path.is_file():
         return empty
     try:
@@ -183,7 +185,8 @@ def _grouped(
 
 
 def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[str, Any], options: Options) -> _Target:
-    key = keys.torch_dist_key(name)
+    plain = keys.torch_dist_key(name)
+    key = layout["chained"].get(plain, plain)
     depth = keys.stacked_dimensions(name.name)
     counts = tuple(1 + max(index[i] for index in parts) for i in range(depth))
     missing = sorted(set(itertools.product(*map(range, counts))) - set(parts))
