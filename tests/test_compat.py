@@ -249,6 +249,20 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
     assert ops.__all__
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_where_an_entry_of_a_checkpoint_lies(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"w": torch.arange(4.0), "step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    stored = dcp.FileSystemReader(tmp_path).read_metadata().storage_data
+    for info in stored.values():
+        assert info == compat.storage_info(info.relative_path, info.offset, info.length, None)
+        with (tmp_path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            assert file.read(2) == b"PK"  # a torch.save archive begins there
+    assert {type(info) for info in stored.values()} == {compat.StorageInfo}
+
+
 def test_private_torch_is_touched_in_compat_only() -> None:
     """No ``torch._something`` in the package outside of compat.py, but for what torch documents."""
     documented = {

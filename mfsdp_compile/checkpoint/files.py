@@ -121,6 +121,7 @@ class CheckpointReader:
         self.metadata = read_metadata(directory)
         self._where = {(index.fqn, index.offset): info for index, info in self.metadata.storage_data.items()}
         self._recent: tuple[tuple[str, torch.Size], Tensor] | None = None
+        self._rows: tuple[str, dict[int, list[ChunkStorageMetadata]]] | None = None
 
     def keys(self) -> list[str]:
         """Of all entries, sorted."""
@@ -169,7 +170,6 @@ class CheckpointReader:
             CheckpointError: not a tensor, its chunks do not cover it, or a file is damaged.
         """
         entry = self._tensor_entry(key)
-        self._check_cover(key, entry)
         index = tuple(index)
         whole = [*index, *([0] * (len(entry.size) - len(index)))]
         start = torch.Size(whole)
@@ -178,7 +178,7 @@ class CheckpointReader:
             raise IndexError(f"{key} has shape {tuple(entry.size)}: there is no part {index}")
         wanted = [b - a for a, b in zip(start, stop, strict=True)]
         result = torch.empty(wanted, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
+        for chunk in self._at_row(key, entry, index[0]) if index else self._covering(key, entry):
             low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
             high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -193,8 +193,7 @@ class CheckpointReader:
     def chunks(self, key: str) -> Iterator[tuple[torch.Size, Tensor]]:
         """(Offsets, tensor) of a tensor's chunks, one after the other, as they are stored."""
         entry = self._tensor_entry(key)
-        self._check_cover(key, entry)
-        for chunk in entry.chunks:
+        for chunk in self._covering(key, entry):
             yield chunk.offsets, self._load(key, chunk, entry.properties.dtype)
 
     def value(self, key: str) -> Any:
@@ -241,7 +240,18 @@ class CheckpointReader:
             )
         return loaded
 
-    def _check_cover(self, key: str, entry: TensorStorageMetadata) -> None:
+    def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
+        """The chunks that have something of ``tensor[row]``: there may be ten thousands of others, of other layers."""
+        if self._rows is None or self._rows[0] != key:
+            rows: dict[int, list[ChunkStorageMetadata]] = {}
+            for chunk in self._covering(key, entry):
+                for at in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                    rows.setdefault(at, []).append(chunk)
+            self._rows = (key, rows)
+        return self._rows[1].get(row, [])
+
+    def _covering(self, key: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+        """The chunks of a tensor, if they are all of it."""
         inside = all(
             o >= 0 and n >= 0 and o + n <= size
             for chunk in entry.chunks
@@ -253,6 +263,7 @@ class CheckpointReader:
                 f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
                 f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
             )
+        return entry.chunks
 
     def _entry(self, key: str) -> TensorStorageMetadata | BytesStorageMetadata:
         try:

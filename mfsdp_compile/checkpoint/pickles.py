@@ -130,7 +130,7 @@ def _metadata(top: Any) -> Metadata:
     state = _state(top, "Metadata")
     metadata = Metadata(
         state_dict_metadata={_text(key): _entry(value) for key, value in state["state_dict_metadata"].items()},
-        planner_data=state.get("planner_data"),
+        planner_data=_paths(state.get("planner_data")),
         storage_data=dict(_location(*item) for item in (state["storage_data"] or {}).items()),
         storage_meta=StorageMeta(),
     )
@@ -168,6 +168,14 @@ def _location(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
     return found, compat.storage_info(path, offset, length, where.get("transform_descriptors"))
 
 
+def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """Where in nested dictionaries the entries were, if that is what it says; planners may note anything there."""
+    if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
+        return None
+    known = all(isinstance(step, str | int) for path in data.values() for step in path)
+    return data if known and all(isinstance(key, str) for key in data) else None
+
+
 def _state(record: Any, kind: str, of: type = dict) -> Any:
     if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, of):
         raise ValueError(f"expected a {kind}, found {getattr(record, 'kind', '') or type(record).__name__}")
@@ -197,11 +205,12 @@ class Foreign:
     """
 
     called = False
+    arguments: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *arguments: Any) -> Foreign:
         self = super().__new__(cls)
-        self.arguments = arguments
-        self.state: Any = None
+        self.arguments, self.state = arguments, None
         return self
 
     def __init__(self, *arguments: Any) -> None:
@@ -228,8 +237,11 @@ class Foreign:
         return f"{type(self).__module__}.{type(self).__qualname__}({held})"
 
 
-class _NamedPickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes the class of a foreign object by its name; the C pickler would import it first."""
+_Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]
+
+
+class _NamedPickler(_Pickler):  # type: ignore[misc]
+    """Writes the class of a foreign object by its name; the pickler in C would import it first."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, Foreign) and obj is not Foreign:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,6 +33,9 @@ __all__ = ["CheckpointWriter", "new_output"]
 MAX_FILE_BYTES = 5 << 30
 """After this many bytes a writer begins another file. 5 GiB: what object stores take in one piece."""
 
+FORMAT_VERSION = "1.0.0"
+"""What DCP calls this way of laying out files. It does not refuse others."""
+
 
 class CheckpointWriter:
     """Writes a DCP directory that ``torch.distributed.checkpoint.load`` reads, one tensor or chunk at a time.
@@ -47,6 +50,8 @@ class CheckpointWriter:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.mcore_data: dict[str, dict[str, Any]] = {}
         """Megatron's notes on tensors, written along. A dictionary by key, then by name of the fact."""
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        """Where in nested dictionaries an entry belongs, for those who ask; by default under its key."""
         self._max_file_bytes = max_file_bytes
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._written: list[WriteResult] = []
@@ -98,10 +103,19 @@ class CheckpointWriter:
     def close(self) -> None:
         """Write the metadata, and have everything on disk."""
         self._close_file()
-        metadata = Metadata(self._entries, planner_data={key: (key,) for key in self._entries})
+        metadata = Metadata(
+            self._entries,
+            planner_data={key: self.paths.get(key, (key,)) for key in self._entries},
+            storage_data={result.index: result.storage_data for result in self._written},
+            storage_meta=StorageMeta(),
+            version=FORMAT_VERSION,
+        )
         if self.mcore_data:
             metadata.mcore_data = self.mcore_data  # type: ignore[attr-defined]
-        _MetadataWriter(self.directory).finish(metadata, [self._written])
+        with (self.directory / ".metadata").open("wb") as file:
+            pickle.dump(metadata, file, protocol=4)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _new(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._entries:
@@ -132,13 +146,6 @@ class CheckpointWriter:
             self._files += 1
 
 
-class _MetadataWriter(FileSystemWriter):
-    """Torch's own way of writing ``.metadata``, without the name of the directory, which will be renamed."""
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)
-
-
 @contextlib.contextmanager
 def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """A place to write ``out`` at, a file or a directory, that takes its name when the block ends without an error.
@@ -157,19 +164,26 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
             raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
+    _remove(partial)  # of a process that was killed and had the same number
     try:
         yield partial
-        if out.is_dir() and not out.is_symlink():
+        replaced = out.is_dir() and not out.is_symlink()
+        if replaced:
             out.rename(old)  # a directory cannot be renamed over another
         try:
             partial.replace(out)
         except OSError:
-            if old.exists():
+            if replaced:
                 old.rename(out)
             raise
     finally:
-        for left in (partial, old):
-            if left.is_dir():
-                shutil.rmtree(left)
-            else:
-                left.unlink(missing_ok=True)
+        _remove(partial)
+    if replaced:
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

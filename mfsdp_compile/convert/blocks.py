@@ -67,10 +67,10 @@ class Stored:
         shape = original = tuple(reader.shape(key))
         grid = None
         if RESHAPED in reader.mcore_data(key):
-            original = tuple(reader.mcore_data(key)[RESHAPED])
             try:
+                original = tuple(int(n) for n in reader.mcore_data(key)[RESHAPED])
                 grid = keys.grid_of(original, shape)
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise CheckpointError(f"{reader.directory}: {key}: {error}") from error
         return cls(key, keys.parse_torch_dist(key), original, reader.dtype(key), grid)
 

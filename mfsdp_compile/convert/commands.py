@@ -76,13 +76,12 @@ def run(given: argparse.Namespace) -> int:
     try:
         status: int = given.handler(given)
         return status
-    except (CheckpointError, OSError, KeyError, ValueError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        print(f"mfsdp: {message}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # a pager was closed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (CheckpointError, OSError) as error:
+        print(f"mfsdp: {error}", file=sys.stderr)
+        return 2
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +151,10 @@ def _plan(given: argparse.Namespace) -> Plan:
     came = given.source_format or _format_of(source)
     single = given.out.suffix == ".safetensors"
     to = given.format or ("huggingface" if single else "fsdp_dtensor")
-    prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
+    try:
+        prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     megatron = torch_dist.Options(
         prefixes=prefixes,
         swiglu=given.swiglu,
@@ -207,8 +209,11 @@ def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
         return 0
     with new_output(given.out, given.overwrite) as partial, _progress(plan.nbytes, given.out.name) as advance:
         plan.write(partial, advance)
+    reasons: dict[str, list[str]] = {}
     for key, why in plan.left_out:
-        print(f"left out: {key}: {why}")
+        reasons.setdefault(why, []).append(key)
+    for why, keys in reasons.items():
+        print(f"left out: {keys[0]}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}: {why}")
     for note in plan.notes:
         print(f"note: {note}")
     print(f"{given.out}: {plan.lines()[-1]}")

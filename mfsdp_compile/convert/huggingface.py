@@ -66,6 +66,9 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
     reader, plan = SafetensorsReader(source), Plan()
     extras = [path for path in sorted(source.iterdir()) if _is_extra(path)] if source.is_dir() else []
     tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
+    for name, other in tied:
+        if other not in reader.layouts:
+            raise CheckpointError(f"{source} has no {other}, whose data {name} should share.")
     names = sorted(reader.layouts)
     for name in names:
         layout = reader.layouts[name]
@@ -101,11 +104,11 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
     reader, plan = CheckpointReader(source), Plan()
     keys = {}
     for key in reader:
-        name = options.prefixes.parse(key)
-        if name is None or name.state is not None or not reader.is_tensor(key):
+        parsed = options.prefixes.parse(key)
+        if parsed is None or parsed.state is not None or not reader.is_tensor(key):
             plan.left_out.append((key, "not a weight of the model"))
         else:
-            keys[name.name] = key
+            keys[parsed.name] = key
     if not keys:
         raise CheckpointError(
             f"{source} has no tensor that begins with {options.prefixes.model!r}. Give the prefix that its model has "
@@ -176,7 +179,7 @@ def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[st
     if options.tied is not None:
         return list(options.tied)
     # Transformers ties unless a config says otherwise; a config that differs from this default is saved with it.
-    wanted = config.get("tie_word_embeddings", config.get("text_config", {}).get("tie_word_embeddings", True))
+    wanted = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
     generates = any("LM" in name or "Generation" in name for name in config.get("architectures") or [])
     embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
     if not (wanted and generates) or len(embeddings) != 1:

@@ -37,13 +37,17 @@ def describe(directory: Path, pattern: str = "", show_groups: bool = False) -> I
         yield f"metadata.json: {_json(directory / 'metadata.json')}"
     for key, value in load_common(directory / "common.pt").items():
         yield f"common.pt: {key} = {_short(value)}"
+    try:
+        matches = re.compile(pattern).search
+    except re.error as error:
+        raise CheckpointError(f"{pattern!r} is not a regular expression: {error}") from error
     tensors = [key for key in reader if reader.is_tensor(key)]
     total = sum(reader.numel(key) for key in tensors)
     nbytes = sum(reader.numel(key) * reader.dtype(key).itemsize for key in tensors)
     yield f"{len(tensors)} tensors, {total:,} elements, {nbytes:,} bytes; {len(reader.keys()) - len(tensors)} other values"
     counted = 0
     for key in reader:
-        if not re.search(pattern, key):
+        if not matches(key):
             continue
         if key.startswith(GROUP_OPTIONS) and not show_groups:
             counted += 1
@@ -62,12 +66,12 @@ def parse_index(text: str) -> tuple[int | slice, ...]:
     Raises:
         ValueError: not of this form.
     """
+    if not re.fullmatch(r"\[?\s*(-?\d+|-?\d*:-?\d*(:\d*)?)(\s*,\s*(-?\d+|-?\d*:-?\d*(:\d*)?))*\s*\]?", text.strip()):
+        raise ValueError(f"{text!r} is not a slice: give for instance '0, :3'")
     parts: list[int | slice] = []
     for part in text.strip("[] ").split(","):
         numbers = [int(n) if n.strip() else None for n in part.split(":")]
-        if len(numbers) > 3 or numbers == [None]:
-            raise ValueError(f"{text!r} is not a slice: give for instance '0, :3'")
-        parts.append(slice(*numbers) if len(numbers) > 1 else numbers[0])  # type: ignore[arg-type]
+        parts.append(slice(*numbers) if len(numbers) > 1 else int(part))
     return tuple(parts)
 
 
@@ -85,7 +89,10 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
         if index is not None:
             raise CheckpointError(f"{key} is not a tensor: it has no part {index}")
         return f"{key}:\n{reader.value(key)!r}"
-    wanted = parse_index(index) if index is not None else ()
+    try:
+        wanted = parse_index(index) if index is not None else ()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     leading = []
     for step in wanted:  # what leading numbers leave out need not be read
         if not isinstance(step, int) or step < 0:
@@ -97,7 +104,7 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
         raise CheckpointError(
             f"{key} has shape {list(reader.shape(key))}, there is no part {index}: {error}"
         ) from error
-    return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor}"
+    return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor!r}"
 
 
 def compare(
@@ -185,7 +192,10 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
         writer = CheckpointWriter(out)
+        paths = reader.metadata.planner_data or {}
         for new, key in kept.items():
+            if new == key in paths:
+                writer.paths[key] = paths[key]
             if not reader.is_tensor(key):
                 writer.add_bytes(new, reader.raw(key))
                 continue

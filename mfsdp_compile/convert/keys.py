@@ -108,7 +108,7 @@ class Prefixes:
 
 # -- torch_dist -------------------------------------------------------------------------------------------------------
 
-_STATE = re.compile(r"optimizer\.state\.([^.]+)\.(.+)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _STACKED_LAYERS = re.compile(r"(^|\.)layers\.(?!\d+(\.|$))")
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
 _STACKED_EXPERTS = ".experts.experts."
@@ -129,7 +129,7 @@ def parse_torch_dist(key: str) -> Name:
 
 
 def torch_dist_key(name: Name) -> str:
-    """The inverse of :func:`parse_torch_dist`."""
+    """The inverse of :func:`parse_torch_dist`, but for the number that older versions give an optimizer of a chain."""
     return name.name if name.state is None else f"optimizer.state.{name.state}.{name.name}"
 
 
@@ -231,7 +231,7 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ValueError: the shapes do not belong together.
     """
-    *grid, block = flattened
+    *grid, block = flattened or (0,)
     fits = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid, strict=True))
     if not fits or math.prod(n // g for n, g in zip(shape, grid, strict=True)) != block:
         raise ValueError(f"shape {tuple(flattened)} is not made of blocks of a tensor of shape {tuple(shape)}")

@@ -21,7 +21,7 @@ from .blocks import RESHAPED, flatten_blocks
 from .groups import groups_from_options
 from .keys import Name
 from .plan import Move, Plan
-from .torch_dist import CARRIED, CHECKPOINT_VERSION, Options
+from .torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
 
 __all__ = ["plan_to_torch_dist"]
 
@@ -97,10 +97,11 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
     raw = [key for key in layout["values"] if key in reader]
     plan.moves += [Move(key, (key,)) for key in raw]
     common = carried / "common.pt"
+    content: bytes | None = None
     if common.is_file():
         content = common.read_bytes()
         plan.moves.append(Move("common.pt", (f"{CARRIED}/common.pt",)))
-    else:
+    elif not any(key.startswith(COMMON_ENTRY) for key in raw):
         leaves = [key for key in others if key not in raw and options.prefixes.parse_group(key) is None]
         content = dump_object(_common(reader, leaves, options))
         plan.moves.append(Move("common.pt", tuple(leaves) or ("(default)",)))
@@ -116,7 +117,8 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
             writer.mcore_data[target.key] = {} if target.grid is None else {RESHAPED: target.shape}
         for key in raw:
             writer.add_bytes(key, reader.raw(key))
-        (out / "common.pt").write_bytes(content)
+        if content is not None:
+            (out / "common.pt").write_bytes(content)
         known = carried / "metadata.json"
         (out / "metadata.json").write_text(known.read_text() if known.is_file() else json.dumps(FORMAT))
         writer.close()
@@ -132,12 +134,14 @@ def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable
 
 
 def _layout(path: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": []}
+    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
     if not path.is_file():
         return empty
     try:
         found = json.loads(path.read_text())
-        return {name: type(default)(found[name]) for name, default in empty.items()}
+        layout = {name: type(default)(found[name]) for name, default in empty.items()}
+        layout["flattened"] = {key: [int(n) for n in shape] for key, shape in layout["flattened"].items()}
+        return layout
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
 
@@ -181,7 +185,8 @@ def _grouped(
 
 
 def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[str, Any], options: Options) -> _Target:
-    key = keys.torch_dist_key(name)
+    plain = keys.torch_dist_key(name)
+    key = layout["chained"].get(plain, plain)
     depth = keys.stacked_dimensions(name.name)
     counts = tuple(1 + max(index[i] for index in parts) for i in range(depth))
     missing = sorted(set(itertools.product(*map(range, counts))) - set(parts))
@@ -196,10 +201,13 @@ def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[st
                 f"{reader.directory} has only one half of a gated matrix: {', '.join(halves.values())}"
             )
         sources[index] = tuple(halves[half] for half in sorted(halves, key=lambda half: half or 0))
-        shape = list(reader.shape(sources[index][0]))
-        if len(halves) == 2:
-            shape[0] += reader.shape(sources[index][1])[0]
-        shapes[index] = (tuple(shape), reader.dtype(sources[index][0]), len(halves))
+        kinds = {(tuple(reader.shape(source)), reader.dtype(source)) for source in sources[index]}
+        if len(kinds) > 1:
+            raise CheckpointError(
+                f"{reader.directory}: {' and '.join(sources[index])} differ in shape or dtype: {kinds}"
+            )
+        ((shape, dtype),) = kinds
+        shapes[index] = ((2 * shape[0], *shape[1:]) if len(halves) == 2 else shape, dtype, len(halves))
     first = shapes[min(shapes)]
     for index, found in shapes.items():
         if found != first:

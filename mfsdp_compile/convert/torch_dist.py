@@ -18,6 +18,7 @@ there will not be again.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ __all__ = ["CARRIED", "Options", "load_common", "plan_to_fsdp"]
 
 CARRIED = "torch_dist"
 """Subfolder of an fsdp_dtensor checkpoint for what only torch_dist needs."""
+
+COMMON_ENTRY = "common_state/"
 
 CHECKPOINT_VERSION = 3.0
 """Of Megatron's checkpoints, written where the training state does not say."""
@@ -101,7 +104,7 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
             told; the map of groups lacks a parameter.
     """
     reader, plan = CheckpointReader(source), Plan()
-    common = load_common(source / "common.pt")
+    common = load_common(source / "common.pt") or _common_entry(reader)
     kept = [key for key in reader if _stays(key, plan)]
     tensors = [Stored.of(reader, key) for key in kept if reader.is_tensor(key)]
     raw = [key for key in kept if not reader.is_tensor(key)]
@@ -123,6 +126,7 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
         "mtp_renamed": rename and has_old_mtp,
         "flattened": {stored.key: list(reader.shape(stored.key)) for stored in tensors if stored.grid is not None},
         "values": raw,
+        "chained": {name: s.key for s in tensors if (name := keys.torch_dist_key(s.name)) != s.key},
     }
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
@@ -149,9 +153,19 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
     return plan
 
 
+def _common_entry(reader: CheckpointReader) -> dict[str, Any]:
+    """What recent versions of Megatron store as an entry, in the place of ``common.pt``."""
+    for key in reader:
+        if key.startswith(COMMON_ENTRY) and not reader.is_tensor(key):
+            held = reader.value(key)
+            held = held[0] if isinstance(held, list) and held else held
+            return held if isinstance(held, dict) else {}
+    return {}
+
+
 def _stays(key: str, plan: Plan) -> bool:
     """Whether an entry is converted; notes in the plan why not."""
-    if key.startswith(("optimizer.distributed.", "chained_")):
+    if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
             f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote them "
             "can take apart. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's "
