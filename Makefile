@@ -49,6 +49,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/optimizer_step.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \

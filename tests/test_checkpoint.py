@@ -627,3 +627,62 @@ def test_full_parameters_come_bucket_by_bucket() -> None:
             value.zero_()  # a copy
         assert sorted(names) == sorted(alone)
         assert torch.equal(model.module.scale.full_tensor(), alone["scale"])
+
+
+# -- from Hugging Face and back ---------------------------------------------------------------------------------------
+
+
+def hf_llama(tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@on_ranks(4)
+def test_hugging_face_and_back_with_a_step_between(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    from mfsdp_compile.cli import main
+
+    root = shared_folder()
+    tokens = torch.arange(8).reshape(2, 4)
+    if dist.get_rank() == 0:
+        pretrained = hf_llama(tied)
+        pretrained.save_pretrained(root / "pretrained")
+        assert main(["convert", str(root / "pretrained"), str(root / "sharded")]) == 0
+        assert main(["checkpoint", "verify", str(root / "sharded")]) == 0
+    dist.barrier()
+    module = hf_llama(tied)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    model = fully_shard_model(module, fsdp_unit_modules=[LlamaDecoderLayer])
+    restored = load(root / "sharded", model)
+    assert (restored.step, restored.kept, restored.left_out) == (None, (), ())
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    model(input_ids=tokens).logits.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    path = Checkpoints(root / "run").save(1, model, optimizer)
+    trained = full_state_dict(model)
+    if dist.get_rank() == 0:
+        arguments = ["convert", str(path), str(root / "exported"), "--to", "huggingface"]
+        assert main([*arguments, "--files-from", str(root / "pretrained")]) == 0
+        exported = transformers.AutoModelForCausalLM.from_pretrained(root / "exported")
+        alone = hf_llama(tied)
+        alone.load_state_dict(trained)
+        assert torch.equal(exported(tokens).logits, alone(tokens).logits)
+        assert not torch.equal(exported(tokens).logits, hf_llama(tied)(tokens).logits)  # a step lies between
+    dist.barrier()

@@ -8,10 +8,12 @@ leaves the model as it was.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,6 @@ def load(
     allow_reshaped: str | Sequence[str] = (),
     allow_cast: str | Sequence[str] = (),
     generators: bool = True,
-    group: dist.ProcessGroup | None = None,
 ) -> Restored:
     """Load a checkpoint of any world size, strategy and shape of mesh: this package's, or one of
     ``torch.distributed.checkpoint`` by FSDP2, DDP or a plain model. Collective. Runs nothing that the checkpoint may hold.
@@ -98,7 +99,6 @@ def load(
         allow_reshaped: of names whose shape may be another; they keep their values.
         allow_cast: of names whose dtype may be another; values are rounded.
         generators: also set the random number generators, if the number of ranks is the same.
-        group: a gloo group of the model's ranks; None: the model's own group.
 
     Returns:
         The step, and what else there is.
@@ -110,8 +110,7 @@ def load(
     """
     directory = Path(path)
     sharded = model.sharded
-    group = group or sharded.group
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(sharded.group), dist.get_world_size(sharded.group)
     plan: list[_Plan] = []
 
     def describe() -> list[str]:
@@ -134,12 +133,17 @@ def load(
     agree(sharded.group, f"Loading {directory}", describe, PATIENCE)
     found = plan[0]
     manifest = read_manifest(directory) if verify is not False else None
+    failure: CheckpointError | None = None
     extras = found.extras(rank)
     values = {**found.targets, **extras}
     try:
-        dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), process_group=group)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*load in a single process")
+            # Every rank knows what it needs; asking the others for their opinion takes longer than reading.
+            dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
     except CheckpointException as error:
-        raise as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint") from error
+        failure = as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint")
+    agree(sharded.group, f"Loading {directory}", partial(_raise_or_nothing, failure), PATIENCE)
     found.finish(values)
     sharded.refresh()
     restored_generators = False
@@ -158,6 +162,12 @@ def load(
         tuple([*found.compared.missing, *(name for name, _ in found.compared.reshaped)]),
         tuple(name for name, _ in found.compared.cast),
     )
+
+
+def _raise_or_nothing(failure: CheckpointError | None) -> list[str]:
+    if failure is not None:
+        raise failure
+    return []
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import platform
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +20,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-import mfsdp_compile
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.wrapper import MegatronFSDP
@@ -30,7 +27,7 @@ from mfsdp_compile.wrapper import MegatronFSDP
 from .contents import extra_to_tensor, get_generators
 from .files import CheckpointError
 from .loading import Restored, as_checkpoint_error, load
-from .manifest import Manifest, read_manifest, write_durably
+from .manifest import Manifest, now, read_manifest, versions, write_durably
 from .saving import PublishingWriter, sync_directory
 
 __all__ = ["Checkpoints"]
@@ -123,7 +120,7 @@ class Checkpoints:
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+            dcp.save(save.state, storage_writer=save.writer, planner=_planner(), process_group=save.group)
         except CheckpointException as error:
             raise as_checkpoint_error(
                 error, f"Saving {save.path} failed; earlier checkpoints are as they were"
@@ -161,7 +158,9 @@ class Checkpoints:
                 done.set_result(save.path)
 
         try:
-            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
+            written = dcp.async_save(
+                save.state, storage_writer=save.writer, planner=_planner(), process_group=save.group
+            )
         except BaseException:
             save.lock.close()
             raise
@@ -258,7 +257,7 @@ class Checkpoints:
         dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
-        return load(chosen[0], model, optimizer, group=group, **arguments) if chosen[0] is not None else None
+        return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate."""
@@ -266,6 +265,11 @@ class Checkpoints:
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return self._groups[ranks]
+
+
+def _planner() -> dcp.DefaultSavePlanner:
+    """The second and later saves of the same tensors send no plans around: torch compares with those of before."""
+    return dcp.DefaultSavePlanner(enable_plan_caching=True)
 
 
 @dataclass(frozen=True)
@@ -296,14 +300,10 @@ def _manifest(step: int, serial: int, sharded: ShardedModel, world_size: int) ->
     return Manifest(
         step=step,
         serial=serial,
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=now(),
         world_size=world_size,
         sharding=str(sharded.topology),
         layout=hashlib.sha256(layouts.encode()).hexdigest(),
-        versions={
-            "torch": torch.__version__,
-            "mfsdp-compile": mfsdp_compile.__version__,
-            "python": platform.python_version(),
-        },
+        versions=versions(),
         rng=True,
     )

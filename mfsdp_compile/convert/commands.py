@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mfsdp_compile.checkpoint.files import CheckpointError, new_output
+from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest, seal
 
 from . import huggingface, inspect, torch_dist
 from .groups import FILE_NAME, map_from_dcp, read_map, write_map
@@ -36,6 +37,12 @@ def add_commands(subparsers: Any) -> None:
     parser.add_argument("--keys", default="", metavar="REGEX", help="list only keys in which this is found")
     parser.add_argument("--groups", action="store_true", help="list the options of parameters' optimizer groups too")
     parser.set_defaults(handler=_inspect)
+
+    parser = commands.add_parser(
+        "verify", help="read every file and compare it with the manifest; exit status 1: damaged"
+    )
+    parser.add_argument("directory", type=Path)
+    parser.set_defaults(handler=_verify)
 
     parser = commands.add_parser("print", help="print an entry")
     parser.add_argument("directory", type=Path)
@@ -133,6 +140,12 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     hub.add_argument(
         "--max-shard-size", type=_size, default=huggingface.MAX_SHARD_BYTES, help="of a file (default: 5GB)"
     )
+    hub.add_argument(
+        "--files-from",
+        type=Path,
+        metavar="FOLDER",
+        help="config, tokenizer and so on (default: those that IN came with)",
+    )
     tying = hub.add_mutually_exclusive_group()
     tying.add_argument("--tie", type=_pair, action="append", metavar="NAME=OF", help="a weight that is another's data")
     tying.add_argument("--no-tied", action="store_true", help="tie nothing, whatever config.json says")
@@ -165,7 +178,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         group_map=read_map(given.param_to_param_group_map_json) if given.param_to_param_group_map_json else None,
     )
     tied = [] if given.no_tied else given.tie
-    hub = huggingface.Options(prefixes, tied, given.dtype, given.max_shard_size)
+    hub = huggingface.Options(prefixes, tied, given.dtype, given.max_shard_size, given.files_from)
     if (came, to) == ("torch_dist", "fsdp_dtensor"):
         return torch_dist.plan_to_fsdp(source, megatron)
     if (came, to) == ("fsdp_dtensor", "torch_dist"):
@@ -209,6 +222,8 @@ def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
         return 0
     with new_output(given.out, given.overwrite) as partial, _progress(plan.nbytes, given.out.name) as advance:
         plan.write(partial, advance)
+        if (partial / ".metadata").exists():
+            seal(partial, read_manifest(source))
     reasons: dict[str, list[str]] = {}
     for key, why in plan.left_out:
         reasons.setdefault(why, []).append(key)
@@ -246,6 +261,18 @@ def _inspect(given: argparse.Namespace) -> int:
     for line in inspect.describe(given.directory, given.keys, given.groups):
         print(line)
     return 0
+
+
+def _verify(given: argparse.Namespace) -> int:
+    manifest = read_manifest(given.directory)
+    if manifest is None:
+        raise CheckpointError(f"{given.directory} has no manifest: nothing is known of what its files should be.")
+    found = damaged_files(given.directory, manifest.files, sorted(manifest.files))
+    for line in found:
+        print(line)
+    size = sum(record.bytes for record in manifest.files.values())
+    print("damaged" if found else f"{len(manifest.files)} files, {size:,} bytes, as they were written")
+    return 1 if found else 0
 
 
 def _print(given: argparse.Namespace) -> int:

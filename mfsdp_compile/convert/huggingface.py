@@ -49,12 +49,14 @@ class Options:
         tied: (name, name that it shares its data with), in place of what config.json says.
         dtype: of floating-point tensors at export; None leaves them as they are.
         max_shard_bytes: size of a .safetensors file, unless a tensor by itself is larger.
+        files_from: at export, a folder with what is no weights; None: what the checkpoint carries.
     """
 
     prefixes: Prefixes = field(default_factory=Prefixes)
     tied: Sequence[tuple[str, str]] | None = None
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
+    files_from: Path | None = None
 
 
 def plan_from_huggingface(source: Path, options: Options) -> Plan:
@@ -115,7 +117,7 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
             "with --model-prefix; mfsdp checkpoint inspect shows keys."
         )
     stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
-    carried = source / CARRIED
+    carried = options.files_from or source / CARRIED
     for name, other in _tied(options, _config(carried), stored):
         if name in keys and other in keys:
             _check_tied(reader, keys[name], keys[other])
@@ -124,16 +126,17 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
     files = split_into_files(
         layouts, sum(x.nbytes for x in layouts.values()) if single_file else options.max_shard_bytes
     )
-    extras = [path for path in sorted(carried.iterdir()) if path.is_file()] if carried.is_dir() else []
+    extras = [path for path in sorted(carried.iterdir()) if _is_extra(path)] if carried.is_dir() else []
     if not single_file and not any(path.name == "config.json" for path in extras):
         plan.notes.append(
-            f"{source} has no {CARRIED}/config.json: from_pretrained needs one beside the weights, put it there."
+            f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from where "
+            "the model's folder is."
         )
     for file, names in files.items():
         moves = [Move(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names]
         plan.moves += moves
     if not single_file:
-        plan.moves += [Move(path.name, (f"{CARRIED}/{path.name}",)) for path in extras]
+        plan.moves += [Move(path.name, (str(path),)) for path in extras]
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
         def read(name: str) -> Tensor:
