@@ -17,7 +17,7 @@ from mfsdp_compile.runtime.topology import Topology
 
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 
-__all__ = ["MegatronFSDP"]
+__all__ = ["MegatronFSDP", "unwrapped"]
 
 
 class MegatronFSDP(nn.Module):
@@ -224,3 +224,20 @@ class MegatronFSDP(nn.Module):
             yield
         finally:
             self.sharded.set_precision(before)
+
+
+def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:
+    """The sharded model inside ``torch.compile``'s wrapper, if it is in one.
+
+    Args:
+        what: takes it, for the message.
+
+    Raises:
+        TypeError: it is no sharded model.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if not isinstance(inner, MegatronFSDP):
+        raise TypeError(
+            f"{what} takes the model that fully_shard_model returned (compiled or not), got a {type(inner).__name__}."
+        )
+    return inner

@@ -38,6 +38,7 @@ from mfsdp_compile.checkpoint import (
     full_state_dict,
     load,
 )
+from mfsdp_compile.checkpoint.files import read_metadata
 from mfsdp_compile.checkpoint.manifest import read_manifest
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.examples.measuring import collectives
@@ -283,6 +284,23 @@ def test_optimizer_state_by_name() -> None:
         one.load_state_dict(state)
     numbered = fully_shard_optimizer(torch.optim.AdamW(other.parameters()), preproc_state_dict_for_dcp_ckpt=False)
     assert numbered.state_dict()["param_groups"][0]["params"][0] == 0
+
+
+@on_ranks(2)
+def test_a_compiled_model() -> None:
+    root = shared_folder()
+    model, optimizer = make()
+    call = torch.compile(model, backend="mfsdp", options={"inner": parity.AOT_EAGER})
+    train(call, optimizer, range(1))
+    path = Checkpoints(root).save(1, call, optimizer)
+    assert "model.module.enter.weight" in read_metadata(path).state_dict_metadata
+    other, its_optimizer = make(seed=3)
+    its_call = torch.compile(other, backend="mfsdp", options={"inner": parity.AOT_EAGER})
+    Checkpoints(root).load(its_call, its_optimizer)
+    assert_same(whole(other, its_optimizer), whole(call, optimizer))
+    assert train(its_call, its_optimizer, range(1, 3)) == train(call, optimizer, range(1, 3))
+    with raises_everywhere(TypeError, "takes the model that fully_shard_model returned", "Model"):
+        Checkpoints(root).save(2, model.module)
 
 
 # -- checkpoints of others --------------------------------------------------------------------------------------------

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.wrapper import unwrapped
 
 __all__ = ["full_optimizer_state_dict", "full_state_dict"]
 
 
-def full_state_dict(model: MegatronFSDP, rank: int | None = 0) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     """The state dict that the model would have if it were not sharded, in the CPU's memory. Collective.
 
     Gathered bucket by bucket: no rank ever holds two copies, and the other ranks none.
@@ -25,6 +25,7 @@ def full_state_dict(model: MegatronFSDP, rank: int | None = 0) -> dict[str, Any]
     Returns:
         Ordinary tensors by name, tied parameters sharing one, buffers included; on other ranks nothing.
     """
+    model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.group) == rank
     wholes: dict[str, Tensor] = {}
     for name, whole in model.full_parameters():

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.runtime.tensor import RowShardedTensor
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
 from .contents import extra_from_tensor, set_generators
 from .files import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
@@ -75,7 +75,7 @@ class _Comparison:
 
 def load(
     path: str | os.PathLike[str],
-    model: MegatronFSDP,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     verify: bool | None = None,
@@ -109,6 +109,7 @@ def load(
         RuntimeError: on another rank.
     """
     directory = Path(path)
+    model = unwrapped(model, "load")
     sharded = model.sharded
     rank, world_size = dist.get_rank(sharded.group), dist.get_world_size(sharded.group)
     plan: list[_Plan] = []

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.wrapper import MegatronFSDP
+from mfsdp_compile.wrapper import unwrapped
 
 from .contents import extra_to_tensor, get_generators
 from .files import CheckpointError
@@ -99,7 +100,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        model: MegatronFSDP,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         extra: Any = None,
@@ -132,7 +133,7 @@ class Checkpoints:
     def save_async(
         self,
         step: int,
-        model: MegatronFSDP,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         extra: Any = None,
@@ -174,8 +175,9 @@ class Checkpoints:
         if under_way is not None:
             under_way.result()
 
-    def _begin(self, step: int, model: MegatronFSDP, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
+    def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
         self.wait()
+        model = unwrapped(model, "Checkpoints.save")
         sharded, group = model.sharded, self._group(model.sharded)
         state: dict[str, Any] = {}
 
@@ -239,7 +241,7 @@ class Checkpoints:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(
-        self, model: MegatronFSDP, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
     ) -> Restored | None:
         """Load the last complete checkpoint; see :func:`load` for the other arguments.
 
@@ -247,6 +249,7 @@ class Checkpoints:
             None, on all ranks, if there is none.
         """
         self.wait()
+        model = unwrapped(model, "Checkpoints.load")
         group = self._group(model.sharded)
         chosen: list[Any] = [None]
         if dist.get_rank(group) == 0:
