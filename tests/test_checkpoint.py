@@ -600,6 +600,37 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
 
 
 @on_ranks(2)
+def test_what_is_not_sharded_is_the_first_ranks() -> None:
+    """Buffers that differ between ranks are not mixed."""
+    root = shared_folder()
+    model, optimizer = make()
+    for buffer in model.buffers():
+        buffer.fill_(dist.get_rank() + 5)
+    path = Checkpoints(root).save(0, model, optimizer)
+    other, its_optimizer = make(seed=3)
+    load(path, other, its_optimizer)
+    assert all(buffer.eq(5).all() for buffer in other.buffers())
+    # Only the first rank's file has them.
+    files = {info.relative_path for index, info in read_metadata(path).storage_data.items() if "norm.r" in index.fqn}
+    assert files == {"__0_0.distcp"}
+
+
+@on_ranks(2)
+def test_gradients_that_wait_are_not_lost_in_silence() -> None:
+    root = shared_folder()
+    model, optimizer = make("optim")
+    with model.no_sync():
+        model(torch.randn(2, 8)).backward()
+    with raises_everywhere(CheckpointError, "Gradients of 1 microbatches wait"):
+        Checkpoints(root).save(0, model, optimizer)
+    model(torch.randn(2, 8)).backward()
+    path = Checkpoints(root).save(0, model, optimizer)
+    assert any(param.grad is not None for param in model.parameters())
+    load(path, model)
+    assert all(param.grad is None for param in model.parameters())
+
+
+@on_ranks(2)
 def test_two_processes_do_not_save_into_one_folder() -> None:
     import fcntl
 

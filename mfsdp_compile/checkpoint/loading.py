@@ -91,7 +91,7 @@ def load(
     Args:
         path: a folder with a ``.metadata`` file.
         model, optimizer: to load into, in place. The optimizer is extended by ``fully_shard_optimizer`` and may be new. The
-            checkpoint's optimizer is left out if None is given.
+            checkpoint's optimizer is left out if None is given. Gradients are dropped.
         verify: read every file first and compare it with the manifest; None: if there is a manifest.
         allow_missing: patterns (``*`` and ``?``) of names that may be missing, and keep their values: ``"model.head.*"``,
             ``"optimizer.head.*"``.
@@ -146,6 +146,8 @@ def load(
         failure = as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint")
     agree(sharded.group, f"Loading {directory}", partial(_raise_or_nothing, failure), PATIENCE)
     found.finish(values)
+    sharded.zero_gradients()  # they were of other weights
+    sharded.synchronisation.microbatches = 0
     sharded.refresh()
     restored_generators = False
     if generators and manifest is not None and manifest.rng and manifest.world_size == world_size:

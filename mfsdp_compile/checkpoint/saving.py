@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.tensor import RowShardedTensor
 
 from .manifest import FileRecord, Manifest, hash_file
 
-__all__ = ["PublishingWriter", "sync_directory"]
+__all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,14 @@ def _staged(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     return value
+
+
+def sharded_part(value: Any) -> Any:
+    """Of nested dictionaries, what this rank has a part of; nothing for anything else."""
+    if isinstance(value, Mapping):
+        parts = {key: sharded_part(held) for key, held in value.items()}
+        return {key: part for key, part in parts.items() if isinstance(part, RowShardedTensor) or part}
+    return value if isinstance(value, RowShardedTensor) else {}
 
 
 def sync_directory(directory: Path) -> None:

@@ -29,7 +29,7 @@ from .contents import extra_to_tensor, get_generators
 from .files import CheckpointError
 from .loading import Restored, as_checkpoint_error, load
 from .manifest import Manifest, now, read_manifest, versions, write_durably
-from .saving import PublishingWriter, sync_directory
+from .saving import PublishingWriter, sharded_part, sync_directory
 
 __all__ = ["Checkpoints"]
 
@@ -182,12 +182,19 @@ class Checkpoints:
         state: dict[str, Any] = {}
 
         def contents() -> list[str]:
+            if waiting := sharded.synchronisation.microbatches:
+                raise CheckpointError(
+                    f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
+                    "optimizer's step, or drop them with model.zero_grad_buffer()."
+                )
             state["model"] = model.state_dict()
             if optimizer is not None:
                 state["optimizer"] = optimizer.state_dict()
-            state["rng"] = {str(dist.get_rank(group)): get_generators()}
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
+            if dist.get_rank(group):  # what is not sharded (buffers, steps) is the first rank's, all of it
+                state.update({key: sharded_part(value) for key, value in state.items()})
+            state["rng"] = {str(dist.get_rank(group)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}", f"extra: {extra is not None}"]
 
         agree(sharded.group, "Saving a checkpoint", contents)
