@@ -52,6 +52,11 @@ def run(program: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> 
     return done.stdout
 
 
+def demo(folder: Path, *arguments: str) -> str:
+    words = ["demo", "--eager", "--batch", "2", "--length", "32", *arguments]
+    return run(f"from mfsdp_compile.cli import main; raise SystemExit(main({words}))", cwd=folder, COLUMNS="200")
+
+
 def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     out = run(
         "import torch, sys; print('mfsdp' in torch._dynamo.list_backends(), 'mfsdp_compile' in sys.modules)",
@@ -133,19 +138,28 @@ def test_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["llama", "hf-llama"])
 def test_demo_with_hooks(tmp_path: Path, model: str) -> None:
     """The whole demo, eagerly: compiling it is what ``make demo`` and its users do."""
-    out = run(
-        "from mfsdp_compile.cli import main; raise SystemExit(main(['demo', '--eager', '--steps', '6', '--batch', '2', "
-        f"'--length', '32', '--parity-steps', '3', '--model', '{model}']))",
-        cwd=tmp_path,
-        COLUMNS="200",
-    )
-    assert "holds" in out
-    assert "NOT EQUAL" not in out
+    out = demo(tmp_path, "--steps", "6", "--parity-steps", "3", "--model", model)
+    assert ": holds" in out
     assert "50.0%" in out
     summary = json.loads((tmp_path / "demo-out" / "summary.json").read_text())
     assert len(summary["losses"]) == 6
     assert summary["losses"][-1] < summary["losses"][0]
     assert summary["collectives"]["reductions"] == 8
+
+
+@pytest.mark.processes
+def test_demo_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """Training that was interrupted has the losses of training that was not, to the last bit."""
+
+    def losses(folder: str, *arguments: str) -> list[float]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        demo(tmp_path / folder, "--parity-steps", "0", *arguments)
+        return json.loads((tmp_path / folder / "demo-out" / "summary.json").read_text())["losses"]
+
+    whole = losses("whole", "--steps", "5")
+    assert losses("parts", "--steps", "3") + losses("parts", "--steps", "2", "--resume") == whole
+    rows = (tmp_path / "parts" / "demo-out" / "loss.csv").read_text().splitlines()[1:]
+    assert [float(row.split(",")[1]) for row in rows] == whole
 
 
 @pytest.mark.processes
