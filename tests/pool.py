@@ -7,6 +7,7 @@ import importlib
 import inspect
 import multiprocessing as mp
 import os
+import signal
 import socket
 import sys
 import time
@@ -114,6 +115,9 @@ class Pool:
         failures = {rank: what for rank, (good, what) in results.items() if not good}
         missing = [rank for rank in range(self.world_size) if rank not in results]
         if failures or missing:
+            for rank in missing:  # where they are: on stderr
+                os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
+            time.sleep(1 if missing else 0)
             self.stop()
             parts = [f"rank {rank}:\n{what}" for rank, what in failures.items()]
             if missing:
@@ -135,9 +139,10 @@ def _work(connection: Connection, rank: int, world_size: int, port: int, environ
     import torch.distributed as dist
 
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     warnings.filterwarnings("ignore", message=".*cpu_offload.*")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
