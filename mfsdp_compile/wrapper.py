@@ -235,7 +235,7 @@ def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:
     Raises:
         TypeError: it is no sharded model.
     """
-    inner = getattr(model, "_orig_mod", model)
+    inner = model if isinstance(model, MegatronFSDP) else getattr(model, "_orig_mod", model)
     if not isinstance(inner, MegatronFSDP):
         raise TypeError(
             f"{what} takes the model that fully_shard_model returned (compiled or not), got a {type(inner).__name__}."

@@ -47,6 +47,7 @@ try:
         _top_saved_tensors_default_hooks,
     )
     from torch._guards import detect_fake_mode
+    from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -100,6 +101,7 @@ __all__ = [
     "orthogonalise",
     "reduce_scatter",
     "saved_tensor_hooks_active",
+    "set_element",
     "tree_leaves",
     "wait_tensor",
 ]

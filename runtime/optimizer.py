@@ -68,8 +68,7 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
             group["params"][i] = param
             if whole in old_state:
                 optimizer.state[param] = {
-                    key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
-                    for key, value in old_state[whole].items()
+                    key: shard_state(key, value, param) for key, value in old_state[whole].items()
                 }
 
 

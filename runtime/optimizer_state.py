@@ -19,7 +19,14 @@ from . import compat
 from .bucket import Home
 from .tensor import RowShardedTensor, take_rows, whole_tensor
 
-__all__ = ["cut_loaded_state", "name_state", "parameter_names", "shard_state"]
+__all__ = [
+    "cut_loaded_state",
+    "follows_rows",
+    "name_state",
+    "optimizer_name",
+    "parameter_names",
+    "shard_state",
+]
 
 PREFIX = "module."
 """Of the wrapper that ``fully_shard_model`` returns: names are those of ``model.named_parameters()``."""
@@ -42,9 +49,28 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-def shard_state(value: Tensor, param: Any) -> Tensor:
-    """This rank's rows of state of a parameter's shape, in memory of its own; anything else as it is."""
-    if value.shape != param.shape or isinstance(value, RowShardedTensor):
+_SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
+"""State of torch's optimizers that is one number per parameter, and not one per element: of a parameter that is one number
+itself, the shape does not tell. (NAdam's ``mu_product``, ASGD's ``eta`` and ``mu``.)"""
+
+
+def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
+    """Whether state ``key`` of a parameter is sharded like it."""
+    return shape == param.shape and key not in _SCALARS
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Of its class, as the program knows it."""
+    return type(optimizer).__name__.removeprefix("Sharded")
+
+
+def shard_state(key: str, value: Any, param: Any) -> Any:
+    """This rank's rows of state that follows the parameter's, in memory of its own; anything else as it is."""
+    if (
+        not isinstance(value, Tensor)
+        or isinstance(value, RowShardedTensor)
+        or not follows_rows(key, value.shape, param)
+    ):
         return value
     whole = whole_tensor(value) if isinstance(value, DTensor) else value
     rows = take_rows(whole, param.split, param.topology.shard)
@@ -110,7 +136,9 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
                 f"{sorted(sources)} when the state was saved, so that it has no single learning rate. Group parameters "
                 "as before."
             )
-        stored = stored_groups[sources.pop()] if sources else group
+        stored = dict(stored_groups[sources.pop()] if sources else group)
+        if "param_names" in group:  # of the parameters that are in it now
+            stored["param_names"] = group["param_names"]
         groups.append({**stored, "params": numbers})
     state = {number[name]: held for name, held in state_dict["state"].items()}
     return {**state_dict, "state": state, "param_groups": groups}
@@ -130,10 +158,7 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     state = {}
     for number, held in state_dict["state"].items():
         if (param := param_of.get(number)) is not None:
-            held = {
-                key: shard_state(value, param) if isinstance(value, Tensor) and key != "step" else value
-                for key, value in held.items()
-            }
+            held = {key: shard_state(key, value, param) for key, value in held.items()}
         state[number] = held
     return {**state_dict, "state": state}
 

@@ -639,7 +639,7 @@ def test_two_processes_do_not_save_into_one_folder() -> None:
     with open(root / ".lock", "w") as file:
         if dist.get_rank() == 0:
             fcntl.flock(file, fcntl.LOCK_EX)
-        with raises_everywhere(CheckpointError, "another process is saving"):
+        with raises_everywhere(CheckpointError, "is being saved into"):
             Checkpoints(root).save(0, model)
     dist.barrier()
     Checkpoints(root).save(0, model)

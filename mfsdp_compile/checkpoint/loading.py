@@ -1,7 +1,7 @@
 """Reading a checkpoint into a sharded model and its optimizer, whoever wrote it on however many ranks.
 
-Names are compared without what wrappers put before them (``module.``, ``_orig_mod.``), so that checkpoints of plain
-models, DDP and FSDP2 fit. Everything is compared before anything is loaded: a checkpoint that does not fit, or is damaged,
+Names are those of the module that was sharded. What others put before them (``model.``, ``module.``) is what makes the most
+names fit, so that checkpoints of plain models, DDP and FSDP2 do. Everything is compared before anything is loaded: a checkpoint that does not fit, or is damaged,
 leaves the model as it was.
 """
 
@@ -23,16 +23,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.optimizer_state import PREFIX, follows_rows, optimizer_name
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
 from .contents import extra_from_tensor, set_generators
 from .files import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
-from .manifest import damaged_files, read_manifest
+from .manifest import Manifest, damaged_files, read_manifest
 
 __all__ = ["Restored", "as_checkpoint_error", "load"]
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the name of what a module's ``get_extra_state`` returns."""
+
+_MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
+_NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
 
 PATIENCE = timedelta(hours=1)
 """For the slowest rank to look at its share of the files."""
@@ -115,8 +124,8 @@ def load(
     plan: list[_Plan] = []
 
     def describe() -> list[str]:
-        manifest = read_manifest(directory) if verify is not False else None
-        if manifest is not None:
+        manifest = _manifest_of(directory, verify)
+        if manifest is not None and verify is not False:
             share = sorted(manifest.files)[rank::world_size]
             if found := damaged_files(directory, manifest.files, share):
                 raise CheckpointError(
@@ -128,12 +137,22 @@ def load(
             [p] if isinstance(p, str) else list(p)
             for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
         ]
-        plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns)))
+        if (
+            optimizer is not None
+            and manifest is not None
+            and manifest.optimizer not in (None, optimizer_name(optimizer))
+        ):
+            raise CheckpointError(
+                f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
+                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then begins anew. Nothing was "
+                "loaded."
+            )
+        plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None))
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
     agree(sharded.group, f"Loading {directory}", describe, PATIENCE)
     found = plan[0]
-    manifest = read_manifest(directory) if verify is not False else None
+    manifest = _manifest_of(directory, verify)
     failure: CheckpointError | None = None
     extras = found.extras(rank)
     values = {**found.targets, **extras}
@@ -149,11 +168,11 @@ def load(
     sharded.zero_gradients()  # they were of other weights
     sharded.synchronisation.microbatches = 0
     sharded.refresh()
-    restored_generators = False
-    if generators and manifest is not None and manifest.rng and manifest.world_size == world_size:
-        prefix = f"rng.{rank}."
-        set_generators({key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)})
-        restored_generators = True
+    prefix = f"rng.{rank}."
+    drawn = {key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)}
+    restored_generators = bool(generators and drawn and manifest is not None and manifest.world_size == world_size)
+    if restored_generators:
+        set_generators(drawn)
     extra = extra_from_tensor(values["extra"]) if "extra" in extras else None
     return Restored(
         directory,
@@ -165,6 +184,15 @@ def load(
         tuple([*found.compared.missing, *(name for name, _ in found.compared.reshaped)]),
         tuple(name for name, _ in found.compared.cast),
     )
+
+
+def _manifest_of(directory: Path, verify: bool | None) -> Manifest | None:
+    try:
+        return read_manifest(directory)
+    except CheckpointError:
+        if verify is False:
+            return None
+        raise
 
 
 def _raise_or_nothing(failure: CheckpointError | None) -> list[str]:
@@ -194,13 +222,19 @@ class _Plan:
         model: MegatronFSDP,
         optimizer: torch.optim.Optimizer | None,
         allowed: _Allowed,
+        is_ours: bool,
     ) -> None:
         self.targets: dict[str, Any] = {}
         self.compared = _Comparison()
         self._optimizer = optimizer
         self._reader = reader
         self._stored = reader.metadata.state_dict_metadata
-        self._of_extra_state: dict[str, str] = {}  # stored key -> name in the module
+        self._is_ours = is_ours
+        self._extra_states: dict[str, Any] = {}  # by name in the module
+        self._not_in_place: dict[str, str] = {}  # name in the module -> stored key: for load_state_dict
+        self._twins: list[
+            tuple[str, str, str, Any]
+        ] = []  # two names of one parameter, stored key of the second, target
         self._module = model.module
         self._state_of: dict[str, tuple[str, str]] = {}  # stored key -> parameter's name, key of its state
         self._used: set[str] = set()
@@ -216,52 +250,97 @@ class _Plan:
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def _plan_model(self) -> None:
-        has_prefix = any(key.startswith("model.") for key in self._stored)
-        stored = {}
-        for key in self._stored:
-            if (
-                key.startswith("model.")
-                if has_prefix
-                else not key.startswith(("optimizer.", "rng.", "extra", "optim."))
-            ):
-                stored.setdefault(_plain(key.removeprefix("model.") if has_prefix else key), key)
         state = self._module.state_dict()
+        inner = {_inner(name): name for name in state}
+        prefix = max(_MODEL_PREFIXES, key=lambda prefix: sum(name in inner for name in self._of_model(prefix)))
+        stored = self._of_model(prefix)
         # A tied parameter has several names here, and maybe one of them there.
+        params = dict(self._module.named_parameters(remove_duplicate=False))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
         names_of: dict[int, list[str]] = {}
-        for name, param in self._module.named_parameters(remove_duplicate=False):
+        for name, param in params.items():
             names_of.setdefault(id(param), []).append(name)
-        twins = {name: names for names in names_of.values() for name in names}
+        first_found: dict[int, str] = {}
         for name, value in state.items():
-            found = stored.get(_plain(name))
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                self._plan_extra_state(name, stored)
+                continue
+            found = stored.get(_inner(name))
             if found is None:
-                if not any(_plain(twin) in stored for twin in twins.get(name, ())):
+                twins = names_of.get(id(params.get(name)), ())
+                if not any(_inner(twin) in stored for twin in twins):
                     self.compared.missing.append(f"model.{name}")
                 continue
             self._used.add(found)
             if not isinstance(value, Tensor):
                 if isinstance(self._stored[found], BytesStorageMetadata):
                     self.targets[found] = None
-                    self._of_extra_state[found] = name
+                    self._not_in_place[name] = found
+                else:
+                    self.compared.reshaped.append((f"model.{name}", f"a tensor there, a {type(value).__name__} here"))
             elif self._fits(f"model.{name}", found, value.shape, value.dtype):
                 self.targets[found] = value
+                own = params.get(name, buffers.get(name))
+                if own is None or _address(own) != _address(value):  # a hook of the module has made it
+                    self._not_in_place[name] = found
+                elif (first := first_found.setdefault(id(own), name)) is not name and name in params:
+                    local = torch.empty_like(value.to_local().detach())
+                    self.targets[found] = RowShardedTensor.wrap(local, value.split, value.topology)
+                    self._twins.append((first, name, found, value))
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
+
+    def _of_model(self, prefix: str) -> dict[str, str]:
+        """Stored keys by their names in the module, if ``prefix`` is what is before these."""
+        keys = [key for key in self._stored if key.startswith(prefix)]
+        if not prefix:
+            keys = [key for key in keys if not key.startswith(_NOT_OF_MODEL) and key != "extra"]
+        return {_inner(key.removeprefix(prefix)): key for key in keys}
+
+    def _plan_extra_state(self, name: str, stored: dict[str, str]) -> None:
+        """What ``get_extra_state`` has returned: a value, a tensor, or a dictionary of these that DCP has taken apart."""
+        keys = {
+            inner: key for inner, key in stored.items() if inner == _inner(name) or inner.startswith(f"{_inner(name)}.")
+        }
+        if not keys:
+            self.compared.missing.append(f"model.{name}")
+            return
+        self._used.update(keys.values())
+        if _inner(name) in keys:
+            self._extra_states[name] = self._value(keys[_inner(name)])
+            return
+        whole: dict[str, Any] = {}
+        for key in keys.values():
+            path = [*self._path(key)]
+            position = max(i for i, step in enumerate(path) if str(step).endswith(EXTRA_STATE))
+            compat.set_element(whole, (EXTRA_STATE, *path[position + 1 :]), self._value(key))
+        self._extra_states[name] = whole[EXTRA_STATE]
+
+    def _path(self, key: str) -> tuple[Any, ...]:
+        """Where a stored value was in the dictionaries and lists that were saved."""
+        return (self._reader.metadata.planner_data or {}).get(key) or tuple(key.split("."))
+
+    def _value(self, key: str) -> Any:
+        return self._reader.tensor(key) if self._reader.is_tensor(key) else self._reader.value(key)
 
     # -- the optimizer ------------------------------------------------------------------------------------------------
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        params = {
-            param.mfsdp_home.bucket.sites[param.mfsdp_home.index][0].name: param
-            for group in optimizer.param_groups
-            for param in group["params"]
-        }
-        by_plain = {_plain(name): name for name in params}
+        params, by_inner = {}, {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            sites = param.mfsdp_home.bucket.sites[param.mfsdp_home.index]
+            params[sites[0].name] = param
+            by_inner.update({_inner(site.name): sites[0].name for site in sites})
+        self._name_in_optimizer = by_inner
+        self._optimizer_prefix = max(
+            ("module.", ""), key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix))
+        )
         reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
         with_state: set[str] = set()
         for key, info in self._stored.items():
             if not key.startswith("optimizer.state."):
                 continue
-            name, _, state = _plain(key.removeprefix("optimizer.state.")).rpartition(".")
-            owner = by_plain.get(name)
+            name, state = self._state_key(key)
+            owner = by_inner.get(name)
             if owner is None:
                 self.compared.unexpected.append(f"optimizer.{name}.{state}")
                 continue
@@ -273,7 +352,7 @@ class _Plan:
             self._state_of[key] = (owner, state)
             if isinstance(info, BytesStorageMetadata):
                 self.targets[key] = None
-            elif info.size != param.shape or state == "step":
+            elif not follows_rows(state, info.size, param):
                 self.targets[key] = torch.empty(info.size, dtype=info.properties.dtype)
             else:
                 dtype = info.properties.dtype
@@ -287,19 +366,32 @@ class _Plan:
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
             ]
 
+    def _with_state(self, prefix: str) -> set[str]:
+        start = f"optimizer.state.{prefix}"
+        keys = (key.removeprefix(start) for key in self._stored if key.startswith(start))
+        return {_inner(key.rpartition(".")[0]) for key in keys}
+
+    def _state_key(self, key: str) -> tuple[str, str]:
+        """A parameter's name, and that of its state."""
+        name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
+        return _inner(name.removeprefix(self._optimizer_prefix)), state
+
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """The optimizer's groups with the settings that their parameters had. New parameters take those of their group."""
         stored: dict[int, dict[str, Any]] = {}
         for key in self._stored:
             if key.startswith("optimizer.param_groups."):
-                number, _, setting = key.removeprefix("optimizer.param_groups.").partition(".")
-                if number.isdigit():  # else torch's flattened form, by parameter: settings are what the program has set
-                    value = self._reader.tensor(key) if self._reader.is_tensor(key) else self._reader.value(key)
-                    stored.setdefault(int(number), {})[setting] = value
-        group_of = {_plain(name): number for number, group in stored.items() for name in group.get("params", ())}
+                number, *setting = self._path(key)[2:]
+                if str(number).isdigit():  # else torch's flattened form, by parameter: settings are the program's
+                    compat.set_element(stored.setdefault(int(number), {}), tuple(setting), self._value(key))
+        group_of = {}
+        for number, group in stored.items():
+            for name in group.get("params", ()):
+                known = self._name_in_optimizer.get(_inner(str(name).removeprefix(self._optimizer_prefix)))
+                group_of[f"{PREFIX}{known}"] = number
         groups = []
         for i, group in enumerate(optimizer.state_dict()["param_groups"]):
-            sources = {group_of[_plain(name)] for name in group["params"] if _plain(name) in group_of}
+            sources = {group_of[name] for name in group["params"] if name in group_of}
             if len(sources) > 1:
                 raise CheckpointError(
                     f"Parameter group {i} of the {type(optimizer).__name__} holds parameters of the groups "
@@ -307,7 +399,8 @@ class _Plan:
                     "parameters as they were. Nothing was loaded."
                 )
             settings = stored[sources.pop()] if sources else {}
-            groups.append({**group, **settings, "params": group["params"]})
+            own = {key: group[key] for key in ("params", "param_names") if key in group}
+            groups.append({**group, **settings, **own})
         return groups
 
     # -- both ---------------------------------------------------------------------------------------------------------
@@ -349,13 +442,23 @@ class _Plan:
         return {
             key: torch.empty(info.size, dtype=info.properties.dtype)
             for key, info in self._stored.items()
-            if isinstance(info, TensorStorageMetadata) and (key == "extra" or key.startswith(f"rng.{rank}."))
+            if self._is_ours
+            and isinstance(info, TensorStorageMetadata)
+            and (key == "extra" or key.startswith(f"rng.{rank}."))
         }
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """What does not lie in place already."""
-        for key, name in self._of_extra_state.items():
-            self._module.load_state_dict({name: values[key]}, strict=False)
+        rest = {name: values[key] for name, key in self._not_in_place.items()} | self._extra_states
+        for name, value in rest.items():
+            self._module.load_state_dict({name: value}, strict=False)
+        for first, second, key, loaded in self._twins:
+            if not torch.equal(values[key].to_local(), loaded.to_local()):
+                warnings.warn(
+                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different values "
+                    f"for them: those of {first!r} were loaded.",
+                    stacklevel=3,
+                )
         if self._optimizer is None:
             return
         state: dict[str, dict[str, Any]] = {}
@@ -371,13 +474,16 @@ def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointErro
     return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(list(causes)[:4])}")
 
 
-def _plain(name: str) -> str:
-    """Without what wrappers have put into it."""
+def _inner(name: str) -> str:
+    """Without what wrappers inside the module have put into it."""
     for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(inner, "")
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
     return name
+
+
+def _address(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.data_ptr(), tuple(local.shape)
 
 
 def _describe(info: TensorStorageMetadata | BytesStorageMetadata) -> str:

@@ -66,6 +66,7 @@ class Manifest:
         layout: fingerprint of the bucket layouts. Another one means other ranks or strategies, and no error.
         versions: of torch, this package and Python.
         rng: whether the state of random number generators is in it, for each rank.
+        optimizer: class of the optimizer whose state is in it; None: there is none, or it is not known.
         files: by name relative to the checkpoint.
     """
 
@@ -77,6 +78,7 @@ class Manifest:
     layout: str
     versions: Mapping[str, str]
     rng: bool
+    optimizer: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:

@@ -11,6 +11,7 @@ checkpoint as it was.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,10 @@ from mfsdp_compile.runtime.tensor import RowShardedTensor
 from .manifest import FileRecord, Manifest, hash_file
 
 __all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
+
+
+PATIENCE = 10.0
+"""Seconds for a file that another rank has written and flushed to show on the first one, through a network file system."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,33 @@ class PublishingWriter(FileSystemWriter):
             [WriteResult(r.index, r.size_in_bytes, r.storage_data) if isinstance(r, _HashedResult) else r for r in each]
             for each in results
         ]
+        self._check_arrived(files)
         super().finish(metadata, plain)
         files[".metadata"] = hash_file(self._directory / ".metadata")
         replace(self._manifest, files=files).write(self._directory)
         sync_directory(self._directory)
         self._publish()
+
+    def _check_arrived(self, files: Mapping[str, FileRecord]) -> None:
+        """Whether what other ranks have written is here: on a disk of their own it is not.
+
+        Raises:
+            RuntimeError: some is not, after :data:`PATIENCE`.
+        """
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            sizes = {name: _size(self._directory / name) for name in files}
+            absent = sorted(name for name, size in sizes.items() if size != files[name].bytes)
+            if not absent:
+                return
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{self._directory} on the first rank lacks {', '.join(absent[:4])}"
+                    f"{f' and {len(absent) - 4} more files' if len(absent) > 4 else ''} that other ranks have written to a "
+                    "folder of this name. All ranks must see the same folder: is it on a disk of one machine?"
+                )
+            os.listdir(self._directory)  # makes NFS look again
+            time.sleep(0.1)
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         """Copies in the CPU's memory, so that training may go on while they are written."""
@@ -88,8 +115,8 @@ class PublishingWriter(FileSystemWriter):
 def _staged(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _staged(held) for key, held in value.items()}
-    if isinstance(value, list):
-        return [_staged(held) for held in value]
+    if type(value) in (list, tuple):
+        return type(value)(_staged(held) for held in value)
     if isinstance(value, RowShardedTensor):
         return RowShardedTensor.wrap(_staged(value.to_local().detach()), value.split, value.topology)
     if isinstance(value, Tensor):
@@ -103,6 +130,13 @@ def sharded_part(value: Any) -> Any:
         parts = {key: sharded_part(held) for key, held in value.items()}
         return {key: part for key, part in parts.items() if isinstance(part, RowShardedTensor) or part}
     return value if isinstance(value, RowShardedTensor) else {}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
 
 
 def sync_directory(directory: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import operator
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.optimizer_state import optimizer_name
 from mfsdp_compile.wrapper import unwrapped
 
 from .contents import extra_to_tensor, get_generators
@@ -60,7 +63,7 @@ class Checkpoints:
     def __init__(self, root: str | os.PathLike[str], keep: int | None = None) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None for all; got {keep}")
-        self.root = Path(root)
+        self.root = Path(root).absolute()  # saves go on in the background while the program may change its directory
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
@@ -77,23 +80,42 @@ class Checkpoints:
     # -- what is there ------------------------------------------------------------------------------------------------
 
     def all(self) -> list[Path]:
-        """The complete ones, in the order in which they were written.
-
-        Raises:
-            CheckpointError: a manifest is damaged.
-        """
-        if not self.root.is_dir():
-            return []
-        found = []
-        for path in self.root.iterdir():
-            if _NAME.fullmatch(path.name) and (manifest := read_manifest(path)) is not None:
-                found.append((manifest.serial, path))
-        return [path for _, path in sorted(found)]
+        """The complete ones, in the order in which they were written. One with a damaged manifest is left out, with a
+        warning."""
+        complete, damaged = self._find()
+        for _, error in damaged:
+            warnings.warn(f"A checkpoint is left out: {error}", stacklevel=2)
+        return [path for _, path in complete]
 
     def latest(self) -> Path | None:
-        """The one that was written last; None: there is none."""
-        found = self.all()
-        return found[-1] if found else None
+        """The one that was written last; None: there is none.
+
+        Raises:
+            CheckpointError: its manifest is damaged.
+        """
+        complete, damaged = self._find()
+        if damaged:
+            with contextlib.suppress(FileNotFoundError):
+                name = (self.root / _LATEST).read_text(encoding="utf-8")
+                for path, error in damaged:
+                    if path.name == name:
+                        raise error
+        return complete[-1][1] if complete else None
+
+    def _find(self) -> tuple[list[tuple[int, Path]], list[tuple[Path, CheckpointError]]]:
+        """The complete ones with their serial numbers, sorted; the damaged ones with what is wrong."""
+        complete, damaged = [], []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if not _NAME.fullmatch(path.name):
+                continue
+            try:
+                if (manifest := read_manifest(path)) is not None:
+                    complete.append((manifest.serial, path))
+            except CheckpointError as error:
+                damaged.append((path, error))
+            except OSError as error:
+                damaged.append((path, CheckpointError(f"{path} cannot be read ({error}).")))
+        return sorted(complete), damaged
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -108,7 +130,7 @@ class Checkpoints:
         """Write a checkpoint and wait until it is complete.
 
         Args:
-            step: of the training.
+            step: of the training, not negative.
             model, optimizer: extended by ``fully_shard_optimizer``.
             extra: of the first rank: tensors, numbers, strings, and lists, tuples and dicts of them; a scheduler's or a
                 data loader's ``state_dict()``. Random number generators are saved for each rank without being asked.
@@ -117,11 +139,12 @@ class Checkpoints:
             The checkpoint's folder, on all ranks.
 
         Raises:
+            TypeError, ValueError: the step is no whole number, or negative.
             RuntimeError: a rank could not write. Earlier checkpoints are as they were.
         """
         save = self._begin(step, model, optimizer, extra)
         try:
-            dcp.save(save.state, storage_writer=save.writer, planner=_planner(), process_group=save.group)
+            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except CheckpointException as error:
             raise as_checkpoint_error(
                 error, f"Saving {save.path} failed; earlier checkpoints are as they were"
@@ -159,9 +182,7 @@ class Checkpoints:
                 done.set_result(save.path)
 
         try:
-            written = dcp.async_save(
-                save.state, storage_writer=save.writer, planner=_planner(), process_group=save.group
-            )
+            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
         except BaseException:
             save.lock.close()
             raise
@@ -176,6 +197,9 @@ class Checkpoints:
             under_way.result()
 
     def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
         self.wait()
         model = unwrapped(model, "Checkpoints.save")
         sharded, group = model.sharded, self._group(model.sharded)
@@ -195,7 +219,7 @@ class Checkpoints:
             if dist.get_rank(group):  # what is not sharded (buffers, steps) is the first rank's, all of it
                 state.update({key: sharded_part(value) for key, value in state.items()})
             state["rng"] = {str(dist.get_rank(group)): get_generators()}
-            return [f"step {step}", f"optimizer: {type(optimizer).__name__}", f"extra: {extra is not None}"]
+            return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.group, "Saving a checkpoint", contents)
         chosen: list[Any] = [None]
@@ -204,7 +228,7 @@ class Checkpoints:
             try:
                 lock.enter_context(_locked(self.root))
                 chosen = [(*self._prepare(step), None)]
-            except OSError as error:
+            except Exception as error:  # the other ranks wait for it
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
         dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, error = chosen[0]
@@ -214,10 +238,16 @@ class Checkpoints:
         def publish() -> None:
             os.rename(directory, final)
             sync_directory(self.root)
-            write_durably(self.root / _LATEST, final.name)
-            self._remove_old()
+            try:
+                write_durably(self.root / _LATEST, final.name)
+                self._remove_old()
+            except OSError as error:  # the checkpoint is there
+                warnings.warn(
+                    f"{final} is complete, but what is around it could not be kept in order: {error}", stacklevel=2
+                )
 
-        writer = PublishingWriter(directory, _manifest(step, serial, sharded, dist.get_world_size(group)), publish)
+        manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
+        writer = PublishingWriter(directory, manifest, publish)
         return _Save(state, writer, group, final, lock)
 
     def _prepare(self, step: int) -> tuple[Path, Path, int]:
@@ -226,9 +256,8 @@ class Checkpoints:
             shutil.rmtree(left)
         for left in self.root.glob(".removing-*"):
             shutil.rmtree(left)
-        before = self.latest()
-        last = read_manifest(before) if before is not None else None
-        serial = last.serial + 1 if last is not None else 0
+        complete, _ = self._find()
+        serial = complete[-1][0] + 1 if complete else 0
         final, number = self.root / f"step-{step:08}", 0
         while final.exists():  # from a run that was taken up again further back; it stays
             number += 1
@@ -240,7 +269,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         if self.keep is None:
             return
-        for path in self.all()[: -self.keep]:
+        for _, path in self._find()[0][: -self.keep]:
             doomed = self.root / f".removing-{path.name}"
             os.rename(path, doomed)  # at once, so that nobody takes the half for the whole
             shutil.rmtree(doomed)
@@ -262,24 +291,22 @@ class Checkpoints:
         if dist.get_rank(group) == 0:
             try:
                 chosen = [self.latest()]
-            except CheckpointError as error:
-                chosen = [error]
+            except Exception as error:  # the other ranks wait for it
+                chosen = [
+                    error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+                ]
         dist.broadcast_object_list(chosen, group=group, group_src=0)
         if isinstance(chosen[0], CheckpointError):
             raise chosen[0]
         return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
-        """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate."""
+        """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate. With torch's
+        time-out for gloo, as a slow disk takes longer than a collective of the model may."""
         ranks = tuple(dist.get_process_group_ranks(sharded.group))
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return self._groups[ranks]
-
-
-def _planner() -> dcp.DefaultSavePlanner:
-    """The second and later saves of the same tensors send no plans around: torch compares with those of before."""
-    return dcp.DefaultSavePlanner(enable_plan_caching=True)
 
 
 @dataclass(frozen=True)
@@ -301,11 +328,16 @@ def _locked(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"another process is saving into {root}") from None
-        yield
+            raise BlockingIOError(f"{root} is being saved into, by another process or another Checkpoints") from None
+        try:
+            yield
+        finally:  # closing is not enough: a process that was forked meanwhile has the file too
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _manifest(step: int, serial: int, sharded: ShardedModel, world_size: int) -> Manifest:
+def _manifest(
+    step: int, serial: int, sharded: ShardedModel, world_size: int, optimizer: torch.optim.Optimizer | None
+) -> Manifest:
     layouts = "\n".join(f"{bucket.plan.name}: {bucket.plan.layout.fingerprint}" for bucket in sharded.buckets)
     return Manifest(
         step=step,
@@ -316,4 +348,5 @@ def _manifest(step: int, serial: int, sharded: ShardedModel, world_size: int) ->
         layout=hashlib.sha256(layouts.encode()).hexdigest(),
         versions=versions(),
         rng=True,
+        optimizer=optimizer_name(optimizer) if optimizer is not None else None,
     )
