@@ -33,6 +33,7 @@ from mfsdp_compile.passes.context import (
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Bucket, Home
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.running import GraphRun
 
 from .inductor import register_lowerings
 from .options import CompileOptions
@@ -81,12 +82,17 @@ def mfsdp(
     compiled = _compile_inner(gm, [*shards, *others], chosen, record)
 
     def run(*args: Any) -> Any:
-        owners, tensors, rest = call.exchange(args)
+        buckets, tensors, rest = call.exchange(args)
+        owners = _owners(buckets)
+        graphs = GraphRun(owners, [bucket.plan.name for bucket in buckets], str(chosen))
         try:
             with contextlib.ExitStack() as stack:
                 for owner in owners:
                     stack.enter_context(owner.eager.for_compiled_code())
-                return compiled(*tensors, *rest)
+                graphs.expect_graph()
+                outputs = compiled(*tensors, *rest)
+            graphs.watch_backward(outputs)
+            return outputs
         except BaseException as error:
             for owner in owners:
                 if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
@@ -113,9 +119,8 @@ class _Call:
         self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
         self._positions = frozenset(shells)
 
-    def exchange(self, args: Sequence[Any]) -> tuple[list[ShardedModel], list[Tensor], list[Any]]:
-        """The models that the shells among ``args`` belong to, what the graph gets of their buckets, and the other
-        arguments."""
+    def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[Tensor], list[Any]]:
+        """The buckets that the shells among ``args`` belong to, what the graph gets of them, and the other arguments."""
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
             home: Home = args[position].mfsdp_home
@@ -133,12 +138,15 @@ class _Call:
                     "Please report this; torch._dynamo.reset() makes torch compile anew."
                 )
             bucket.check_unchanged()
-        owners = list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
-        for owner in owners:
+        for owner in _owners(buckets):
             owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
         tensors = [t for b in buckets for t in _tensors(b)]
-        return owners, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+        return buckets, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+
+
+def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
+    return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
 
 
 def _tensors(bucket: Bucket) -> list[Tensor]:

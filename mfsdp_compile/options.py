@@ -67,3 +67,10 @@ class CompileOptions:
                 "take one of them out of the options"
             )
         return CompileOptions(inner, schedule, float32_gradients, tuple(sorted(inductor.items())))
+
+    def __str__(self) -> str:
+        """What is not as it is by default, for ranks to compare."""
+        default = CompileOptions()
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        return f"options {', '.join(changed)}" if changed else "default options"

@@ -23,7 +23,7 @@ from torch import fx
 
 from .context import Kind, Role, role_of, set_role
 
-__all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "is_view", "reductions"]
+__all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "is_collective", "is_view", "reductions"]
 
 MARK = "mfsdp_bucket"
 
@@ -87,6 +87,14 @@ class Reduction:
     @property
     def wait(self) -> fx.Node:
         return self.stages[-1][1]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a collective, one of ours or the model's own."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default
+    )
 
 
 def is_view(node: fx.Node) -> bool:

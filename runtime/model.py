@@ -20,7 +20,8 @@ from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
-from .order import Order, Phase
+from .order import Details, Order, Phase, no_details
+from .running import named
 from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
@@ -167,7 +168,8 @@ class ShardedModel:
             units = _find_units(module, unit_modules)
             plan = _Planner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
             plans.extend((unit, plan.unit(unit)) for unit in units)
-            return [str(topology), *_describe(module, plans, check_values)]
+            # Versions, because passes and Inductor's choices of kernels differ between them.
+            return [f"torch {torch.__version__}", str(topology), *_describe(module, plans, check_values)]
 
         agree(every, "fully_shard_model", describe)
 
@@ -254,11 +256,16 @@ class ShardedModel:
         else:
             self.leave_backward()
             self.eager.leave_stray_reads()
-            what = f"compiled code of {', '.join(bucket.plan.name for bucket in buckets)}"
+            names = [bucket.plan.name for bucket in buckets]
+            what = f"compiled code of {names[0] if len(names) == 1 else f'{len(names)} buckets, {names[0]} to {names[-1]}'}"
+
+            def details() -> list[str]:
+                return [f"bucket {name}" for name in names]
+
             if self.eager.is_in_window and self.topology.gather_group is not None:
-                self.start(what)
+                self.start(what, details)
             else:
-                self.enter_forward(what)
+                self.enter_forward(what, details)
                 self.started += 1
 
     def check_complete(self) -> None:
@@ -293,15 +300,29 @@ class ShardedModel:
         """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
         agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience)
 
-    def enter_forward(self, what: str) -> None:
+    def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
-            self._order.enter(Phase(f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients", what))
+            self._order.enter(
+                Phase(f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients", what), details
+            )
 
-    def start(self, collective: str) -> None:
-        """A collective is about to be started, or compiled code that has some."""
-        self._order.start(collective)
+    def start(self, collective: str, details: Details = no_details) -> None:
+        """A collective is about to be started, or compiled code that has some: ``details`` says which."""
+        self._order.start(collective, details)
         self.started += 1
+
+    def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
+        """A compiled graph is about to start its collectives.
+
+        Args:
+            phase: of the graph: forward, backward, inference.
+            digest: of its schedule.
+            schedule: its collectives, a line each, with numbers for ``buckets``.
+            buckets: their names.
+            options: it was compiled with.
+        """
+        self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
 
     # -- after failures -----------------------------------------------------------------------------------------------
 

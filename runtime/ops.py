@@ -13,6 +13,8 @@
 ``reduce_if_due(gradient, token, ...)``
     A collective that is left out when gradients are to be summed over microbatches first; see
     :mod:`mfsdp_compile.runtime.pending`. To be awaited like any other. Inductor treats it as a collective.
+``begin(phase, digest, schedule)``
+    The first node of a graph: what the graph is about to do; see :mod:`mfsdp_compile.runtime.running`.
 
 They take numbers and strings instead of layout and group objects, so that a graph that holds them prints as valid
 Python and its cache key says everything that matters.
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compat
+from . import compat, running
 from .exchange import Exchange, When
 from .pending import pending_of
 
@@ -46,6 +48,8 @@ _library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
 )
+_library.define("begin(str phase, str digest, str schedule) -> ()")
+torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)
 
 
 # -- unshard ----------------------------------------------------------------------------------------------------------
@@ -225,3 +229,11 @@ def _pack_gradients(gradients: Sequence[Tensor], offsets: Sequence[int], numel: 
 @torch.library.register_fake("mfsdp::pack_gradients", lib=_library)
 def _pack_gradients_fake(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Tensor:
     return gradients[0].new_empty(numel, dtype=dtype)
+
+
+# -- begin ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.impl(_library, "begin", "CompositeExplicitAutograd")
+def _begin(phase: str, digest: str, schedule: str) -> None:
+    running.begin(phase, digest, schedule)

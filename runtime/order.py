@@ -19,10 +19,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Order", "Phase"]
+__all__ = ["Details", "Order", "Phase", "no_details"]
 
 Agree = Callable[[str, Sequence[str]], None]
 """``agree(topic, lines)`` raises RuntimeError on every rank unless all of them come with the same lines."""
+
+Details = Callable[[], Sequence[str]]
+"""Lines that say more of something than its name. Asked for where ranks are about to compare them."""
+
+
+def no_details() -> Sequence[str]:
+    return ()
 
 
 class Phase(NamedTuple):
@@ -74,7 +81,7 @@ class Order:
         """After a failure that was the same on all ranks anything may follow."""
         self._at, self._phase = self._start, None
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, details: Details = no_details) -> None:
         """A phase begins.
 
         Raises:
@@ -90,7 +97,7 @@ class Order:
             or here.collectives
             or any(other.kind == phase.kind and other != phase for other in here.phases)
         ):
-            self._ask(str(phase), phase in here.phases)
+            self._ask(str(phase), phase in here.phases, details)
             if phase not in here.phases:
                 # What a forward is made of does not depend on what came before it; of a backward it does.
                 begin = (phase, self._phase if phase.kind.startswith("backward") else None)
@@ -99,18 +106,19 @@ class Order:
                 here.phases[phase] = self._begins[begin]
         self._at, self._phase = here.phases[phase], phase
 
-    def start(self, collective: str) -> None:
-        """A collective is about to be started.
+    def start(self, collective: str, details: Details = no_details) -> None:
+        """A collective is about to be started, or a compiled graph of some.
 
         Args:
-            collective: ``"gather layers.0"``.
+            collective: ``"gather layers.0"``, ``"forward graph 1c5e..."``.
+            details: of a graph, its schedule. Ranks compare it, and show the first line that differs.
 
         Raises:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
         """
         here = self._at
         if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
-            self._ask(f"{collective}", collective in here.collectives)
+            self._ask(collective, collective in here.collectives, details)
             if collective not in here.collectives:
                 here.collectives[collective] = self._place(collective)
         self._at = here.collectives[collective]
@@ -119,11 +127,11 @@ class Order:
         self._places += 1
         return _Place(self._places, after)
 
-    def _ask(self, what: str, is_known: bool) -> None:
+    def _ask(self, what: str, is_known: bool, details: Details = no_details) -> None:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
-            self._agree("Order of collectives", [f"{what} after {here.after} (place {here.number})"])
+            self._agree("Order of collectives", [*details(), f"{what} after {here.after} (place {here.number})"])
         except RuntimeError as error:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(
