@@ -30,6 +30,7 @@ def agree(
     topic: str,
     describe: Callable[[], Sequence[str]],
     timeout: timedelta | None = None,
+    epoch: int = 0,
 ) -> None:
     """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
 
@@ -39,6 +40,7 @@ def agree(
         describe: lines that say what this rank holds. May raise: that is then the error, here as it is, elsewhere
             quoted.
         timeout: for ranks that do not come.
+        epoch: ranks that do not know the same number do not meet.
 
     Raises:
         RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
@@ -53,7 +55,7 @@ def agree(
     ranks = dist.get_process_group_ranks(group)
     if _has_others(group):
         outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
-        verdict = _verdict(group, ranks, topic, outcome, timeout)
+        verdict = _verdict(group, ranks, f"{topic}/{epoch}" if epoch else topic, outcome, timeout)
         if failure is None and verdict["kind"] != "same":
             raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
     if failure is not None:

@@ -20,7 +20,7 @@ from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
-from .order import Details, Order, Phase, no_details
+from .order import Details, Phase, no_details, order_of_group
 from .running import named
 from .topology import Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
@@ -178,7 +178,7 @@ class ShardedModel:
         self._touched: set[Bucket] = set()
         self.group = every
         self.started = 0
-        self._order = Order(self.agree)
+        self._join_order(type(module).__name__)
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
@@ -241,7 +241,8 @@ class ShardedModel:
         if self._backward.outer is None:
             self._backward.outer = current
             # Whatever the strategy: it reduces something on every rank, which one rank cannot do alone.
-            self._order.enter(Phase("backward" if self.reductions_are_due() else "backward that accumulates"))
+            kind = "backward" if self.reductions_are_due() else "backward that accumulates"
+            self._order.enter(Phase(kind, self._name), self._agree_on_order)
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
@@ -296,20 +297,26 @@ class ShardedModel:
 
     # -- agreement with other ranks -----------------------------------------------------------------------------------
 
-    def agree(self, topic: str, lines: Sequence[str], patience: float = 1.5) -> None:
+    def agree(self, topic: str, lines: Sequence[str], patience: float = 1.5, epoch: int = 0) -> None:
         """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
-        agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience)
+        agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience, epoch)
+
+    def _join_order(self, kind: str) -> None:
+        self._order = order_of_group(self.group.group_name)
+        self._name, self._copies = self._order.join(kind), 0
+
+    def _agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
+        self.agree("Order of collectives", lines, epoch=epoch)
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
-            self._order.enter(
-                Phase(f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients", what), details
-            )
+            kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
+            self._order.enter(Phase(kind, f"{what} ({self._name})"), self._agree_on_order, details)
 
     def start(self, collective: str, details: Details = no_details) -> None:
         """A collective is about to be started, or compiled code that has some: ``details`` says which."""
-        self._order.start(collective, details)
+        self._order.start(f"{collective} ({self._name})", self._agree_on_order, details)
         self.started += 1
 
     def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
@@ -369,7 +376,7 @@ class ShardedModel:
             bucket.forget_resident()
         self.group = self.topology.renew()
         self.started, self._failure = 0, None
-        self._order.forget()
+        self._join_order(self._name.rpartition(" #")[0])  # of the new group
         self._forget_backward()
         self.zero_gradients()
         self.synchronisation.microbatches = 0
@@ -477,7 +484,9 @@ class ShardedModel:
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
         duplicate.started, duplicate._failure = 0, None
-        duplicate._order = Order(duplicate.agree)
+        # Copies are numbered by themselves: one rank may make some for its own use.
+        self._copies += 1
+        duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0
         duplicate._backward = _BackwardIds()
         duplicate._touched = set()
         duplicate.compiled_graphs = []

@@ -4,7 +4,8 @@ Ranks run the same program on data of their own. A branch that depends on data m
 others run, or past a backward (``if not loss.isfinite(): continue``). Its next collective then meets another one of
 theirs: a hang, or, where sizes happen to agree, weights of one layer in the place of another's, which nobody notices.
 
-So a rank keeps a tree of everything that has followed what came before, the same tree on all ranks. Where one thing has
+So a rank keeps a tree of everything that has followed what came before, for all models that share a process group, the
+same tree on all ranks. Where one thing has
 ever followed, that thing is free; it costs a look into a dictionary. Anything else is agreed on through the store first:
 what is new, and every turn at a fork, a place from which ranks have gone different ways before. What all ranks do
 alike is always allowed; what one rank does alone raises, before its collective has met anybody else's.
@@ -19,10 +20,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Details", "Order", "Phase", "no_details"]
+__all__ = ["Agree", "Details", "Order", "Phase", "no_details", "order_of_group"]
 
-Agree = Callable[[str, Sequence[str]], None]
-"""``agree(topic, lines)`` raises RuntimeError on every rank unless all of them come with the same lines."""
+Agree = Callable[[Sequence[str], int], None]
+"""``agree(lines, epoch)`` raises RuntimeError on every rank unless all of them come with the same lines, in the same epoch
+of the order's life."""
 
 Details = Callable[[], Sequence[str]]
 """Lines that say more of something than its name. Asked for where ranks are about to compare them."""
@@ -37,7 +39,7 @@ class Phase(NamedTuple):
 
     Args:
         kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``.
-        what: runs: ``"the model"``, ``"compiled code of layers.0"``; empty for a backward.
+        what: runs: ``"the model (GPT #1)"``, ``"compiled code of layers.0 (GPT #1)"``; a backward, ``"GPT #1"``.
     """
 
     kind: str
@@ -57,18 +59,32 @@ class _Place:
     phases: dict[Phase, _Place] = field(default_factory=dict)
 
 
+def order_of_group(name: str) -> Order:
+    """Of the models that communicate over a process group: theirs meet each other."""
+    return _orders.setdefault(name, Order())
+
+
 class Order:
-    """Of one model, on this rank.
+    """Of the models of one process group, on this rank.
 
     Args:
-        agree: between the ranks.
         limit: places to remember. A program that goes another way in every step would fill the memory with them.
     """
 
-    def __init__(self, agree: Agree, limit: int = 100_000) -> None:
-        self._agree = agree
+    def __init__(self, limit: int = 100_000) -> None:
         self._limit = limit
+        self._epoch = self._models = 0
         self.forget()
+
+    def join(self, kind: str) -> str:
+        """A model is sharded, on all ranks. Returns its name here.
+
+        From here on all ranks know the same again, which is nothing.
+        """
+        self._models += 1
+        self._epoch += 1
+        self.forget()
+        return f"{kind} #{self._models}"
 
     def forget(self) -> None:
         """All of it: after a failure ranks may have come to know different things."""
@@ -81,7 +97,7 @@ class Order:
         """After a failure that was the same on all ranks anything may follow."""
         self._at, self._phase = self._start, None
 
-    def enter(self, phase: Phase, details: Details = no_details) -> None:
+    def enter(self, phase: Phase, agree: Agree, details: Details = no_details) -> None:
         """A phase begins.
 
         Raises:
@@ -97,7 +113,7 @@ class Order:
             or here.collectives
             or any(other.kind == phase.kind and other != phase for other in here.phases)
         ):
-            self._ask(str(phase), phase in here.phases, details)
+            self._ask(agree, str(phase), phase in here.phases, details)
             if phase not in here.phases:
                 # What a forward is made of does not depend on what came before it; of a backward it does.
                 begin = (phase, self._phase if phase.kind.startswith("backward") else None)
@@ -106,11 +122,11 @@ class Order:
                 here.phases[phase] = self._begins[begin]
         self._at, self._phase = here.phases[phase], phase
 
-    def start(self, collective: str, details: Details = no_details) -> None:
+    def start(self, collective: str, agree: Agree, details: Details = no_details) -> None:
         """A collective is about to be started, or a compiled graph of some.
 
         Args:
-            collective: ``"gather layers.0"``, ``"forward graph 1c5e..."``.
+            collective: ``"gather layers.0 (GPT #1)"``, ``"forward graph 1c5e... (GPT #1)"``.
             details: of a graph, its schedule. Ranks compare it, and show the first line that differs.
 
         Raises:
@@ -118,7 +134,7 @@ class Order:
         """
         here = self._at
         if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
-            self._ask(collective, collective in here.collectives, details)
+            self._ask(agree, collective, collective in here.collectives, details)
             if collective not in here.collectives:
                 here.collectives[collective] = self._place(collective)
         self._at = here.collectives[collective]
@@ -127,11 +143,11 @@ class Order:
         self._places += 1
         return _Place(self._places, after)
 
-    def _ask(self, what: str, is_known: bool, details: Details = no_details) -> None:
+    def _ask(self, agree: Agree, what: str, is_known: bool, details: Details) -> None:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
-            self._agree("Order of collectives", [*details(), f"{what} after {here.after} (place {here.number})"])
+            agree([*details(), f"{what} after {here.after} (place {here.number})"], self._epoch)
         except RuntimeError as error:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(
@@ -141,3 +157,7 @@ class Order:
                 "the block on every rank (and multiply what is not wanted by zero), or decide for all ranks together. "
                 "Weights and optimizer state are unchanged; model.reset() on every rank makes the model usable again."
             ) from None
+
+
+_orders: dict[str, Order] = {}
+"""By name of the group. For good: ranks would forget them at different times."""

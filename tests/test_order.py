@@ -49,13 +49,13 @@ def make(mode: str = EAGER, **arguments: Any) -> tuple[Any, Any]:
 
 def count_agreements(model: Any) -> list[str]:
     asked: list[str] = []
-    real = model.sharded.agree
+    real = model.sharded._agree_on_order
 
-    def counted(topic: str, lines: Any) -> None:
+    def counted(lines: Any, epoch: int) -> None:
         asked.extend(lines)
-        real(topic, lines)
+        real(lines, epoch)
 
-    model.sharded._order._agree = counted
+    model.sharded._agree_on_order = counted
     return asked
 
 
@@ -216,6 +216,39 @@ def total(model: Any, x: Tensor) -> Tensor:
     return found[0]
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=90)
+def test_models_that_look_alike(mode: str, known: bool) -> None:
+    """Ranks that run different ones would compute with halves of both."""
+    mesh = short_mesh()
+    models = [fully_shard_model(parity.build(Branches, seed), mesh, fsdp_unit_modules=[zoo.Block]) for seed in (0, 1)]
+    models.append(copy.deepcopy(models[0]))  # an average of weights, perhaps
+    calls = models if mode == EAGER else [torch.compile(m, backend="mfsdp", options={"inner": mode}) for m in models]
+    x = torch.randn(2, 8)
+
+    def turn() -> None:
+        with torch.no_grad():
+            calls[1](x)
+        calls[0](x).backward()
+        with torch.no_grad():
+            calls[2](x)
+
+    for _ in range(3 if known else 0):
+        turn()
+    if known:
+        asked = [line for model in models for line in count_agreements(model)]
+        turn()
+        assert not asked
+    with raises_everywhere(RuntimeError), torch.no_grad():
+        calls[dist.get_rank()](x)
+        calls[1 - dist.get_rank()](x)
+        raise AssertionError("this rank noticed nothing")
+    for model in models:
+        model.reset()
+    turn()
+
+
 # -- the tree of what follows what -------------------------------------------------------------------------------------
 
 FORWARD, EVALUATION, BACKWARD = (
@@ -232,18 +265,18 @@ class Store:
         self.asked: list[str] = []
         self.refuses = False
 
-    def __call__(self, topic: str, lines: Sequence[str]) -> None:
+    def __call__(self, lines: Sequence[str], epoch: int) -> None:
         self.asked += lines
         if self.refuses:
             raise RuntimeError("rank 7 did not come")
 
 
-def go(order: Order, *steps: str | Phase) -> None:
+def go(order: Order, store: Store, *steps: str | Phase) -> None:
     for step in steps:
         if isinstance(step, Phase):
-            order.enter(step)
+            order.enter(step, store)
         else:
-            order.start(step)
+            order.start(step, store)
 
 
 STEP = (FORWARD, "gather a", "gather b", BACKWARD, "gather a", "reduce b", "reduce a")
@@ -251,12 +284,12 @@ STEP = (FORWARD, "gather a", "gather b", BACKWARD, "gather a", "reduce b", "redu
 
 def test_a_known_way_is_free() -> None:
     store = Store()
-    order = Order(store)
-    go(order, *STEP, *STEP)
+    order = Order()
+    go(order, store, *STEP, *STEP)
     assert len(store.asked) == len(STEP) + 1  # the second forward follows a backward
-    go(order, *STEP, EVALUATION, "gather a", *STEP, EVALUATION, "gather a")
+    go(order, store, *STEP, EVALUATION, "gather a", *STEP, EVALUATION, "gather a")
     store.refuses = True
-    go(order, *STEP, *STEP, EVALUATION, "gather a", *STEP)
+    go(order, store, *STEP, *STEP, EVALUATION, "gather a", *STEP)
 
 
 @pytest.mark.parametrize(
@@ -272,33 +305,33 @@ def test_a_known_way_is_free() -> None:
 )
 def test_another_way_is_asked_for(astray: tuple[Any, ...], message: str) -> None:
     store = Store()
-    order = Order(store)
-    go(order, *STEP, *STEP)
+    order = Order()
+    go(order, store, *STEP, *STEP)
     store.refuses = True
-    go(order, *astray[:-1])
+    go(order, store, *astray[:-1])
     with pytest.raises(RuntimeError, match=message):
-        go(order, astray[-1])
+        go(order, store, astray[-1])
 
 
 def test_a_fork_is_asked_for_every_time() -> None:
     store = Store()
-    order = Order(store)
+    order = Order()
     for _ in range(2):
-        go(order, FORWARD, "gather a", "gather b", BACKWARD)
-        go(order, FORWARD, "gather a", BACKWARD)
+        go(order, store, FORWARD, "gather a", "gather b", BACKWARD)
+        go(order, store, FORWARD, "gather a", BACKWARD)
     store.asked.clear()
-    go(order, FORWARD, "gather a", "gather b", BACKWARD)
+    go(order, store, FORWARD, "gather a", "gather b", BACKWARD)
     assert store.asked == ["gather b after gather a (place 3)"]
     store.asked.clear()
-    go(order, FORWARD, "gather a", BACKWARD)
+    go(order, store, FORWARD, "gather a", BACKWARD)
     assert store.asked == ["a backward after gather a (place 3)"]
 
 
 def test_memory_is_bounded() -> None:
     store = Store()
-    order = Order(store, limit=50)
+    order = Order(limit=50)
     for i in range(100):
-        go(order, FORWARD, f"gather {i}")
+        go(order, store, FORWARD, f"gather {i}")
         assert order._places <= 53
 
 
@@ -306,17 +339,17 @@ def test_memory_is_bounded() -> None:
 def test_two_ranks_never_part_without_asking(history: list[list[str]], data: st.DataObject) -> None:
     """After any common history: as long as neither asks, both have done the same."""
     store = Store()
-    ranks = [Order(store), Order(store)]
+    ranks = [Order(), Order()]
     for way in history:
         for order in ranks:
-            go(order, FORWARD, *way, BACKWARD)
+            go(order, store, FORWARD, *way, BACKWARD)
     ways = [data.draw(st.lists(st.sampled_from("abc"), max_size=4)) for _ in ranks]
     done = []
     for order, way in zip(ranks, ways, strict=True):
         store.asked.clear()
         unasked: list[Any] = []
         for step in (FORWARD, *way, BACKWARD):
-            go(order, step)
+            go(order, store, step)
             if store.asked:
                 break
             unasked.append(step)
