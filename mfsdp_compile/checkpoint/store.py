@@ -97,9 +97,9 @@ class Checkpoints:
         if damaged:
             with contextlib.suppress(FileNotFoundError):
                 name = (self.root / _LATEST).read_text(encoding="utf-8")
-                for path, error in damaged:
+                for path, what in damaged:
                     if path.name == name:
-                        raise error
+                        raise what
         return complete[-1][1] if complete else None
 
     def _find(self) -> tuple[list[tuple[int, Path]], list[tuple[Path, CheckpointError]]]:

@@ -218,6 +218,7 @@ def _load_alone(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: 
     dcp.load({"model": weights, "optimizer": {"state": state}}, checkpoint_id=checkpoint)
     manifest = read_manifest(checkpoint)
     assert manifest is not None
+    assert manifest.step is not None
     return manifest.step
 
 
