@@ -231,9 +231,9 @@ class Checkpoints:
             except Exception as error:  # the other ranks wait for it
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
         dist.broadcast_object_list(chosen, group=group, group_src=0)
-        directory, final, serial, error = chosen[0]
-        if error is not None:
-            raise CheckpointError(f"The first rank cannot write to {self.root}: {error}")
+        directory, final, serial, refusal = chosen[0]
+        if refusal is not None:
+            raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
 
         def publish() -> None:
             os.rename(directory, final)
