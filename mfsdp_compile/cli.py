@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument(
         "--table", action="store_true", help="compute every strategy in every way of accumulating, on four processes"
     )
+    hang = commands.add_parser("hang", help="which rank keeps a job waiting, from what ranks have written")
+    hang.add_argument("folder", help="what MFSDP_DEBUG_DIR was set to")
     convert.add_commands(commands)
     given = parser.parse_args(arguments)
     if hasattr(given, "handler"):
@@ -29,6 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mfsdp_compile import doctor as the_doctor
 
         return the_doctor.run(given.table)
+
+    if given.command == "hang":
+        from mfsdp_compile import hang as the_hang
+
+        return the_hang.run(given.folder)
 
     from mfsdp_compile.examples.demo import DemoConfig, run
 

@@ -163,6 +163,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         return dist.default_pg_timeout
 
 
+def process_group(name: str) -> dist.ProcessGroup:
+    """By the name that functional collectives take."""
+    return _resolve_process_group(name)
+
+
+def collectives_started(group: dist.ProcessGroup) -> int:
+    """On a process group, by this rank, since it was made; 0 for backends that do not count."""
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
+
+
 def new_group_like(name: str) -> dist.ProcessGroup:
     """A process group of the same ranks, backend and time-out. Its ranks must all call this, others need not."""
     old = _resolve_process_group(name)

@@ -41,6 +41,7 @@ from . import compat, gradients
 from .bucket import Bucket, Home
 from .exchange import When
 from .ops import pack, start_collective, start_stage
+from .topology import Group
 
 __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "Window"]
 
@@ -159,8 +160,8 @@ class BackwardOwner(Protocol):
     def enter_forward(self, what: str) -> None:
         """A forward begins."""
 
-    def start(self, collective: str) -> None:
-        """A collective is about to be started. Raises if other ranks do something else."""
+    def start(self, collective: str, *, group: Group | None) -> None:
+        """A collective is about to be started, over ``group``. Raises if other ranks do something else."""
 
     def failed(self, error: BaseException) -> None:
         """A forward has raised, or a collective in backward."""
@@ -364,7 +365,7 @@ class EagerRuntime:
                 group = bucket.topology.gather_group
                 started = None
                 if group is not None:
-                    self._announce(f"gather {bucket.plan.name}")
+                    self._announce(f"gather {bucket.plan.name}", group)
                     shard = bucket.source().to(bucket.plan.compute_dtype)
                     with compat.no_saved_tensor_hooks():
                         started = compat.all_gather(shard, group.size, group.name)
@@ -404,9 +405,9 @@ class EagerRuntime:
                     self._release(other, only_frozen=True)
         return state
 
-    def _announce(self, collective: str) -> None:
+    def _announce(self, collective: str, group: Group | None) -> None:
         try:
-            self._owner.start(collective)
+            self._owner.start(collective, group=group)
         except RuntimeError as error:
             self._owner.failed(error)
             raise
@@ -506,7 +507,9 @@ class EagerRuntime:
             self._take_in()
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor) -> None:
-        self._announce(f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}")
+        will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
+        what = f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
+        self._announce(what, bucket.topology.stages[stage].group if will_run else None)
         token = bucket.pending.token if bucket.pending is not None else None
         with compat.no_saved_tensor_hooks():
             started = start_stage(gradient, stage, bucket.exchange, token)
@@ -531,7 +534,8 @@ class EagerRuntime:
         first = exchange.when.index(When.IF_DUE.value)
         result = bucket.pending.take(exchange.comm_dtype)
         for stage in range(first, len(exchange.groups)):
-            self._announce(f"reduce what waits of {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}")
+            what = f"reduce what waits of {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
+            self._announce(what, bucket.topology.stages[stage].group)
             with compat.no_saved_tensor_hooks():
                 started = start_collective(result, stage, exchange)
             result = self._await(started)

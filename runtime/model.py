@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -18,11 +18,12 @@ from . import compat, gradients
 from .agreement import agree, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
+from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
 from .running import named
-from .topology import Topology
+from .topology import Group, Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
 __all__ = ["GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
@@ -177,7 +178,7 @@ class ShardedModel:
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
         self.group = every
-        self.started = 0
+        self.started = self.steps = 0
         self._join_order(type(module).__name__)
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
@@ -242,6 +243,7 @@ class ShardedModel:
             self._backward.outer = current
             # Whatever the strategy: it reduces something on every rank, which one rank cannot do alone.
             kind = "backward" if self.reductions_are_due() else "backward that accumulates"
+            self._note(kind)
             self._order.enter(Phase(kind, self._name), self._agree_on_order)
             compat.on_backward_end(self._finish_backward)
         else:
@@ -310,12 +312,15 @@ class ShardedModel:
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
+        kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
+        self._note(f"{kind} of {what}")
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
-            kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
             self._order.enter(Phase(kind, f"{what} ({self._name})"), self._agree_on_order, details)
 
-    def start(self, collective: str, details: Details = no_details) -> None:
-        """A collective is about to be started, or compiled code that has some: ``details`` says which."""
+    def start(self, collective: str, details: Details = no_details, group: Group | None = None) -> None:
+        """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
+        if group is not None:
+            self._note(collective, lambda: [(collective, group.name)])
         self._order.start(f"{collective} ({self._name})", self._agree_on_order, details)
         self.started += 1
 
@@ -329,7 +334,12 @@ class ShardedModel:
             buckets: their names.
             options: it was compiled with.
         """
+        due = self.reductions_are_due()
+        self._note(f"{phase} graph", lambda: self.topology.launches(named(schedule, buckets), due))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
+
+    def _note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
+        journal.note(self.steps, self._name, what, self.topology.group_names, launches)
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
@@ -339,6 +349,7 @@ class ShardedModel:
         if self._failure is None:
             self._failure = type(error).__name__
             report_failure(self.group, error)
+            journal.write(f"{self._failure}: {error}")
 
     def _recover(self) -> None:
         """Before the next collective after a failure: go on if all ranks have failed alike.
@@ -473,7 +484,7 @@ class ShardedModel:
         """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once."""
         for bucket in self.buckets:
             if bucket.is_stale:
-                self.start(f"gather {bucket.plan.name}, to keep")
+                self.start(f"gather {bucket.plan.name}, to keep", group=self.topology.resident_group)
                 bucket.start_refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -483,7 +494,7 @@ class ShardedModel:
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
-        duplicate.started, duplicate._failure = 0, None
+        duplicate.started, duplicate.steps, duplicate._failure = 0, 0, None
         # Copies are numbered by themselves: one rank may make some for its own use.
         self._copies += 1
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0

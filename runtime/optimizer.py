@@ -112,6 +112,8 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
             result = over_runs(step, closure)
         else:
             result = step() if closure is None else step(closure)
+        for owner in owners:
+            owner.steps += 1
         if install_optimized_model_weights:
             for owner in owners:
                 owner.refresh()

@@ -16,6 +16,8 @@ knows no strategy by name.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -201,6 +203,29 @@ class Topology:
         """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
         others = (self.inner, self.inner_gathers, self.outer)
         return [group for group in others if group is not None and group != self.every] + [self.every]
+
+    @property
+    def group_names(self) -> list[str]:
+        return [group.name for group in self._groups]
+
+    def launches(self, schedule: Sequence[str], due: bool) -> list[tuple[str, str]]:
+        """The collectives that a compiled graph starts, each with its process group.
+
+        Args:
+            schedule: lines of ``passes.pipeline.collectives``.
+            due: whether reductions run that may be left out.
+        """
+        found = []
+        for line in schedule:
+            kind, name, *rest = line.split("  ")
+            if kind == "gather" and self.gather_group is not None:
+                found.append((f"gather {name}", self.gather_group.name))
+            elif kind == "reduce" and (due or not line.endswith(", if due")):
+                stage = re.search(r", stage (\d+)", rest[-1])
+                number = int(stage[1]) if stage else 1
+                what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
+                found.append((what, self.stages[number - 1].group.name))
+        return found
 
     def probe(self) -> None:
         """Raise RuntimeError if a collective on one of the groups fails."""

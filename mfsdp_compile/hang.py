@@ -1,0 +1,156 @@
+"""``mfsdp hang DIR``: which rank keeps a job waiting, in which collective, and where it is.
+
+Reads what ranks have written (:mod:`mfsdp_compile.runtime.journal`). Collectives of a process group are numbered in the
+order in which a rank starts them; what all ranks have started is over or under way, and the first that some have not is what
+the others wait in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Finding", "analyse", "read", "run"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that explains why ranks wait.
+
+    Args:
+        ranks: whose doing it is.
+        text: for people.
+    """
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def run(folder: str) -> int:
+    """Print what there is to say about ``folder``. Returns 2 if nothing can be said, else 0."""
+    states = read(Path(folder))
+    if not states:
+        print(
+            f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a folder: "
+            "when they fail, when nothing happens for most of the process group's time-out, and on SIGUSR1."
+        )
+        return 2
+    for finding in analyse(states):
+        print(finding.text)
+    print()
+    for rank, state in sorted(states.items()):
+        print(f"rank {rank} on {state['host']}, written for {state['why']}: {_last(state)}")
+        if state["place"] is not None:
+            print(f"    at {state['place']}")
+    return 0
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    """By rank, from ``folder`` or its ``hang``; of each the first state of the last incident.
+
+    Raises:
+        ValueError: a file is not what a rank has written.
+    """
+    if not any(folder.glob("rank-*.json")):
+        folder = folder / "hang"
+    states = {}
+    for path in folder.glob("rank-*.json"):
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))[0]
+            states[int(state["rank"])] = state
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{path} is not what a rank has written: {error}") from None
+    return states
+
+
+def analyse(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+    """What keeps ranks waiting; the first finding is the cause, as far as it can be told."""
+    world = max(state["world_size"] for state in states.values())
+    findings = []
+    if absent := sorted(set(range(world)) - set(states)):
+        text = (
+            f"{_ranks(absent)} left no file: killed, on a machine that is gone, or writing to another folder. "
+            f"{_waiting_for(states, absent)}"
+        )
+        findings.append(Finding(tuple(absent), text.strip()))
+    for group in dict.fromkeys(name for state in states.values() for name in state["groups"]):
+        findings += _of_group(states, group)
+    if not findings:
+        findings.append(
+            Finding((), f"{_ranks(states)} have started the same collectives: what keeps them waiting is none of ours.")
+        )
+    return findings
+
+
+def _of_group(states: Mapping[int, Mapping[str, Any]], group: str) -> list[Finding]:
+    members = {rank: state for rank, state in states.items() if group in state["groups"]}
+    names = {rank: _names(state, group) for rank, state in members.items()}
+    numbers = sorted(set().union(*names.values()))
+    for number in numbers:
+        here = {rank: known[number] for rank, known in names.items() if number in known}
+        if len(set(here.values())) > 1:
+            kinds = [
+                f"{what!r} on {_ranks(r for r in here if here[r] == what)}" for what in dict.fromkeys(here.values())
+            ]
+            fewest = min(set(here.values()), key=list(here.values()).count)
+            culprits = tuple(rank for rank in here if here[rank] == fewest)
+            text = f"Collective {number} of group {group} is {', '.join(kinds)}: these have met, and are not the same."
+            return [Finding(culprits, text)]
+    started = {rank: state["groups"][group]["started"] for rank, state in members.items()}
+    behind = [rank for rank in started if started[rank] == min(started.values())]
+    if len(behind) == len(started):
+        return []
+    number = min(started.values()) + 1
+    ahead = [rank for rank in started if started[rank] >= number]
+    what = next((names[rank][number] for rank in ahead if number in names[rank]), "one that is not of the model")
+    text = (
+        f"{_ranks(behind)} {'has' if len(behind) == 1 else 'have'} not started collective {number} of group {group}, "
+        f"{what}; {_ranks(ahead)} {'has, and waits' if len(ahead) == 1 else 'have, and wait'}."
+    )
+    return [Finding(tuple(behind), text)]
+
+
+def _names(state: Mapping[str, Any], group: str) -> dict[int, str]:
+    """What the collectives of a group were that a rank has started, by their numbers."""
+    return {
+        launch["number"]: f"{launch['what']!r} of {entry['model']}, {entry['what']}, step {entry['step']}"
+        for entry in state["entries"]
+        for launch in entry["launches"]
+        if launch["group"] == group and launch["started"]
+    }
+
+
+def _waiting_for(states: Mapping[int, Mapping[str, Any]], absent: Sequence[int]) -> str:
+    """What the others have started last, with ranks that left no file."""
+    for group in dict.fromkeys(name for state in states.values() for name in state["groups"]):
+        for rank, state in states.items():
+            held = state["groups"].get(group)
+            if held is None or not set(absent) & set(held["ranks"]):
+                continue
+            names = _names(state, group)
+            if names:
+                return f"The last that rank {rank} has started with {'it' if len(absent) == 1 else 'them'} is {names[max(names)]}."
+    return ""
+
+
+def _last(state: Mapping[str, Any]) -> str:
+    if not state["entries"]:
+        return "it has not run a model yet"
+    entry = state["entries"][-1]
+    done = [launch["what"] for launch in entry["launches"] if launch["started"]]
+    left = [launch["what"] for launch in entry["launches"] if not launch["started"]]
+    parts = [f"last in {entry['what']} of {entry['model']}, step {entry['step']}"]
+    if done:
+        parts.append(f"has started {done[-1]}")
+    if left:
+        parts.append(f"next is {left[0]}")
+    return ", ".join(parts)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    known = sorted(ranks)
+    shown = ", ".join(map(str, known[:8])) + (", ..." if len(known) > 8 else "")
+    return f"rank {shown}" if len(known) == 1 else f"ranks {shown}"

@@ -1,0 +1,251 @@
+"""What this rank has done last, for the day when a job stands still.
+
+Every rank keeps the last few hundred things it did: forwards, backwards, collectives that the eager path starts, compiled
+graphs with their schedules. Noting one costs about a microsecond and no communication. How far a compiled graph has come is
+not noted but computed when somebody asks: process groups count their collectives, so that the count now, less the count when
+the graph began, says which line of its schedule was the last to start.
+
+Written to ``$MFSDP_DEBUG_DIR/hang/rank-N.json``, if that is set: when a forward, a backward or the program fails; when
+nothing has happened for most of the process group's time-out, by a thread, because what waits in a collective cannot; and
+on SIGUSR1. ``mfsdp hang DIR`` (:mod:`mfsdp_compile.hang`) puts the ranks' files together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import compat
+
+__all__ = ["Entry", "Journal", "directory", "journal"]
+
+LENGTH = 512
+PATIENCE = 0.6
+"""Of a time-out: after that long without anything new, a rank writes what it knows."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something that a rank did.
+
+    Args:
+        at: seconds since 1970.
+        step: optimizer steps before it.
+        model: its name.
+        what: it was.
+        launches: collectives that it starts, in order, with the names of their process groups; made when asked for.
+        counts: of collectives started before it, by process group.
+    """
+
+    at: float
+    step: int
+    model: str
+    what: str
+    launches: Callable[[], Sequence[tuple[str, str]]]
+    counts: dict[str, int]
+
+
+class Journal:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._entries: deque[Entry] = deque(maxlen=LENGTH)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._thread: threading.Thread | None = None
+        self._written_for: Entry | None = None
+        self._states: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+
+    def note(
+        self,
+        step: int,
+        model: str,
+        what: str,
+        groups: Sequence[str],
+        launches: Callable[[], Sequence[tuple[str, str]]] = tuple,
+    ) -> None:
+        """Remember something, before it is done.
+
+        Args:
+            groups: names of the model's process groups.
+        """
+        counts = {}
+        for name in groups:
+            if name not in self._groups:
+                self._groups[name] = compat.process_group(name)
+                self._watch()
+            counts[name] = compat.collectives_started(self._groups[name])
+        self._entries.append(Entry(time.time(), step, model, what, launches, counts))
+
+    # -- writing it down ----------------------------------------------------------------------------------------------
+
+    def write(self, why: str, trace: TracebackType | None = None) -> Path | None:
+        """Add what this rank is doing to its file. None: no folder is set, or it cannot be written to; the failure at hand
+        matters more.
+
+        Args:
+            why: it is written.
+            trace: of an exception that has left the program's own code already.
+        """
+        folder = directory()
+        if folder is None or not dist.is_initialized():
+            return None
+        path = folder / f"rank-{dist.get_rank()}.json"
+        with self._lock, contextlib.suppress(OSError):
+            # What a rank does when others have given up says nothing: the first states of an incident count.
+            now = time.time()
+            self._states = [state for state in self._states if now - state["at"] < max(60.0, 2 * self._timeout())][:7]
+            self._states.append(self.state(why, trace))
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = path.with_suffix(f".tmp-{os.getpid()}")
+            beside.write_text(json.dumps(self._states, indent=1))
+            os.replace(beside, path)
+            return path
+        return None
+
+    def state(self, why: str, trace: TracebackType | None = None) -> dict[str, Any]:
+        """As plain data; see :mod:`mfsdp_compile.hang` for what it means."""
+        now = {name: compat.collectives_started(group) for name, group in self._groups.items()}
+        entries = list(self._entries)
+        return {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "at": time.time(),
+            "why": why,
+            "torch": torch.__version__,
+            "groups": {
+                name: {"ranks": dist.get_process_group_ranks(group), "started": now[name]}
+                for name, group in self._groups.items()
+            },
+            "entries": [
+                _written(entry, following.counts if following is not None else now)
+                for entry, following in zip(entries, [*entries[1:], None], strict=True)
+            ],
+            "place": _place(traceback.extract_tb(trace) if trace is not None else _main_stack()),
+            "stacks": _stacks(),
+        }
+
+    # -- when ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have it written when it is needed. Once per process, and only if there is where to."""
+        if self._thread is not None or directory() is None:
+            return
+        self._thread = threading.Thread(target=self._look_now_and_then, name="mfsdp-journal", daemon=True)
+        self._thread.start()
+        _on_uncaught_exceptions(self.write)
+        if threading.current_thread() is threading.main_thread():
+            self._on_signals()
+
+    def _on_signals(self) -> None:
+        """SIGUSR1; and SIGTERM, by which launchers end the other ranks when one has died. Where the program has handlers of
+        its own, these stay."""
+        ours = {number for number in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL}
+        # Python runs handlers between two of its own instructions, which a rank that waits in C++ never comes to. Their
+        # numbers it writes to a file at once.
+        reading, writing = socket.socketpair()
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # somebody's event loop
+            signal.set_wakeup_fd(before)
+            return
+        self._kept = writing
+        for number in ours:
+            signal.signal(number, lambda *_: None)
+
+        def listen() -> None:
+            while number := reading.recv(1):
+                if number[0] in ours:
+                    self.write(signal.Signals(number[0]).name)
+                    if number[0] == signal.SIGTERM:
+                        os._exit(128 + signal.SIGTERM)
+
+        threading.Thread(target=listen, name="mfsdp-signals", daemon=True).start()
+
+    def _look_now_and_then(self) -> None:
+        while True:
+            timeout = self._timeout()
+            time.sleep(min(timeout * PATIENCE / 8, 5.0))
+            last = self._entries[-1] if self._entries else None
+            if last is None or last is self._written_for or not dist.is_initialized():
+                continue
+            if (silent := time.time() - last.at) > timeout * PATIENCE:
+                self._written_for = last
+                self.write(f"nothing new for {silent:.0f} s")
+
+    def _timeout(self) -> float:
+        return min((compat.timeout_of(group).total_seconds() for group in list(self._groups.values())), default=60.0)
+
+
+def directory() -> Path | None:
+    """Where ranks write their files."""
+    folder = os.environ.get("MFSDP_DEBUG_DIR")
+    return Path(folder) / "hang" if folder else None
+
+
+def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
+    """With the collectives that it has started and those that it has not: ``after`` are the counts at its end."""
+    count = dict(entry.counts)
+    launches = []
+    for what, group in entry.launches():
+        count[group] = count.get(group, 0) + 1
+        launches.append(
+            {"what": what, "group": group, "number": count[group], "started": count[group] <= after.get(group, 0)}
+        )
+    return {"at": entry.at, "step": entry.step, "model": entry.model, "what": entry.what, "launches": launches}
+
+
+_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+"""Where frames lie that are not the program's."""
+
+
+def _main_stack() -> traceback.StackSummary:
+    return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])  # type: ignore[index]
+
+
+def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:
+    """The innermost line of the program itself."""
+    own = [frame for frame in stack if not frame.filename.startswith(_OWN) and "mfsdp_compile" not in frame.filename]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Of all threads, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): [str(frame) for frame in traceback.format_stack(frame)]
+        for ident, frame in sys._current_frames().items()
+        if not names.get(ident, "").startswith("mfsdp-")
+    }
+
+
+def _on_uncaught_exceptions(write: Callable[..., Any]) -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        write(f"{kind.__name__}: {error}", trace)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+journal = Journal()
+"""Of this process."""
