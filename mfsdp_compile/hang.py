@@ -31,7 +31,11 @@ class Finding:
 
 def run(folder: str) -> int:
     """Print what there is to say about ``folder``. Returns 2 if nothing can be said, else 0."""
-    states = read(Path(folder))
+    try:
+        states = read(Path(folder))
+    except ValueError as error:
+        print(error)
+        return 2
     if not states:
         print(
             f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a folder: "

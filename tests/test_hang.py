@@ -1,0 +1,193 @@
+"""A rank that sleeps, dies or goes another way: every rank ends in time, and ``mfsdp hang`` names it and the collective."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mfsdp_compile import hang
+from mfsdp_compile.cli import main
+
+SECONDS = 6
+"""Time-out of the process group."""
+
+PROGRAM = f"""
+import os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch import nn
+how, mode = sys.argv[1:]
+rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds={SECONDS}))
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x, skip=-1):
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                x = block(x)
+        return x.pow(2).mean()
+def misbehave():
+    if how == "dies":
+        os.kill(os.getpid(), 9)
+    if how == "sleeps":
+        time.sleep({SECONDS * 2})
+    if how == "signalled":
+        print("asleep", flush=True)
+        time.sleep(60)
+torch.manual_seed(0)
+model = fully_shard_model(Net(), fsdp_unit_modules=[Block])
+optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={{"inner": mode}})
+for step in range(6):
+    astray = step == 3 and rank == last
+    if astray:
+        misbehave()
+    call(torch.randn(4, 16), skip=1 if astray and how == "skips" else -1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def start(folder: Path, how: str, mode: str, world: int) -> list[subprocess.Popen[str]]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, how, mode],
+            env=os.environ | common | {"RANK": str(rank), "MFSDP_DEBUG_DIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def end(processes: list[subprocess.Popen[str]], seconds: float = 90) -> None:
+    try:
+        for process in processes:
+            process.communicate(timeout=seconds)
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode != 0 for process in processes), "a rank noticed nothing"
+
+
+CASES = [
+    pytest.param(how, mode, world, marks=[] if (mode, world) in short else [pytest.mark.long])
+    for how, short in {
+        "sleeps": {("aot_eager", 2)},
+        "dies": {("eager", 2)},
+        "skips": {("aot_eager", 4)},
+    }.items()
+    for mode in ("eager", "aot_eager")
+    for world in (2, 4)
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("how", "mode", "world"), CASES)
+def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, capsys: Any) -> None:
+    end(start(tmp_path, how, mode, world))
+    first = hang.analyse(hang.read(tmp_path))[0]
+    assert first.ranks == (world - 1,)
+    assert "gather" in first.text
+    assert "step 3" in first.text
+    assert main(["hang", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert first.text in printed
+    if how == "sleeps":
+        assert "time.sleep" in printed
+
+
+@pytest.mark.processes
+def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
+    """Also one that waits in a collective, where Python does not come to run handlers."""
+    processes = start(tmp_path, "signalled", "eager", 2)
+    try:
+        assert processes[1].stdout is not None
+        assert processes[1].stdout.readline() == "asleep\n"
+        time.sleep(1)
+        for process in processes:
+            process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 3  # before anything else makes them write
+        files = [tmp_path / "hang" / f"rank-{rank}.json" for rank in range(2)]
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        states = [json.loads(file.read_text())[0] for file in files]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [state["why"] for state in states] == ["SIGUSR1", "SIGUSR1"]
+    assert "time.sleep(60)" in states[1]["place"]
+    assert hang.analyse(dict(enumerate(states)))[0].ranks == (1,)
+
+
+# -- what ranks have written --------------------------------------------------------------------------------------------
+
+
+def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dict[str, Any]:
+    launches = [{"what": what, "group": "g", "number": number, "started": True} for number, what in names.items()]
+    entry = {"at": 0.0, "step": 7, "model": "Net #1", "what": "forward graph", "launches": launches}
+    group = {"ranks": list(range(world)), "started": started}
+    return {"rank": rank, "world_size": world, "groups": {"g": group}, "entries": [entry]}
+
+
+def test_a_rank_behind() -> None:
+    names = {1: "gather a", 2: "gather b"}
+    (finding,) = hang.analyse({0: state(0, 2, names), 1: state(1, 1, {1: "gather a"}), 2: state(2, 2, names)})
+    assert finding.ranks == (1,)
+    assert "rank 1 has not started collective 2 of group g, 'gather b'" in finding.text
+    assert "ranks 0, 2 have, and wait" in finding.text
+
+
+def test_collectives_that_are_not_the_same() -> None:
+    states = {rank: state(rank, 2, {1: "gather a", 2: "gather c" if rank == 2 else "gather b"}) for rank in range(3)}
+    (finding,) = hang.analyse(states)
+    assert finding.ranks == (2,)
+    assert "'gather b' of Net #1, forward graph, step 7 on ranks 0, 1" in finding.text
+
+
+def test_a_file_that_is_missing() -> None:
+    names = {1: "gather a"}
+    (finding,) = hang.analyse({0: state(0, 1, names), 2: state(2, 1, names)})
+    assert finding.ranks == (1,)
+    assert "rank 1 left no file" in finding.text
+    assert "'gather a'" in finding.text
+
+
+def test_nothing_to_see() -> None:
+    names = {1: "gather a"}
+    (finding,) = hang.analyse({rank: state(rank, 1, names) for rank in range(3)})
+    assert finding.ranks == ()
+
+
+def test_folders_that_hold_something_else(tmp_path: Path, capsys: Any) -> None:
+    assert main(["hang", str(tmp_path)]) == 2
+    assert "MFSDP_DEBUG_DIR" in capsys.readouterr().out
+    (tmp_path / "rank-0.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rank-0\.json"):
+        hang.read(tmp_path)
