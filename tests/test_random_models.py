@@ -170,8 +170,8 @@ def check(examples: int) -> None:
 
 
 @on_ranks(4)
-def test_ten_random_models() -> None:
-    check(10)
+def test_twenty_random_models() -> None:
+    check(20)
 
 
 @pytest.mark.long
