@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 # One thread per rank, also for libraries that read the environment when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
 
 import torch
 import torch.distributed as dist
