@@ -177,7 +177,8 @@ class Analysis:
         while node.op == "call_function" and node.all_input_nodes:
             source = node.all_input_nodes[0]
             part = _part(node)
-            if part is not None and (whole := self.whole_of.get(source)) is not None and whole.node is source:
+            whole = self.whole_of.get(source)
+            if part is not None and (source in self._launch_of or (whole is not None and whole.node is source)):
                 return next((s.name for s in slots if s.numel and s.offset == part[0]), None)
             node = source
         return slots[0].name if len(slots) == 1 else None

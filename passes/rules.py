@@ -17,7 +17,7 @@ from torch import fx
 from mfsdp_compile.runtime.exchange import When
 
 from . import roles
-from .analysis import PACK, RELEASE, Analysis, Launch, Memory, Reduction, arguments, tensor_of
+from .analysis import RELEASE, Analysis, Launch, Memory, Reduction, arguments, tensor_of
 from .context import Kind, Phase, role_of
 from .contract import Contract, Output, gradients_of, packed, reads_of
 
@@ -88,7 +88,7 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
     order = found.order
     for launch in _gathers(found):
         for reader in launch.readers:
-            yield f"{reader} reads it unawaited", reader, launch.bucket
+            yield f"{reader} reads it unawaited", reader, launch.bucket, found.parameter(launch.bucket, reader)
         if not launch.waits and not launch.readers:
             yield "nothing awaits its gather", launch.node, launch.bucket
         for wait in launch.waits:
@@ -123,7 +123,9 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
                     yield f"{user} reads what stays gathered unawaited", user, role.bucket
         if role.kind is Kind.VIEW:
             source = node.all_input_nodes[0]
-            of = found.whole_of.get(source)
+            of, its = found.whole_of.get(source), role_of(source)
+            if of is None and its is not None and its.kind in (Kind.VIEW, Kind.START_GATHER):
+                continue  # said already
             if of is None:
                 yield f"{node} is a view of {source}, which is not gathered", node, role.bucket
             elif of.bucket != role.bucket:

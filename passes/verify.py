@@ -29,8 +29,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import fx
+
+from mfsdp_compile.runtime import compat
 
 from .analysis import Analysis
 from .context import Context, Phase, Report
@@ -40,6 +44,7 @@ from .rules import RULES, Breach
 __all__ = ["ScheduleError", "breaches", "verify"]
 
 _SHOWN = 5
+_NOT_OF_MODELS = tuple(str(Path(module.__file__).parent) for module in (torch, compat))
 
 
 class ScheduleError(RuntimeError):
@@ -116,7 +121,8 @@ def _source_line(node: fx.Node) -> str:
     pending, seen = [node], {node}
     while pending and len(seen) < 100:
         at = pending.pop(0)
-        if lines := re.findall(r'File "([^"]+)", line (\d+)', at.meta.get("stack_trace") or ""):
+        lines = re.findall(r'File "([^"]+)", line (\d+)', at.meta.get("stack_trace") or "")
+        if lines := [(file, line) for file, line in lines if not file.startswith(_NOT_OF_MODELS)]:
             return f", from {lines[-1][0]}:{lines[-1][1]}"
         following = [other for other in (*at.users, *at.all_input_nodes) if other not in seen]
         seen.update(following)
