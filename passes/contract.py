@@ -50,13 +50,13 @@ class Gradient:
 
     Args:
         name: of its node.
-        inputs: of the graph that it depends on, by name.
+        inputs: of the graph that it depends on, as bits: the lowest is the first input. Sets would take quadratic memory.
         terms: that it is the sum of, one per use of a parameter.
         made_of: names of what it is computed of alone, one after the other.
     """
 
     name: str
-    inputs: frozenset[str]
+    inputs: int
     terms: int
     made_of: tuple[str, ...] = ()
 
@@ -131,12 +131,12 @@ def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
     packs = [node for node in found.graph.find_nodes(op="call_function", target=PACK) if role_of(node) is not None]
     if not packs:
         return {}
-    names: list[str] = []
-    depends: dict[fx.Node, int] = {}  # on inputs, as bits: sets of them would take quadratic memory
+    inputs = 0
+    depends: dict[fx.Node, int] = {}
     for node in found.graph.nodes:
         if node.op == "placeholder":
-            depends[node] = 1 << len(names)
-            names.append(node.name)
+            depends[node] = 1 << inputs
+            inputs += 1
         else:
             bits = 0
             for source in node.all_input_nodes:
@@ -149,9 +149,8 @@ def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
         of_bucket = gradients.setdefault(role.bucket, {})
         for gradient, index in packed(pack, found.info(role.bucket).layout):
             if index is not None and index not in of_bucket:
-                bits = depends.get(gradient, 0)
-                inputs = frozenset(name for i, name in enumerate(names) if bits >> i & 1)
-                of_bucket[index] = Gradient(gradient.name, inputs, _terms(gradient), tuple(_chain(gradient)))
+                bits, made_of = depends.get(gradient, 0), tuple(_chain(gradient))
+                of_bucket[index] = Gradient(gradient.name, bits, _terms(gradient), made_of)
     return gradients
 
 

@@ -273,8 +273,9 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
             if gradient.terms < was.terms:
                 what = f"{gradient.name} is the sum of {gradient.terms} terms, of {was.terms} that there were"
                 yield what, reduction.pack, bucket, name
-            elif lost := sorted(was.inputs - gradient.inputs):
-                yield f"{gradient.name} does not depend on {', '.join(lost[:3])} any more", reduction.pack, bucket, name
+            elif lost := was.inputs & ~gradient.inputs:
+                first = contract.inputs[lost.bit_length() - 1] if contract is not None else ""
+                yield f"{gradient.name} does not depend on {first} any more", reduction.pack, bucket, name
             elif was.name in names and was.name not in {gradient.name, *gradient.made_of}:
                 yield f"{gradient.name} is packed in the place of {was.name}", reduction.pack, bucket, name
 
@@ -372,11 +373,11 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
     before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
     own = contract.user_outputs if contract is not None else 0
     policy = found.context.policy
+    started = {launch.node: launch for launch in found.launches if launch.gathers}
     for position, value in enumerate(found.outputs):
         whole = found.whole_of.get(value)
         saved = found.phase is Phase.FORWARD and position >= own
-        launch = next((launch for launch in found.launches if launch.gathers and launch.node is value), None)
-        if launch is not None:
+        if (launch := started.get(value)) is not None:
             yield f"output {position} is its unawaited gather", value, launch.bucket
         if whole is None or value.op == "placeholder" or not (saved or contract is None or value.name not in before):
             continue

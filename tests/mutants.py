@@ -159,8 +159,7 @@ def resident_unawaited(s: Subject) -> Iterator[Change]:
 def _gather_again(whole: Whole) -> fx.Node:
     start = renamed(whole.launch.node)
     with start.graph.inserting_after(whole.node):
-        wait = start.graph.node_copy(whole.node, lambda _: start)
-    return wait
+        return start.graph.node_copy(whole.node, lambda _: start)
 
 
 def gathered_twice(s: Subject) -> Iterator[Change]:
@@ -548,14 +547,14 @@ def reduction_unawaited(s: Subject) -> Iterator[Change]:
     """Returns memory that is still being received."""
     for reduction in s.packs:
         for stage in reduction.stages:
-            yield lambda l=stage: l.waits[0].replace_all_uses_with(l.node)
+            yield lambda launch=stage: launch.waits[0].replace_all_uses_with(launch.node)
 
 
 def reduction_awaited_early(s: Subject) -> Iterator[Change]:
     """There is nothing to wait for yet."""
     for reduction in s.packs:
         for stage in reduction.stages:
-            yield lambda l=stage: l.node.prepend(l.waits[0])
+            yield lambda launch=stage: launch.node.prepend(launch.waits[0])
 
 
 def gradients_written_in_flight(s: Subject) -> Iterator[Change]:
@@ -567,13 +566,13 @@ def gradients_written_in_flight(s: Subject) -> Iterator[Change]:
 def result_written_in_flight(s: Subject) -> Iterator[Change]:
     """What arrives later overwrites it."""
     for launch in s.launches:
-        yield lambda l=launch: call(l.node, aten.zero_.default, l.node)
+        yield lambda launch=launch: call(launch.node, aten.zero_.default, launch.node)
 
 
 def shard_written_in_flight(s: Subject) -> Iterator[Change]:
     """Ranks get a part of it from before and a part from after."""
     for launch in s.gathers:
-        yield lambda l=launch: call(l.node, aten.mul_.Scalar, l.input, 2)
+        yield lambda launch=launch: call(launch.node, aten.mul_.Scalar, launch.input, 2)
 
 
 def gradients_released_in_flight(s: Subject) -> Iterator[Change]:
@@ -636,7 +635,7 @@ def activation_replaced(s: Subject) -> Iterator[Change]:
 def gather_saved(s: Subject) -> Iterator[Change]:
     """Not even awaited."""
     for launch in s.gathers:
-        yield lambda l=launch: s.save(l.node)
+        yield lambda launch=launch: s.save(launch.node)
 
 
 def weight_returned(s: Subject) -> Iterator[Change]:

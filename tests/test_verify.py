@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mutants
@@ -28,6 +30,8 @@ from torch import Tensor, fx
 from mfsdp_compile import MixedPrecisionPolicy, ScheduleError, fully_shard_model, verify
 from mfsdp_compile.backend import _cache_key
 from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.examples.llama import Block as LlamaBlock
+from mfsdp_compile.examples.llama import Llama, LlamaConfig
 from mfsdp_compile.options import CompileOptions
 from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.analysis import tensor_of
@@ -235,7 +239,7 @@ def test_messages_name_everything(graphs: list[Scheduled]) -> None:
     assert {breach.rule for breach in caught.value.breaches} >= {"V1"}
 
     subject = next(s for s in graphs if s.phase is Phase.BACKWARD).copy()
-    tuple(mutants.gradient_dropped(subject))[0]()
+    next(mutants.gradient_dropped(subject))()
     with pytest.raises(
         ScheduleError, match=r"V4 \(reduced once\): its gradient is lost; .*parameter '.*weight', node .*zoo.py"
     ):
@@ -336,6 +340,78 @@ def test_caches_know_passes_by_their_uuid() -> None:
     assert len({key(), key(Watches("a")), key(Watches("b")), key(Watches("a"), Watches("b"))}) == 4
     assert key(gathers_again) is None
     assert key(Watches("a"), Watches(None)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_world")
+def test_passes_in_compile_caches() -> None:
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache
+
+    def counted(*passes: Any) -> dict[str, int]:
+        """Of one start of a program."""
+        torch._dynamo.reset()
+        counters.clear()
+        _, call = parity.shard(parity.build(lambda: zoo.Plain(layers=1)), parity.INDUCTOR, passes=passes)
+        call(torch.randn(6, 8)).backward()
+        return {name.rpartition("_")[2]: n for name, n in counters["aot_autograd"].items() if "cache" in name}
+
+    with fresh_cache():
+        watches = Watches("a")
+        assert counted(watches)["miss"] == 1
+        assert watches.seen == [Phase.FORWARD, Phase.BACKWARD]
+        again = Watches("a")
+        assert counted(again)["hit"] == 1
+        assert not again.seen
+        assert counted(Watches("b"))["miss"] == 1
+        for _ in range(2):  # a plain function might be another one next time
+            seen: list[Phase] = []
+            assert counted(lambda graph, context, phase, seen=seen: seen.append(phase))["bypass"] >= 1
+            assert seen == [Phase.FORWARD, Phase.BACKWARD]
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_the_pass_of_the_readme() -> None:
+    section = (Path(__file__).parent.parent / "README.md").read_text().split("## Write your own pass")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    model, _ = parity.shard(parity.build(zoo.Plain), parity.EAGER)
+    namespace: dict[str, Any] = {"torch": torch, "model": model}
+    exec(code.replace("options={", 'options={"inner": "aot_eager", '), namespace)
+    namespace["compiled"](torch.randn(6, 8)).backward()
+    (record,) = model.sharded.compiled_graphs
+    report = next(report for report in record.reports[Phase.FORWARD] if report.name == "late gathers")
+    assert len(report.lines) == 5
+    lines = record.schedules[Phase.FORWARD]
+    for gather, wait in itertools.pairwise(lines):
+        assert not gather.startswith("gather") or wait.startswith("wait")
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """... of the quickest compilation, without Inductor."""
+    spent = {"compiling": 0.0, "noting the contract": 0.0, "verifying": 0.0}
+
+    def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[what] += time.process_time() - begun
+
+        return call
+
+    monkeypatch.setattr(pipeline, "_note_contract", timed("noting the contract", pipeline._note_contract))
+    monkeypatch.setattr(pipeline.verify, "verify", timed("verifying", pipeline.verify.verify))
+    model = fully_shard_model(Llama(LlamaConfig(width=64, hidden=96, layers=6)), fsdp_unit_modules=[LlamaBlock])
+    compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "verify": "once"})
+    timed("compiling", lambda: compiled(torch.zeros(1, 16, dtype=torch.long)).sum().backward())()
+    print({what: f"{seconds * 1e3:.1f} ms" for what, seconds in spent.items()})
+    assert spent["verifying"] > 0
+    assert spent["noting the contract"] + spent["verifying"] < 0.01 * spent["compiling"]
 
 
 # -- the digest -------------------------------------------------------------------------------------------------------
