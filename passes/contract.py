@@ -112,15 +112,15 @@ def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | Non
     """Gradients, and which parameter of the bucket each is for, by its offset; None for none, or for one that has its
     gradient already. Parameters without elements share an offset with the one after them."""
     free: dict[int, list[int]] = {}
-    for index, slot in enumerate(layout.slots):
-        free.setdefault(slot.offset, []).append(index)
+    for number, slot in enumerate(layout.slots):
+        free.setdefault(slot.offset, []).append(number)
     found: list[tuple[fx.Node, int | None]] = []
     gradients: Any
     gradients, offsets, *_ = pack.args
     for gradient, offset in zip(gradients, offsets, strict=False):  # type: ignore[arg-type]
         candidates, value = free.get(offset, []), tensor_of(gradient)
         fitting = [i for i in candidates if value is not None and layout.slots[i].numel == value.numel()]
-        index = next(iter(fitting or candidates), None)
+        index: int | None = next(iter(fitting or candidates), None)
         if index is not None:
             candidates.remove(index)
         found.append((gradient, index))

@@ -274,8 +274,8 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
                 what = f"{gradient.name} is the sum of {gradient.terms} terms, of {was.terms} that there were"
                 yield what, reduction.pack, bucket, name
             elif lost := was.inputs & ~gradient.inputs:
-                first = contract.inputs[lost.bit_length() - 1] if contract is not None else ""
-                yield f"{gradient.name} does not depend on {first} any more", reduction.pack, bucket, name
+                source = contract.inputs[lost.bit_length() - 1] if contract is not None else ""
+                yield f"{gradient.name} does not depend on {source} any more", reduction.pack, bucket, name
             elif was.name in names and was.name not in {gradient.name, *gradient.made_of}:
                 yield f"{gradient.name} is packed in the place of {was.name}", reduction.pack, bucket, name
 
@@ -302,13 +302,12 @@ def _ordered(found: Analysis, _: Contract | None) -> Findings:
         stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
-            got = (
-                _OPERATORS.get(launch.node.target) or given.get("collective"),  # type: ignore[arg-type]
-                given.get("group_size", size),  # an all-reduce says none
-                given.get("group_name", given.get("group")),
-            )
-            if got != (collective, size, group):
-                what = f"stage {i + 1} is {got[0]} over {_group(*got[1:])}, not {collective} over {_group(size, group)}"
+            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            its_size = given.get("group_size", size)  # an all-reduce says none
+            its_group = given.get("group_name", given.get("group"))
+            if (operator, its_size, its_group) != (collective, size, group):
+                its = f"{operator} over {_group(its_size, its_group)}"
+                what = f"stage {i + 1} is {its}, not {collective} over {_group(size, group)}"
                 yield what, launch.node, reduction.bucket
     for node in found.graph.find_nodes(op="get_attr"):
         for inner in _inner_nodes(node):

@@ -27,6 +27,7 @@ the passes (:class:`.Contract`); of graphs made by hand, for which that is not k
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from .rules import RULES, Breach
 __all__ = ["ScheduleError", "breaches", "verify"]
 
 _SHOWN = 5
-_NOT_OF_MODELS = tuple(str(Path(module.__file__).parent) for module in (torch, compat))
+_NOT_OF_MODELS = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, compat))
 
 
 class ScheduleError(RuntimeError):
