@@ -18,17 +18,20 @@ if importlib.util.find_spec("mfsdp_compile.runtime") is None:
     __path__.append(str(_checkout))
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
+from .passes.verify import ScheduleError, verify
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
 
 __all__ = [
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "ScheduleError",
     "ShardingStrategy",
     "__version__",
     "fully_shard",
     "fully_shard_model",
     "fully_shard_optimizer",
+    "verify",
 ]
 
 try:

@@ -71,7 +71,8 @@ def mfsdp(
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
-    record = pipeline.rewrite_dynamo_graph(gm, context)
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each")
+    pipeline.rewrite_dynamo_graph(gm, record)
     for owner in dict.fromkeys(bucket.owner for bucket in buckets):
         owner.check_complete()
         owner.compiled_graphs.append(record)
@@ -244,7 +245,10 @@ def _compile_inner(
     return compat.compile_with_inductor(gm, inputs, patches)
 
 
-def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str:
-    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions."""
+def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
+    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions.
+    None, for no caching, if a pass of the user's has no identity."""
     context = record.context.signature if record is not None else ""
-    return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{context}".encode()).hexdigest()
+    if (identities := options.pass_identities()) is None:
+        return None
+    return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{identities}:{context}".encode()).hexdigest()

@@ -9,5 +9,7 @@ buckets are plain data in the :class:`Context`.
     backward            float32_gradients   (an option) matmuls write gradients in float32
     forward, backward   reduce      where reductions start and are awaited
     and inference       schedule    where gathers start and are awaited
+                        (your own)  ``options={"passes": [...]}``
                         verify      that all of this is right
+                        announce    the graph says what it does before it does it
 """

@@ -126,7 +126,8 @@ class Kind(Enum):
     """What a node is to its bucket."""
 
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
-    SHARD = "shard"  # placeholder of this rank's shard
+    SHARD = "shard"  # placeholder of this rank's shard, or of its resident
+    TOKEN = "token"  # placeholder of what stands for the waiting sum of gradients
     CAST = "cast"  # what is gathered: the shard in the compute dtype, the awaited resident
     START_GATHER = "start gather"
     GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, a cast of a whole shard
@@ -169,10 +170,12 @@ class Report:
     Args:
         name: of the pass.
         lines: for people, one decision each.
+        seconds: that it took.
     """
 
     name: str
     lines: Sequence[str]
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return "\n".join([self.name, *(f"    {line}" for line in self.lines)])

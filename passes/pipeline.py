@@ -5,25 +5,34 @@ from __future__ import annotations
 import functools
 import hashlib
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
+from typing import Any
 
 import torch
 from torch import fx
 
 from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
+from .analysis import Analysis
 from .context import Context, Phase, Report
+from .contract import Contract, set_contract
 
 __all__ = [
     "Record",
+    "UserPass",
     "collectives",
     "describe",
     "finish_graph",
+    "name_of",
     "prepare_joint",
     "rewrite_dynamo_graph",
     "source_digest",
 ]
+
+UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
+"""A pass from outside this package: changes the graph that it is given, and may say what it did."""
 
 
 @dataclass
@@ -32,44 +41,96 @@ class Record:
 
     A graph that came out of a compile cache went through ``unshard`` in this process, and through the other passes in
     the process that filled the cache.
+
+    Args:
+        context: of the graphs.
+        user_passes: to run after ours.
+        verify_each: check the graphs after every pass of ours too, not only at the end.
+        user_outputs: of the forward graph: the others are saved for backward.
+        reports: of passes, by graph; None for Dynamo's.
+        schedules: of the finished graphs.
     """
 
     context: Context
-    user_outputs: int = 0  # of the forward graph: the others are saved for backward
+    user_passes: tuple[UserPass, ...] = ()
+    verify_each: bool = False
+    user_outputs: int = 0
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
 
-    def add(self, phase: Phase | None, report: Report) -> None:
+    def run(self, phase: Phase | None, apply: Callable[..., Report], *args: Any) -> Report:
+        """Apply a pass, and keep what it says."""
+        begun = time.perf_counter()
+        report = replace(apply(*args), seconds=time.perf_counter() - begun)
         self.reports.setdefault(phase, []).append(report)
+        return report
 
 
-def rewrite_dynamo_graph(gm: fx.GraphModule, context: Context) -> Record:
-    record = Record(context)
-    record.add(None, unshard.apply(gm, context))
-    return record
+def rewrite_dynamo_graph(gm: fx.GraphModule, record: Record) -> None:
+    record.run(None, unshard.apply, gm, record.context)
 
 
 def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     """Before the partition into forward and backward."""
-    roles.assign(graph)
     record.user_outputs = user_outputs
-    record.add(Phase.JOINT, reshard.apply(graph, record.context))
+    roles.assign(graph)
+    if record.verify_each:
+        _note_contract(graph, Phase.JOINT, record)
+    _apply(graph, Phase.JOINT, record, reshard)
 
 
 def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     """After the partition: a forward, backward or inference graph."""
-    roles.assign(graph)
     context = record.context
     record.reports[phase] = []
+    roles.assign(graph)
+    _note_contract(graph, phase, record)
     if phase is Phase.BACKWARD:
         if context.float32_gradients:
-            record.add(phase, float32_gradients.apply(graph, context))
-        record.add(phase, reduce.apply(graph, context))
-    record.add(phase, schedule.apply(graph, context))
+            _apply(graph, phase, record, float32_gradients)
+        _apply(graph, phase, record, reduce)
+    _apply(graph, phase, record, schedule)
     graph.lint()
-    record.add(phase, verify.apply(graph, context, phase, record.user_outputs))
+    if not record.verify_each:
+        record.run(phase, verify.verify, graph, context, phase)
+    for user_pass in record.user_passes:
+        name = name_of(user_pass)
+        record.run(phase, _apply_user_pass, user_pass, name, graph, context, phase)
+        graph.lint()
+        _verify(graph, phase, record, name)
+    if record.user_passes:
+        roles.assign(graph)  # of nodes that are new
     record.schedules[phase] = describe(graph, context)
     announce.apply(graph, phase, collectives(graph, context))
+
+
+def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
+    set_contract(graph, Contract.of(Analysis(graph, record.context, phase), record.user_outputs))
+
+
+def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:
+    """One of our passes, a module."""
+    report = record.run(phase, step.apply, graph, record.context)
+    if record.verify_each:
+        _verify(graph, phase, record, report.name)
+
+
+def _verify(graph: fx.Graph, phase: Phase, record: Record, after: str) -> None:
+    record.run(phase, functools.partial(verify.verify, after=after), graph, record.context, phase)
+
+
+def name_of(user_pass: UserPass) -> str:
+    name = getattr(user_pass, "__qualname__", None) or type(user_pass).__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
+def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    report = user_pass(graph, context, phase)
+    if report is None:
+        return Report(name, [])
+    if not isinstance(report, Report):
+        raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
+    return report
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:

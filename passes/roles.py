@@ -106,11 +106,8 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-_STARTS = (
-    _c10d.reduce_scatter_tensor.default,
-    _c10d.all_reduce.default,
-    torch.ops.mfsdp.reduce_if_due.default,
-)
+GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default)
+REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
@@ -128,8 +125,9 @@ def assign(graph: fx.Graph) -> None:
             assert source is not None
             bucket = source.bucket
         set_role(node, Role(kind, bucket))
-        if node.all_input_nodes and node.all_input_nodes[0].op == "placeholder" and kind is not Kind.PACK:
-            set_role(node.all_input_nodes[0], Role(Kind.SHARD, bucket))
+        for source in node.all_input_nodes if kind is not Kind.PACK else ():
+            if source.op == "placeholder":
+                set_role(source, Role(Kind.TOKEN if kind is Kind.START_REDUCE else Kind.SHARD, bucket))
 
 
 def _mark(node: fx.Node) -> int | None:
@@ -143,7 +141,7 @@ def _kind(node: fx.Node) -> Kind | None:
     target = node.target
     if target is torch.ops.mfsdp.pack_gradients.default and _mark(node) is not None:
         return Kind.PACK
-    if target in _STARTS and of in (Kind.PACK, Kind.REDUCED):
+    if target in REDUCES and of in (Kind.PACK, Kind.REDUCED):
         return Kind.START_REDUCE
     if target is _c10d.wait_tensor.default and of is Kind.START_REDUCE:
         return Kind.REDUCED
@@ -153,10 +151,10 @@ def _kind(node: fx.Node) -> Kind | None:
         return Kind.VIEW
     if _mark(node) is None:
         return None
-    if target is _c10d.all_gather_into_tensor.default:
+    if target in GATHERS:
         return Kind.START_GATHER
     if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is Kind.CAST):
-        feeds = any(user.target is _c10d.all_gather_into_tensor.default or user.target in CASTS for user in node.users)
+        feeds = any(user.target in GATHERS or user.target in CASTS for user in node.users)
         return Kind.CAST if feeds else Kind.GATHERED
     if of is Kind.PACK:  # scaled before it is reduced
         return Kind.PACK

@@ -1,114 +1,131 @@
-"""The last word on a scheduled graph: rules whose breach would mean wrong gradients, lost memory or a hang.
+"""The last word on a graph: rules whose breach would mean wrong gradients, lost memory or a hang.
 
-Needs: roles. Changes nothing; raises :class:`ScheduleError` that names the rule, the bucket, the node and the line of
-the model.
+The rules are those that any sharded training keeps to, in the words of this package:
+
+====  =====================  ===========================================================================================
+V1    awaited before use     every gather is awaited before the first read of the bucket or of a view of it
+V2    released after use     a bucket is gathered once in a graph, and released at most once, after its last read. Memory
+                             is released by the last read, or by a pass's ``resize_storage_bytes_``
+V3    memory apart           gathers that are in use at a time never share memory. There is no ring of buffers: collectives
+                             allocate, unless a pass gives them buffers, which are looked at
+V4    reduced once           each trainable element is in exactly one reduction of a backward; frozen elements in none
+V5    reduced complete       a reduction starts after all that contributes to its gradients: for tied parameters, all uses
+V6    one order              each process group gets the collectives of the buckets' exchanges, stage after stage, with
+                             their operators, groups and sizes. Ranks agree on the order at run time: :mod:`.announce`
+V7    untouched in flight    between the start of a collective and its wait nobody writes to, or reads, what it works on,
+                             and all are awaited. Streams are the runtime's; waits are the order that a graph can give
+V8    not saved              no gathered bucket, view or cast of one is saved for backward or returned
+V9    scaled right           the operations of the stages, the factor, and what is summed over microbatches first, are
+                             those of the bucket's exchange
+V10   shards match           what is returned for a shard, which the optimizer applies to it, has its place, elements and
+                             dtype; parameters are read, and gradients packed, at their offsets of the bucket
+====  =====================  ===========================================================================================
+
+All hold wherever passes run: none speaks of how good a schedule is. Some need to know what the graph was when it came to
+the passes (:class:`.Contract`); of graphs made by hand, for which that is not known, they check the rest.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import fx
 
-from . import roles
-from .context import Context, Kind, Phase, Report, role_of
+from mfsdp_compile.runtime import compat
 
-__all__ = ["ScheduleError", "apply"]
+from .analysis import Analysis
+from .context import Context, Phase, Report
+from .contract import contract_of
+from .rules import RULES, Breach
+
+__all__ = ["ScheduleError", "breaches", "verify"]
+
+_SHOWN = 5
+_NOT_OF_MODELS = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, compat))
 
 
 class ScheduleError(RuntimeError):
-    """A graph breaks a rule of sharded training. A bug in a pass, not in the model."""
+    """A graph breaks rules of sharded training: a bug in a pass, not in the model.
+
+    Args:
+        breaches: all of them, not empty.
+        context, phase: of the graph.
+        after: name of the pass that was applied last; empty if that is not known.
+    """
+
+    def __init__(self, breaches: Sequence[Breach], context: Context, phase: Phase, after: str = "") -> None:
+        self.breaches = tuple(breaches)
+        lines = [_describe(breach, context) for breach in self.breaches[:_SHOWN]]
+        more = len(self.breaches) - len(lines)
+        lines += [f"... and {more} more"] * (more > 0)
+        where = f"The {phase.value} graph{f' after pass {after!r}' if after else ''}"
+        super().__init__(
+            f"{where} breaks {'a rule' if len(self.breaches) == 1 else 'rules'} of sharded training:\n    "
+            + "\n    ".join(lines)
+            + "\nThis is a bug in a pass, not in the model. If the pass is not yours, please report it, and run the model "
+            "without torch.compile meanwhile."
+        )
 
 
-def apply(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int = 0) -> Report:
-    """Check a graph. ``user_outputs``: how many of a forward graph's outputs the model itself returns, first ones; it
-    may return a parameter."""
-    saved = set(_outputs(graph)[user_outputs:]) if phase is Phase.FORWARD else set()
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    gathers, reductions = roles.gathers(graph), roles.reductions(graph)
+def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") -> Report:
+    """Check a graph with sharded parameters against the rules V1 to V10. Changes nothing.
 
-    seen: set[int] = set()
-    for gather in gathers:
-        if gather.bucket in seen:
-            raise _breach("gathered once", "its bucket is gathered twice", gather.bucket, gather.nodes[0], context)
-        seen.add(gather.bucket)
-        for user in gather.start.users if gather.start is not None else ():
-            if user is not gather.whole:
-                raise _breach("awaited before use", f"{user} reads it unawaited", gather.bucket, user, context)
-        for node in gather.uses:
-            if gather.whole is not None and order[node] < order[gather.whole]:
-                raise _breach("awaited before use", "it is read before its wait", gather.bucket, node, context)
-        for node in gather.nodes:
-            if node in saved and not _is_kept(node, context):
-                raise _breach("not saved", "a gathered parameter is saved for backward", gather.bucket, node, context)
+    What a pass of your own is given is what this takes; it runs after every such pass anyway.
 
-    reduced: set[int] = set()
-    for reduction in reductions:
-        info = context.buckets[reduction.bucket]
-        if phase is not Phase.BACKWARD:
-            raise _breach(
-                "reduced in backward", f"a {phase.value} graph reduces", reduction.bucket, reduction.pack, context
-            )
-        if reduction.bucket in reduced:
-            raise _breach("reduced once", "its bucket is reduced twice", reduction.bucket, reduction.start, context)
-        reduced.add(reduction.bucket)
-        if not info.trainable:
-            raise _breach("only trainable", "a frozen bucket is reduced", reduction.bucket, reduction.start, context)
-        offsets = Counter(reduction.pack.args[1])  # type: ignore[arg-type]
-        expected = Counter(slot.offset for slot in info.layout.slots)
-        if not offsets <= expected or reduction.pack.args[2] != info.layout.numel:
-            raise _breach(
-                "packed in place",
-                f"gradients are packed at {sorted(offsets)}",
-                reduction.bucket,
-                reduction.pack,
-                context,
-            )
-        if reduction.pack.args[3] is not info.exchange.comm_dtype:
-            what = f"gradients are packed in {reduction.pack.args[3]}, to be reduced in {info.exchange.comm_dtype}"
-            raise _breach("packed in the dtype of reduction", what, reduction.bucket, reduction.pack, context)
-        if graph.output_node() not in (reduction.after[-1] if reduction.after else reduction.wait).users:
-            raise _breach(
-                "gradient returned", "the reduced gradient is lost", reduction.bucket, reduction.wait, context
-            )
-        if len(reduction.stages) != len(info.exchange.groups):
-            what = f"{len(reduction.stages)} of {len(info.exchange.groups)} stages of its reduction are there"
-            raise _breach("reduced over all ranks", what, reduction.bucket, reduction.start, context)
-        for stage, (start, _) in enumerate(reduction.stages):
-            if info.exchange.reduce_op not in start.args or info.exchange.groups[stage] not in start.args:
-                what = f"stage {stage + 1} is reduced with {start.args[1:]}"
-                raise _breach("scaled right", what, reduction.bucket, start, context)
+    Args:
+        graph: a forward, backward or inference graph on its way through the passes.
+        context: of the graph.
+        phase: which of these it is.
+        after: name of the pass that was applied last, for the message.
 
-    for node in graph.nodes:
-        role = role_of(node)
-        if role is not None and role.kind in (Kind.SHELL,):
-            raise _breach("no shells", "a shell is left in the graph", role.bucket, node, context)
-    return Report("verify", [f"{phase.value}: {len(gathers)} gathers and {len(reductions)} reductions, all rules hold"])
-
-
-def _outputs(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph returns, in order; None and constants too, so that positions count."""
-    (values,) = graph.output_node().args
-    return list(values) if isinstance(values, (list, tuple)) else [values]  # type: ignore[list-item]
-
-
-def _is_kept(node: fx.Node, context: Context) -> bool:
-    """The one bucket that a whole model's forward may hand to its backward, as a whole."""
-    role = role_of(node)
-    return context.whole_model and context.policy.keep_last and role is not None and role.kind is Kind.GATHERED
-
-
-def _breach(rule: str, what: str, bucket: int, node: fx.Node, context: Context) -> ScheduleError:
-    info = context.buckets[bucket]
-    return ScheduleError(
-        f"rule '{rule}': {what}. Bucket {info.name!r} of unit {info.unit!r}, node {node.format_node()}"
-        f"{_source_line(node)}. This is a bug in a pass: please report it, and use options={{'inner': 'aot_eager'}} or "
-        "the eager path meanwhile."
+    Raises:
+        ScheduleError: it names every rule that is broken, the unit, the bucket, the parameter if one is concerned, the
+            node, and the line of the model that this comes from.
+    """
+    found = Analysis(graph, context, phase)
+    if broken := _check(found):
+        raise ScheduleError(broken, context, phase, after)
+    gathers = sum(launch.gathers for launch in found.launches)
+    return Report(
+        "verify", [f"{phase.value}: {gathers} gathers and {len(found.reductions)} reductions, all rules hold"]
     )
 
 
+def breaches(graph: fx.Graph, context: Context, phase: Phase) -> list[Breach]:
+    """What breaks rules, in their order; empty if nothing does."""
+    return _check(Analysis(graph, context, phase))
+
+
+def _check(found: Analysis) -> list[Breach]:
+    contract = contract_of(found.graph)
+    return [breach for rule in RULES for breach in rule.breaches(found, contract)]
+
+
+def _describe(breach: Breach, context: Context) -> str:
+    (rule,) = (rule for rule in RULES if rule.number == breach.rule)
+    where = []
+    if breach.bucket is not None:
+        info = context.buckets[breach.bucket]
+        where += [f"unit {info.unit!r}", f"bucket {info.name!r}"]
+    if breach.parameter is not None:
+        where.append(f"parameter {breach.parameter!r}")
+    where.append(f"node {breach.node.format_node() if breach.node.op != 'output' else breach.node}")
+    return f"{rule.number} ({rule.name}): {breach.what}; {', '.join(where)}{_source_line(breach.node)}"
+
+
 def _source_line(node: fx.Node) -> str:
-    trace = node.meta.get("stack_trace") or ""
-    lines = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return f", from {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    """The line of the model that a node, or else what is computed next of it, comes from."""
+    pending, seen = [node], {node}
+    while pending and len(seen) < 100:
+        at = pending.pop(0)
+        lines = re.findall(r'File "([^"]+)", line (\d+)', at.meta.get("stack_trace") or "")
+        if lines := [(file, line) for file, line in lines if not file.startswith(_NOT_OF_MODELS)]:
+            return f", from {lines[-1][0]}:{lines[-1][1]}"
+        following = [other for other in (*at.users, *at.all_input_nodes) if other not in seen]
+        seen.update(following)
+        pending += following
+    return ""

@@ -405,15 +405,15 @@ def tracing_fake_mode() -> Any:
     return TracingContext.get().fake_mode
 
 
-def graph_pass(run: Callable[[fx.Graph], None], uuid: str) -> Any:
-    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys."""
+def graph_pass(run: Callable[[fx.Graph], None], uuid: str | None) -> Any:
+    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys; None: no caching."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             run(graph)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str | None:
             return uuid
 
         def __reduce__(self) -> Any:
@@ -422,7 +422,7 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: str) -> Any:
     return Pass()
 
 
-def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: str) -> Any:
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: str | None) -> Any:
     """A partitioner for Inductor's config, with the ``uuid`` that enters its cache keys."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -430,7 +430,7 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             return run(gm, joint_inputs, **kwargs)
 
-        def uuid(self) -> str:
+        def uuid(self) -> str | None:
             return uuid
 
         def __reduce__(self) -> Any:
@@ -439,7 +439,7 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
     return Partitioner()
 
 
-def _uuid(uuid: str) -> str:
+def _uuid(uuid: str | None) -> str | None:
     """What a pass pickles as. Cache keys pickle Inductor's config, passes included: their identity is their uuid."""
     return uuid
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +12,12 @@ from hypothesis import HealthCheck, settings
 # One thread per rank, also for libraries that read the environment when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Compiled code of this run alone: what a run that was killed has half written, another would load, and crash anywhere.
+# Inductor sets this itself when it is first asked, so before that.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mfsdp-inductor-")
+    atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
 
 import torch
 import torch.distributed as dist
@@ -20,9 +29,8 @@ settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
-    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(tmp_path_factory.mktemp("inductor"))
-    pools = Pools({"TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"})
+def pools() -> Iterator[Pools]:
+    pools = Pools({name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")})
     yield pools
     pools.close()
 

@@ -127,6 +127,20 @@ class Pool:
         return [results[rank][1] for rank in range(self.world_size)]
 
 
+def _destroy_groups() -> None:
+    """All that a test has made: each has threads that wake up a hundred times a second."""
+    import torch.distributed as dist
+
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        if group is not dist.group.WORLD:
+            name = group.group_name
+            dist.destroy_process_group(group)
+            # Torch makes names from the number of groups there are. A name that comes again finds in the store where the
+            # ranks of the old group listened.
+            world.pg_names[object()] = name  # type: ignore[index]
+
+
 def _work(connection: Connection, rank: int, world_size: int, port: int, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -166,6 +180,7 @@ def _work(connection: Connection, rank: int, world_size: int, port: int, environ
         finally:
             torch._dynamo.reset()
             gc.collect()
+            _destroy_groups()
         try:
             connection.send(outcome)
         except Exception:  # a result that cannot be pickled

@@ -143,7 +143,7 @@ def assert_one_collective_per_bucket(record: Any, buckets: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "own" else [pytest.mark.long]) for n in MODELS])
 def test_generated_code_computes_gradients_in_place(name: str) -> None:
     """Every matmul that makes a weight's gradient writes it into the bucket that is reduced, at its offset."""
     from torch._inductor.utils import run_and_get_code

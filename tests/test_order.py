@@ -68,8 +68,14 @@ ASTRAY = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "way"), ASTRAY)
-@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("strategy", "way", "known"),
+    [
+        pytest.param(*case, known, marks=[pytest.mark.long] if known and case is not ASTRAY[0] else [])
+        for case in ASTRAY
+        for known in (False, True)
+    ],
+)
 @on_ranks(2, timeout=90)
 def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known: bool) -> None:
     model, _ = make(zero_dp_strategy=strategy)
@@ -216,8 +222,14 @@ def total(model: Any, x: Tensor) -> Tensor:
     return found[0]
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize(
+    ("mode", "known"),
+    [
+        (EAGER, False),
+        (AOT_EAGER, True),
+        *(pytest.param(*row, marks=pytest.mark.long) for row in ((EAGER, True), (AOT_EAGER, False))),
+    ],
+)
 @on_ranks(2, timeout=90)
 def test_models_that_look_alike(mode: str, known: bool) -> None:
     """Ranks that run different ones would compute with halves of both."""

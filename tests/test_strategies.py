@@ -105,8 +105,10 @@ def test_strategies_agree_bitwise() -> None:
     "strategy",
     [
         "optim",
-        "HFSDP",
-        *(pytest.param(s, marks=pytest.mark.long) for s in ("no_shard", "HSDP optim", "HSDP optim_grads_params")),
+        *(
+            pytest.param(s, marks=pytest.mark.long)
+            for s in ("HFSDP", "no_shard", "HSDP optim", "HSDP optim_grads_params")
+        ),
     ],
 )
 @on_ranks(4)
@@ -288,7 +290,14 @@ def test_hybrid_group_must_fit_the_mesh() -> None:
         )
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "optim_grads_params",
+        "HFSDP",
+        *(pytest.param(s, marks=pytest.mark.long) for s in ("optim", "HSDP optim_grads_params")),
+    ],
+)
 @on_ranks(4)
 def test_a_group_of_its_own_for_gathers(strategy: str) -> None:
     arguments = mesh_arguments(strategy)

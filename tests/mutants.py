@@ -1,0 +1,875 @@
+"""Ways to break a graph: for each rule of the verifier some kinds of mutant, each wrong for the reason that it states.
+
+A kind looks at a graph and yields all the changes that it could make there, to be called; a test chooses one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.analysis import PACK, RELEASE, WAIT, Analysis, Launch, Reduction, Whole, tensor_of
+from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, role_of
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+GATHER_INTO = c10d.all_gather_into_tensor_out.default
+Change = Callable[[], Any]
+
+
+class Subject(Analysis):
+    """A graph to be broken, and what is in it."""
+
+    def __init__(self, graph: fx.Graph, context: Context, phase: Phase) -> None:
+        super().__init__(graph, context, phase)
+        self.gathers = [launch for launch in self.launches if launch.gathers and launch.waits]
+        self.gathered = [whole for whole in self.wholes if whole.launch is not None]
+        self.packs = [r for r in self.reductions if r.pack is not None]
+        self.output = graph.output_node()
+
+    def first_read(self, whole: Whole) -> fx.Node:
+        return min(whole.reads, key=self.order.__getitem__)
+
+    def last_read(self, whole: Whole) -> fx.Node:
+        return max(whole.reads, key=self.order.__getitem__)
+
+    def ranges(self, whole: Whole) -> list[fx.Node]:
+        return [node for node, _ in self.slices(whole)]
+
+    def used_together(self) -> Iterator[tuple[Whole, Whole]]:
+        """Gathers, the first started before the last read of the second one, and the other way round."""
+        for a, b in itertools.permutations(self.gathered, 2):
+            (start, end), (other_start, other_end) = self.live(a), self.live(b)
+            if start < other_start <= end and other_start < other_end:
+                yield a, b
+
+    def return_(self, position: int, value: Any) -> None:
+        values = list(self.output.args[0])  # type: ignore[arg-type]
+        values[position] = value
+        self.output.args = (tuple(values),)
+
+    def save(self, node: fx.Node) -> None:
+        self.output.args = ((*self.output.args[0], node),)  # type: ignore[misc]
+
+
+def call(
+    at: fx.Node, target: Any, *args: Any, before: bool = False, bucket: int | None = None, **kwargs: Any
+) -> fx.Node:
+    """A new node next to ``at``, that knows its value."""
+    graph = at.graph
+    with graph.inserting_before(at) if before else graph.inserting_after(at):
+        node = graph.call_function(target, args, kwargs)
+    if bucket is not None:
+        node.meta["custom"] = {roles.MARK: bucket}
+    revalue(node)
+    return node
+
+
+def revalue(node: fx.Node) -> None:
+    given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = next(v.fake_mode for n in node.graph.nodes if hasattr(v := n.meta.get("val"), "fake_mode"))
+    if node.target is not RELEASE:
+        with mode:
+            node.meta["val"] = node.target(*given[0], **given[1])  # type: ignore[operator]
+
+
+def replace_in(user: fx.Node, old: fx.Node, new: fx.Node) -> Change:
+    return lambda: user.replace_input_with(old, new)
+
+
+def set_arg(node: fx.Node, index: int, value: Any) -> Change:
+    return lambda: node.update_arg(index, value)
+
+
+def release(at: fx.Node, what: fx.Node) -> fx.Node:
+    return call(at, RELEASE, what, 0)
+
+
+def renamed(node: fx.Node) -> fx.Node:
+    """A copy right behind a node, with its roles."""
+    with node.graph.inserting_after(node):
+        return node.graph.node_copy(node)
+
+
+# -- V1: awaited before use -------------------------------------------------------------------------------------------
+
+
+def view_reads_start(s: Subject) -> Iterator[Change]:
+    """Reads memory that is still being received."""
+    for whole in s.gathered:
+        for view in s.ranges(whole):
+            yield replace_in(view, whole.node, whole.launch.node)
+
+
+def wait_is_lost(s: Subject) -> Iterator[Change]:
+    """Nothing waits for the gather."""
+    for whole in s.gathered:
+        yield lambda w=whole: w.node.replace_all_uses_with(w.launch.node)
+
+
+def wait_comes_late(s: Subject) -> Iterator[Change]:
+    """A parameter is read before its wait."""
+    for whole in s.gathered:
+        for read in whole.reads:
+            if read.op != "output":
+                yield lambda w=whole, r=read: r.append(w.node)
+
+
+def wait_comes_early(s: Subject) -> Iterator[Change]:
+    """There is nothing to wait for yet."""
+    for whole in s.gathered:
+        yield lambda w=whole: w.launch.node.prepend(w.node)
+
+
+def view_of_another_bucket(s: Subject) -> Iterator[Change]:
+    """Another unit's weights."""
+    for whole, other in itertools.permutations(s.wholes, 2):
+        for view in s.ranges(whole):
+            yield replace_in(view, whole.node, other.node)
+
+
+def another_gather_awaited(s: Subject) -> Iterator[Change]:
+    """Another unit's weights, and nothing waits for these."""
+    for whole, other in itertools.permutations(s.gathered, 2):
+        yield replace_in(whole.node, whole.launch.node, other.launch.node)
+
+
+def shard_read(s: Subject) -> Iterator[Change]:
+    """A shard is not the parameter."""
+    for whole in s.gathered:
+        for view in s.ranges(whole):
+            yield replace_in(view, whole.node, whole.launch.input)
+
+
+def resident_unawaited(s: Subject) -> Iterator[Change]:
+    """The runtime's gather of the resident may still be under way."""
+    for whole in s.wholes:
+        if whole.node.target is WAIT and whole.launch is None:
+            for view in s.ranges(whole):
+                yield replace_in(view, whole.node, whole.node.args[0])
+
+
+# -- V2: released after use -------------------------------------------------------------------------------------------
+
+
+def _gather_again(whole: Whole) -> fx.Node:
+    start = renamed(whole.launch.node)
+    with start.graph.inserting_after(whole.node):
+        return start.graph.node_copy(whole.node, lambda _: start)
+
+
+def gathered_twice(s: Subject) -> Iterator[Change]:
+    """Two of a bucket in memory."""
+    for whole in s.gathered:
+        for view in s.ranges(whole):
+            yield lambda w=whole, v=view: v.replace_input_with(w.node, _gather_again(w))
+
+
+def gathered_for_nobody(s: Subject) -> Iterator[Change]:
+    """No read, no release."""
+    for whole in s.gathered:
+        yield lambda w=whole: _gather_again(w)
+
+
+def released_early(s: Subject) -> Iterator[Change]:
+    """Reads freed memory."""
+    for whole in s.gathered:
+        for read in whole.reads:
+            if read is not s.last_read(whole):
+                yield lambda w=whole, r=read: release(r, w.node)
+
+
+def released_through_a_view(s: Subject) -> Iterator[Change]:
+    """A view has its bucket's memory: others read it freed."""
+    for whole in s.gathered:
+        for view in s.ranges(whole):
+            if view is not s.last_read(whole):
+                yield lambda v=view: release(v, v)
+
+
+def released_twice(s: Subject) -> Iterator[Change]:
+    """Memory that may belong to somebody else by now."""
+    for whole in s.gathered:
+        if (last := s.last_read(whole)).op != "output":
+            yield lambda w=whole, at=last: release(release(at, w.node), w.node)
+
+
+def released_in_flight(s: Subject) -> Iterator[Change]:
+    """The collective writes to freed memory."""
+    for launch in s.gathers:
+        yield lambda at=launch.node: release(at, at)
+
+
+def resident_released(s: Subject) -> Iterator[Change]:
+    """The next graph reads it."""
+    for whole in s.wholes:
+        if s.memory(whole.node).root.op == "placeholder" and (last := s.last_read(whole)).op != "output":
+            yield lambda w=whole, at=last: release(at, w.node)
+
+
+# -- V3: memory apart -------------------------------------------------------------------------------------------------
+
+
+def gather_into(launch: Launch, out: fx.Node) -> None:
+    node = launch.node
+    node.target, node.kwargs = GATHER_INTO, {"out": out}
+
+
+def buffer(s: Subject, numel: int) -> fx.Node:
+    """New memory at the top of a graph."""
+    first = next(node for node in s.graph.nodes if node.op != "placeholder")
+    dtype = tensor_of(s.gathers[0].node).dtype
+    return call(first, aten.empty.memory_format, [numel], before=True, dtype=dtype)
+
+
+def part(of: fx.Node, start: int, stop: int) -> fx.Node:
+    return call(of, aten.slice.Tensor, of, 0, start, stop)
+
+
+def numel(s: Subject, whole: Whole) -> int:
+    return s.info(whole.bucket).layout.numel
+
+
+def buffer_shared(s: Subject) -> Iterator[Change]:
+    """The second gather overwrites the first, which is still read."""
+    for a, b in s.used_together():
+
+        def change(a: Whole = a, b: Whole = b) -> None:
+            size = max(numel(s, a), numel(s, b))
+            memory = buffer(s, size)
+            for whole in (a, b):
+                gather_into(whole.launch, part(memory, 0, numel(s, whole)))
+
+        yield change
+
+
+def buffer_parts_overlap(s: Subject) -> Iterator[Change]:
+    """An element of each is the same."""
+    for a, b in s.used_together():
+
+        def change(a: Whole = a, b: Whole = b) -> None:
+            end = numel(s, a)
+            memory = buffer(s, end + numel(s, b))
+            gather_into(a.launch, part(memory, 0, end))
+            gather_into(b.launch, part(memory, end - 1, end - 1 + numel(s, b)))
+
+        yield change
+
+
+def into_another_bucket(s: Subject) -> Iterator[Change]:
+    """Overwrites weights that are still read."""
+    for a, b in s.used_together():
+        if s.order[a.node] < s.order[b.launch.node]:
+            yield lambda a=a, b=b: gather_into(b.launch, a.node)
+
+
+def into_a_shard(s: Subject) -> Iterator[Change]:
+    """Overwrites what the optimizer holds."""
+    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
+    for launch, shard in itertools.product(s.gathers, shards):
+        yield lambda launch=launch, shard=shard: gather_into(launch, shard)
+
+
+def weight_written(s: Subject) -> Iterator[Change]:
+    """The rest of the unit computes with another weight than the shards hold."""
+    for whole in s.wholes:
+        for view in s.ranges(whole):
+            if s.order[view] < s.order[s.last_read(whole)]:
+                yield lambda v=view: call(v, aten.mul_.Scalar, v, 2)
+
+
+def bucket_zeroed(s: Subject) -> Iterator[Change]:
+    """Released too early, in other words."""
+    for whole in s.wholes:
+        for read in whole.reads:
+            if s.order[whole.node] < s.order[read] < s.order[s.last_read(whole)]:
+                yield lambda w=whole, r=read: call(r, aten.zero_.default, w.node)
+
+
+def weight_copied_over(s: Subject) -> Iterator[Change]:
+    """One parameter in the place of another."""
+    for whole in s.wholes:
+        for a, b in itertools.permutations(s.ranges(whole), 2):
+            if s.order[a] < s.order[b] and tensor_of(a).shape == tensor_of(b).shape:
+                yield lambda a=a, b=b: call(b, aten.copy_.default, a, b)
+
+
+# -- V4: reduced once -------------------------------------------------------------------------------------------------
+
+
+def reduced_twice(s: Subject) -> Iterator[Change]:
+    """A second collective that other ranks do not run, and which gradient is returned?"""
+    for reduction in s.packs:
+
+        def change(r: Reduction = reduction) -> None:
+            start, wait = renamed(r.stages[0].node), renamed(r.stages[0].waits[0])
+            wait.update_arg(0, start)
+            s.save(wait)
+
+        yield change
+
+
+def gradient_dropped(s: Subject) -> Iterator[Change]:
+    """A parameter trains with a gradient of zero."""
+    for reduction in s.packs:
+        gradients, offsets = (list(reduction.pack.args[i]) for i in (0, 1))
+        for i in range(len(gradients) if len(gradients) > 1 else 0):
+            kept = [gradients[:i] + gradients[i + 1 :], offsets[:i] + offsets[i + 1 :]]
+            yield lambda r=reduction, kept=kept: setattr(r.pack, "args", (*kept, *r.pack.args[2:]))
+
+
+def gradients_swapped(s: Subject) -> Iterator[Change]:
+    """Each goes to the other's parameter."""
+    for reduction in s.packs:
+        gradients = reduction.pack.args[0]
+        for i, j in itertools.combinations(range(len(gradients)), 2):
+            swapped = list(gradients)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            if tensor_of(swapped[i]).numel() > 0 and gradients[i] is not gradients[j]:
+                yield set_arg(reduction.pack, 0, swapped)
+
+
+def gradient_packed_twice(s: Subject) -> Iterator[Change]:
+    """One parameter gets another one's gradient."""
+    for reduction in s.packs:
+        gradients = reduction.pack.args[0]
+        for i, j in itertools.permutations(range(len(gradients)), 2):
+            if gradients[i] is not gradients[j] and tensor_of(gradients[j]).numel() > 0:
+                yield set_arg(reduction.pack, 0, [gradients[i] if k == j else g for k, g in enumerate(gradients)])
+
+
+def gradient_moved(s: Subject) -> Iterator[Change]:
+    """It overlaps padding or its neighbour."""
+    for reduction in s.packs:
+        offsets = reduction.pack.args[1]
+        for i in range(len(offsets)):
+            yield set_arg(reduction.pack, 1, [o + (k == i) for k, o in enumerate(offsets)])
+
+
+def reduction_lost(s: Subject) -> Iterator[Change]:
+    """A unit does not train."""
+    for reduction in s.reductions:
+        for position, _ in reduction.returned:
+            yield lambda p=position: s.return_(p, None)
+
+
+def frozen_reduced(s: Subject) -> Iterator[Change]:
+    """A collective for nothing, and a gradient where none may be."""
+    for bucket, info in enumerate(s.context.buckets):
+        if not info.trainable and s.phase is Phase.BACKWARD:
+            for reduction in s.packs:
+                yield lambda b=bucket, i=info, r=reduction: _reduce(s, b, i, r)
+
+
+def _reduce(s: Subject, bucket: int, info: BucketInfo, near: Reduction) -> None:
+    source, exchange = near.pack.args[0][0], info.exchange
+    pack = call(near.pack, PACK, [source], [0], info.layout.numel, exchange.comm_dtype, bucket=bucket)
+    size, group = exchange.group_sizes[0], exchange.groups[0]
+    start = call(pack, c10d.reduce_scatter_tensor.default, pack, exchange.reduce_op, size, group, bucket=bucket)
+    s.save(call(start, WAIT, start, bucket=bucket))
+
+
+# -- V5: reduced complete ---------------------------------------------------------------------------------------------
+
+
+def _sums(s: Subject) -> Iterator[tuple[Reduction, int, fx.Node]]:
+    for reduction in s.packs:
+        for i, gradient in enumerate(reduction.pack.args[0]):
+            if gradient.target is aten.add.Tensor and all(isinstance(a, fx.Node) for a in gradient.args):
+                yield reduction, i, gradient
+
+
+def term_dropped(s: Subject) -> Iterator[Change]:
+    """The gradient of one use of a tied parameter is lost."""
+    for reduction, i, gradient in _sums(s):
+        for term in gradient.args:
+            terms = [term if k == i else g for k, g in enumerate(reduction.pack.args[0])]
+            yield set_arg(reduction.pack, 0, terms)
+
+
+def term_counted_twice(s: Subject) -> Iterator[Change]:
+    """The gradient of one use of a tied parameter in the place of another's."""
+    for _, _, gradient in _sums(s):
+        a, b = gradient.args
+        yield set_arg(gradient, 0, b)
+        yield set_arg(gradient, 1, a)
+
+
+def packed_early(s: Subject) -> Iterator[Change]:
+    """Reads gradients that are not there yet."""
+    for reduction in s.packs:
+        for gradient in reduction.pack.args[0]:
+            if gradient.op == "call_function":
+                yield lambda r=reduction, g=gradient: g.prepend(r.pack)
+
+
+def reduced_early(s: Subject) -> Iterator[Change]:
+    """Reads a bucket that is not packed yet."""
+    for reduction in s.packs:
+        yield lambda r=reduction: r.pack.prepend(r.stages[0].node)
+
+
+def another_pack_reduced(s: Subject) -> Iterator[Change]:
+    """A unit gets another one's gradients."""
+    for a, b in itertools.permutations(s.packs, 2):
+        yield replace_in(a.stages[0].node, a.stages[0].input, b.pack)
+
+
+def unpacked_reduced(s: Subject) -> Iterator[Change]:
+    """One gradient, or none at all, in the place of the bucket."""
+    for reduction in s.packs:
+        start, source = reduction.stages[0].node, reduction.stages[0].input
+        yield replace_in(start, source, next(n for n in s.graph.nodes if n.op == "placeholder"))
+
+
+def gradient_replaced(s: Subject) -> Iterator[Change]:
+    """Zeros train nothing."""
+    for reduction in s.packs:
+        for i, gradient in enumerate(reduction.pack.args[0]):
+            value = tensor_of(gradient)
+
+            def change(r: Reduction = reduction, i: int = i, value: Any = value) -> None:
+                zeros = call(r.pack, aten.zeros.default, list(value.shape), before=True, dtype=value.dtype)
+                r.pack.update_arg(0, [zeros if k == i else g for k, g in enumerate(r.pack.args[0])])
+
+            if value.numel():
+                yield change
+
+
+# -- V6: one order ----------------------------------------------------------------------------------------------------
+
+
+def _group_argument(node: fx.Node) -> int:
+    names = [argument.name for argument in node.target._schema.arguments]
+    return names.index("group_name" if "group_name" in names else "group")
+
+
+def other_group(s: Subject) -> Iterator[Change]:
+    """Ranks wait for others that do not come."""
+    for launch in s.launches:
+        yield set_arg(launch.node, _group_argument(launch.node), "another group")
+
+
+def other_size(s: Subject) -> Iterator[Change]:
+    """The message is cut for other ranks than the group has."""
+    for launch in s.launches:
+        names = [argument.name for argument in launch.node.target._schema.arguments]
+        if "group_size" in names:
+            index = names.index("group_size")
+            yield set_arg(launch.node, index, 2 * launch.node.args[index])
+
+
+def other_operator(s: Subject) -> Iterator[Change]:
+    """One rank scatters, the others do not."""
+    for reduction in s.packs:
+        for launch in reduction.stages:
+            node = launch.node
+            if node.target is torch.ops.mfsdp.reduce_if_due.default:
+                other = "all_reduce" if node.args[2] == "reduce_scatter" else "reduce_scatter"
+                yield set_arg(node, 2, other)
+            elif node.target is c10d.reduce_scatter_tensor.default:
+
+                def change(node: fx.Node = node) -> None:
+                    node.target, node.args = c10d.all_reduce.default, (node.args[0], node.args[1], node.args[3])
+
+                yield change
+
+
+def stage_lost(s: Subject) -> Iterator[Change]:
+    """Outer ranks wait for this one, and it trains apart from them."""
+    for reduction in s.packs:
+        if len(reduction.stages) > 1:
+            first, second = reduction.stages
+
+            def change(first: Launch = first, second: Launch = second) -> None:
+                second.waits[0].replace_all_uses_with(first.waits[0])
+                for node in (second.waits[0], second.node):
+                    s.graph.erase_node(node)
+
+            yield change
+
+
+def stages_exchanged(s: Subject) -> Iterator[Change]:
+    """Inner ranks meet outer ones."""
+    for reduction in s.packs:
+        if len(reduction.stages) > 1:
+
+            def change(r: Reduction = reduction) -> None:
+                a, b = (stage.node for stage in r.stages)
+                i, j = _group_argument(a), _group_argument(b)
+                of_a, of_b = a.args[i], b.args[j]
+                a.update_arg(i, of_b)
+                b.update_arg(j, of_a)
+
+            yield change
+
+
+def stage_added(s: Subject) -> Iterator[Change]:
+    """A collective that other ranks do not run."""
+    for reduction in s.packs:
+
+        def change(r: Reduction = reduction) -> None:
+            last, group = r.stages[-1].waits[0], s.info(r.bucket).exchange.groups[-1]
+            start = call(last, c10d.all_reduce.default, last, "sum", group, bucket=r.bucket)
+            wait = call(start, WAIT, start, bucket=r.bucket)
+            last.replace_all_uses_with(wait, lambda user: user is not start)
+
+        yield change
+
+
+def in_a_branch(s: Subject) -> Iterator[Change]:
+    """Ranks whose data say otherwise do not gather."""
+    for launch in s.gathers:
+
+        def change(launch: Launch = launch) -> None:
+            body = fx.Graph()
+            inner = body.create_node(
+                "call_function", c10d.all_gather_into_tensor.default, (body.placeholder("x"), 4, "0")
+            )
+            inner.meta["custom"] = {roles.MARK: launch.bucket}
+            body.output(inner)
+            s.graph.owning_module = nn.Module()
+            s.graph.owning_module.branch = fx.GraphModule(nn.Module(), body)
+            with s.graph.inserting_before(launch.node):
+                s.graph.create_node("get_attr", "branch")
+
+        yield change
+
+
+# -- V7: untouched in flight ------------------------------------------------------------------------------------------
+
+
+def reduction_unawaited(s: Subject) -> Iterator[Change]:
+    """Returns memory that is still being received."""
+    for reduction in s.packs:
+        for stage in reduction.stages:
+            yield lambda launch=stage: launch.waits[0].replace_all_uses_with(launch.node)
+
+
+def reduction_awaited_early(s: Subject) -> Iterator[Change]:
+    """There is nothing to wait for yet."""
+    for reduction in s.packs:
+        for stage in reduction.stages:
+            yield lambda launch=stage: launch.node.prepend(launch.waits[0])
+
+
+def gradients_written_in_flight(s: Subject) -> Iterator[Change]:
+    """Ranks may send what was there before or after."""
+    for reduction in s.packs:
+        yield lambda r=reduction: call(r.stages[0].node, aten.mul_.Scalar, r.stages[0].input, 2)
+
+
+def result_written_in_flight(s: Subject) -> Iterator[Change]:
+    """What arrives later overwrites it."""
+    for launch in s.launches:
+        yield lambda launch=launch: call(launch.node, aten.zero_.default, launch.node)
+
+
+def shard_written_in_flight(s: Subject) -> Iterator[Change]:
+    """Ranks get a part of it from before and a part from after."""
+    for launch in s.gathers:
+        yield lambda launch=launch: call(launch.node, aten.mul_.Scalar, launch.input, 2)
+
+
+def gradients_released_in_flight(s: Subject) -> Iterator[Change]:
+    """The collective sends freed memory."""
+    for reduction in s.packs:
+        yield lambda r=reduction: release(r.stages[0].node, r.stages[0].input)
+
+
+def another_reduction_awaited(s: Subject) -> Iterator[Change]:
+    """Nothing waits for this one."""
+    for a, b in itertools.permutations(s.packs, 2):
+        yield replace_in(a.stages[-1].waits[0], a.stages[-1].node, b.stages[-1].node)
+
+
+# -- V8: not saved ----------------------------------------------------------------------------------------------------
+
+
+def view_saved(s: Subject) -> Iterator[Change]:
+    """Keeps the whole bucket in memory until backward."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        yield from ((lambda v=view: s.save(v)) for view in s.ranges(whole))
+
+
+def bucket_saved(s: Subject) -> Iterator[Change]:
+    """The model stays gathered, bucket by bucket."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        if whole.node not in s.outputs and whole.node.op != "placeholder":
+            yield lambda w=whole: s.save(w.node)
+
+
+def cast_saved(s: Subject) -> Iterator[Change]:
+    """A copy of a weight in memory until backward."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        for view in s.ranges(whole):
+            yield lambda v=view: s.save(call(v, aten._to_copy.default, v, dtype=torch.float64))
+
+
+def transpose_saved(s: Subject) -> Iterator[Change]:
+    """A view of a view has the memory of its bucket."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        for alias in whole.aliases:
+            if (value := tensor_of(alias)) is not None and value.dim() == 2:
+                yield lambda a=alias: s.save(call(a, aten.t.default, a))
+
+
+def clone_saved(s: Subject) -> Iterator[Change]:
+    """A copy of a weight that the model does not ask for."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        for view in s.ranges(whole):
+            yield lambda v=view: s.save(call(v, aten.clone.default, v))
+
+
+def activation_replaced(s: Subject) -> Iterator[Change]:
+    """A weight kept in the place of what backward needs."""
+    for whole in s.wholes if s.phase is Phase.FORWARD else ():
+        for position in range(1, len(s.outputs)):
+            yield from ((lambda p=position, v=view: s.return_(p, v)) for view in s.ranges(whole)[:1])
+
+
+def gather_saved(s: Subject) -> Iterator[Change]:
+    """Not even awaited."""
+    for launch in s.gathers:
+        yield lambda launch=launch: s.save(launch.node)
+
+
+def weight_returned(s: Subject) -> Iterator[Change]:
+    """Whoever gets it keeps the bucket in memory."""
+    for whole in s.wholes if s.phase is not Phase.FORWARD else ():
+        yield from ((lambda v=view: s.save(v)) for view in s.ranges(whole))
+
+
+# -- V9: scaled right -------------------------------------------------------------------------------------------------
+
+
+def _stages(s: Subject) -> Iterator[tuple[Reduction, Launch]]:
+    return ((reduction, stage) for reduction in s.packs for stage in reduction.stages)
+
+
+def mean_for_sum(s: Subject) -> Iterator[Change]:
+    """Wrong by the number of ranks."""
+    for _, stage in _stages(s):
+        index = next(i for i, argument in enumerate(stage.node.args) if argument in ("sum", "avg"))
+        yield set_arg(stage.node, index, "avg" if stage.node.args[index] == "sum" else "sum")
+
+
+def _scales(s: Subject) -> Iterator[fx.Node]:
+    for reduction in s.packs:
+        for node in (*reduction.before[0], *(n for _, after in reduction.returned for n in after)):
+            if node.target is aten.mul.Tensor:
+                yield node
+
+
+def factor_lost(s: Subject) -> Iterator[Change]:
+    """Gradients of all ranks are summed, not averaged."""
+    for node in _scales(s):
+        yield lambda n=node: n.replace_all_uses_with(n.args[0])
+
+
+def factor_changed(s: Subject) -> Iterator[Change]:
+    """Any other number is wrong."""
+    for node in _scales(s):
+        for factor in (2.0, 0.5):
+            yield set_arg(node, 1, node.args[1] * factor)
+
+
+def scaled_again(s: Subject) -> Iterator[Change]:
+    """Once is right."""
+    for reduction in s.packs:
+        last = reduction.stages[-1].waits[0]
+
+        def change(last: fx.Node = last) -> None:
+            scaled = call(last, aten.mul.Tensor, last, 0.25)
+            last.replace_all_uses_with(scaled, lambda user: user is not scaled)
+
+        yield change
+
+
+def scaled_in_front(s: Subject) -> Iterator[Change]:
+    """Scaled by the packed bucket, too."""
+    for reduction in s.packs:
+
+        def change(stage: Launch = reduction.stages[0]) -> None:
+            stage.node.update_arg(0, call(stage.input, aten.div.Scalar, stage.input, 4))
+
+        yield change
+
+
+def gradient_scaled(s: Subject) -> Iterator[Change]:
+    """One parameter trains at another rate."""
+    for reduction in s.packs:
+        for i, gradient in enumerate(reduction.pack.args[0]):
+
+            def change(r: Reduction = reduction, i: int = i, gradient: fx.Node = gradient) -> None:
+                scaled = call(r.pack, aten.mul.Scalar, gradient, 2, before=True)
+                r.pack.update_arg(0, [scaled if k == i else g for k, g in enumerate(r.pack.args[0])])
+
+            yield change
+
+
+def never_waits(s: Subject) -> Iterator[Change]:
+    """What was reduced is reduced again with the next microbatch."""
+    for _, stage in _stages(s):
+        if stage.node.target is torch.ops.mfsdp.reduce_if_due.default:
+            yield set_arg(stage.node, 3, "always")
+
+
+def another_sum_reduced(s: Subject) -> Iterator[Change]:
+    """The other bucket's microbatches are added."""
+    tokens = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.TOKEN]
+    for reduction, stage in _stages(s):
+        for token in tokens if stage.node.target is torch.ops.mfsdp.reduce_if_due.default else ():
+            if role_of(token).bucket != reduction.bucket:
+                yield set_arg(stage.node, 1, token)
+
+
+def scaled_too_late(s: Subject) -> Iterator[Change]:
+    """The sum of float16 gradients may overflow."""
+    for reduction in s.packs:
+        if reduction.before[0] and s.info(reduction.bucket).exchange.scales_first:
+
+            def change(r: Reduction = reduction) -> None:
+                scale, last = r.before[0][0], r.stages[-1].waits[0]
+                factor = scale.args[1]
+                scale.replace_all_uses_with(scale.args[0])
+                scaled = call(last, aten.mul.Tensor, last, factor)
+                last.replace_all_uses_with(scaled, lambda user: user is not scaled)
+
+            yield change
+
+
+# -- V10: shards match ------------------------------------------------------------------------------------------------
+
+
+def gradients_exchanged(s: Subject) -> Iterator[Change]:
+    """Each shard gets the other's gradient."""
+    positions = [p for reduction in s.reductions for p, _ in reduction.returned]
+    for a, b in itertools.combinations(positions, 2):
+        yield lambda a=a, b=b: (s.return_(a, s.outputs[b]), s.return_(b, s.outputs[a]))
+
+
+def gradient_of_other_dtype(s: Subject) -> Iterator[Change]:
+    """The optimizer's fused kernels read its bits as another dtype."""
+    for reduction in s.reductions:
+        for position, _ in reduction.returned:
+            value = s.outputs[position]
+            yield lambda p=position, v=value: s.return_(p, call(v, aten._to_copy.default, v, dtype=torch.float64))
+
+
+def part_of_a_gradient(s: Subject) -> Iterator[Change]:
+    """The last element of the shard has none."""
+    for reduction in s.reductions:
+        for position, _ in reduction.returned:
+            value = s.outputs[position]
+            length = tensor_of(value).numel() - 1
+            yield lambda p=position, v=value, n=length: s.return_(p, part(v, 0, n))
+
+
+def another_shard_gathered(s: Subject) -> Iterator[Change]:
+    """Another unit's weights, on this rank."""
+    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
+    for launch in s.gathers:
+        source = s.memory(launch.input).root
+        reader = launch.node if source in launch.node.all_input_nodes else launch.input
+        for shard in shards:
+            if role_of(shard).bucket != launch.bucket and source in reader.all_input_nodes:
+                yield replace_in(reader, source, shard)
+
+
+def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
+    """Twice the bytes, in a dtype that ranks do not agree on."""
+    for launch in s.gathers:
+
+        def change(launch: Launch = launch) -> None:
+            other = torch.float64 if tensor_of(launch.node).dtype != torch.float64 else torch.float32
+            launch.node.update_arg(0, call(launch.input, aten._to_copy.default, launch.input, dtype=other))
+            revalue(launch.node)
+
+        yield change
+
+
+def parameter_moved(s: Subject) -> Iterator[Change]:
+    """Reads its neighbour's elements, or padding."""
+    for whole in s.wholes:
+        for view in s.ranges(whole):
+            yield lambda v=view: setattr(v, "args", (v.args[0], 0, v.args[2] + 1, v.args[3] + 1))
+
+
+def parameter_confused(s: Subject) -> Iterator[Change]:
+    """Another parameter of that shape."""
+    for whole in s.wholes:
+        for a, b in itertools.permutations(s.ranges(whole), 2):
+            if a.args[3] - a.args[2] == b.args[3] - b.args[2] and a.args[2] != b.args[2]:
+                yield lambda a=a, b=b: setattr(a, "args", (a.args[0], *b.args[1:]))
+
+
+def packed_in_other_dtype(s: Subject) -> Iterator[Change]:
+    """Ranks send other lengths, or gradients are rounded."""
+    for reduction in s.packs:
+        yield set_arg(reduction.pack, 3, torch.float64)
+
+
+def packed_too_long(s: Subject) -> Iterator[Change]:
+    """Shards of the gradient do not lie where those of the parameters do."""
+    for reduction in s.packs:
+        yield set_arg(reduction.pack, 2, 2 * reduction.pack.args[2])
+
+
+def saved_exchanged(s: Subject) -> Iterator[Change]:
+    """Backward takes one for the other."""
+    for a, b in itertools.combinations(range(len(s.outputs)), 2):
+        if s.phase is Phase.FORWARD and s.outputs[a] is not s.outputs[b]:
+            yield lambda a=a, b=b: (s.return_(a, s.outputs[b]), s.return_(b, s.outputs[a]))
+
+
+def output_dropped(s: Subject) -> Iterator[Change]:
+    """All that come after it move up."""
+    for position in range(len(s.outputs)):
+        yield lambda p=position: setattr(s.output, "args", (tuple(s.outputs[:p] + s.outputs[p + 1 :]),))
+
+
+KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
+    "V1": (
+        *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
+        *(another_gather_awaited, shard_read, resident_unawaited),
+    ),
+    "V2": (
+        *(gathered_twice, gathered_for_nobody, released_early, released_through_a_view, released_twice),
+        *(released_in_flight, resident_released),
+    ),
+    "V3": (
+        *(buffer_shared, buffer_parts_overlap, into_another_bucket, into_a_shard, weight_written),
+        *(bucket_zeroed, weight_copied_over),
+    ),
+    "V4": (
+        *(reduced_twice, gradient_dropped, gradients_swapped, gradient_packed_twice, gradient_moved),
+        *(reduction_lost, frozen_reduced),
+    ),
+    "V5": (
+        *(term_dropped, term_counted_twice, packed_early, reduced_early, another_pack_reduced),
+        *(unpacked_reduced, gradient_replaced),
+    ),
+    "V6": (*(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),),
+    "V7": (
+        *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),
+        *(shard_written_in_flight, gradients_released_in_flight, another_reduction_awaited),
+    ),
+    "V8": (
+        *(view_saved, bucket_saved, cast_saved, transpose_saved, clone_saved, activation_replaced, gather_saved),
+        weight_returned,
+    ),
+    "V9": (
+        *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
+        *(another_sum_reduced, scaled_too_late),
+    ),
+    "V10": (
+        *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),
+        *(gathered_in_other_dtype, parameter_moved, parameter_confused, packed_in_other_dtype, packed_too_long),
+        *(saved_exchanged, output_dropped),
+    ),
+}
