@@ -96,9 +96,7 @@ def _of_group(states: Mapping[int, Mapping[str, Any]], group: str) -> list[Findi
     for number in numbers:
         here = {rank: known[number] for rank, known in names.items() if number in known}
         if len(set(here.values())) > 1:
-            kinds = [
-                f"{what!r} on {_ranks(r for r in here if here[r] == what)}" for what in dict.fromkeys(here.values())
-            ]
+            kinds = [f"{what} on {_ranks(r for r in here if here[r] == what)}" for what in dict.fromkeys(here.values())]
             fewest = min(set(here.values()), key=list(here.values()).count)
             culprits = tuple(rank for rank in here if here[rank] == fewest)
             text = f"Collective {number} of group {group} is {', '.join(kinds)}: these have met, and are not the same."

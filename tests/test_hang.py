@@ -72,10 +72,12 @@ def start(folder: Path, how: str, mode: str, world: int) -> list[subprocess.Pope
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, how, mode],
+            [sys.executable, str(program), how, mode],
             env=os.environ | common | {"RANK": str(rank), "MFSDP_DEBUG_DIR": str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
