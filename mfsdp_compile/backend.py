@@ -35,6 +35,7 @@ from mfsdp_compile.runtime.bucket import Bucket, Home
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
 
+from .dumps import GraphFolder
 from .inductor import register_lowerings
 from .options import CompileOptions
 
@@ -71,7 +72,8 @@ def mfsdp(
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each")
+    dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps)
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in dict.fromkeys(bucket.owner for bucket in buckets):
         owner.check_complete()
@@ -247,8 +249,9 @@ def _compile_inner(
 
 def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
     """What compile caches must know besides the graph: the passes, their options, and what steers their decisions.
-    None, for no caching, if a pass of the user's has no identity."""
+    None, for no caching, if a pass of the user's has no identity, or if graphs are to be shown on their way."""
     context = record.context.signature if record is not None else ""
-    if (identities := options.pass_identities()) is None:
+    identities = options.pass_identities()
+    if identities is None or (record is not None and record.observer is not None):
         return None
     return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{identities}:{context}".encode()).hexdigest()

@@ -171,11 +171,13 @@ class Report:
         name: of the pass.
         lines: for people, one decision each.
         seconds: that it took.
+        changes: to the schedule, as :mod:`.changes` tells them; who runs the pass finds these.
     """
 
     name: str
     lines: Sequence[str]
     seconds: float = 0.0
+    changes: Sequence[str] = ()
 
     def __str__(self) -> str:
         return "\n".join([self.name, *(f"    {line}" for line in self.lines)])

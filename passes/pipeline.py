@@ -16,10 +16,12 @@ from torch import fx
 
 from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
 from .analysis import Analysis
+from .changes import changes, events
 from .context import Context, Phase, Report
 from .contract import Contract, set_contract
 
 __all__ = [
+    "Observer",
     "Record",
     "UserPass",
     "collectives",
@@ -34,6 +36,9 @@ __all__ = [
 UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
 """A pass from outside this package: changes the graph that it is given, and may say what it did."""
 
+Observer = Callable[["Phase | None", fx.Graph, "Report | None"], None]
+"""Shown every graph as it comes to the passes (without a report), and after each pass."""
+
 
 @dataclass
 class Record:
@@ -46,6 +51,7 @@ class Record:
         context: of the graphs.
         user_passes: to run after ours.
         verify_each: check the graphs after every pass of ours too, not only at the end.
+        observer: shown every graph, before the first pass and after each.
         user_outputs: of the forward graph: the others are saved for backward.
         reports: of passes, by graph; None for Dynamo's.
         schedules: of the finished graphs.
@@ -54,6 +60,7 @@ class Record:
     context: Context
     user_passes: tuple[UserPass, ...] = ()
     verify_each: bool = False
+    observer: Observer | None = None
     user_outputs: int = 0
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
@@ -65,15 +72,38 @@ class Record:
         self.reports.setdefault(phase, []).append(report)
         return report
 
+    def transform(
+        self, phase: Phase, graph: fx.Graph, apply: Callable[..., Report], *args: Any, verified: bool
+    ) -> None:
+        """The same for a pass that changes ``graph``: with a look at it if ``verified``, and what became of its schedule."""
+        before = events(graph, self.context)
+        report = self.run(phase, apply, *args)
+        if verified:
+            check = functools.partial(verify.verify, after=report.name)
+            self.run(phase, check, graph, self.context, phase)
+        roles.assign(graph)  # of nodes that are new
+        told = replace(report, changes=changes(before, events(graph, self.context)))
+        reports = self.reports[phase]
+        reports[reports.index(report)] = told
+        self.show(phase, graph, told)
+
+    def show(self, phase: Phase | None, graph: fx.Graph, report: Report | None = None) -> None:
+        if self.observer is not None:
+            self.observer(phase, graph, report)
+
 
 def rewrite_dynamo_graph(gm: fx.GraphModule, record: Record) -> None:
-    record.run(None, unshard.apply, gm, record.context)
+    record.show(None, gm.graph)
+    report = record.run(None, unshard.apply, gm, record.context)
+    record.show(None, gm.graph, report)
 
 
 def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     """Before the partition into forward and backward."""
     record.user_outputs = user_outputs
+    record.reports[Phase.JOINT] = []
     roles.assign(graph)
+    record.show(Phase.JOINT, graph)
     if record.verify_each:
         _note_contract(graph, Phase.JOINT, record)
     _apply(graph, Phase.JOINT, record, reshard)
@@ -84,6 +114,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     context = record.context
     record.reports[phase] = []
     roles.assign(graph)
+    record.show(phase, graph)
     _note_contract(graph, phase, record)
     if phase is Phase.BACKWARD:
         if context.float32_gradients:
@@ -94,12 +125,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     if not record.verify_each:
         record.run(phase, verify.verify, graph, context, phase)
     for user_pass in record.user_passes:
-        name = name_of(user_pass)
-        record.run(phase, _apply_user_pass, user_pass, name, graph, context, phase)
-        graph.lint()
-        _verify(graph, phase, record, name)
-    if record.user_passes:
-        roles.assign(graph)  # of nodes that are new
+        record.transform(phase, graph, _apply_user_pass, user_pass, graph, context, phase, verified=True)
     record.schedules[phase] = describe(graph, context)
     announce.apply(graph, phase, collectives(graph, context))
 
@@ -110,13 +136,7 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
 
 def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:
     """One of our passes, a module."""
-    report = record.run(phase, step.apply, graph, record.context)
-    if record.verify_each:
-        _verify(graph, phase, record, report.name)
-
-
-def _verify(graph: fx.Graph, phase: Phase, record: Record, after: str) -> None:
-    record.run(phase, functools.partial(verify.verify, after=after), graph, record.context, phase)
+    record.transform(phase, graph, step.apply, graph, record.context, verified=record.verify_each)
 
 
 def name_of(user_pass: UserPass) -> str:
@@ -124,22 +144,24 @@ def name_of(user_pass: UserPass) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: Context, phase: Phase) -> Report:
+def _apply_user_pass(user_pass: UserPass, graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    name = name_of(user_pass)
     report = user_pass(graph, context, phase)
+    graph.lint()
     if report is None:
         return Report(name, [])
     if not isinstance(report, Report):
         raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
-    return report
+    return replace(report, name=name)
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:
     """The schedule of a graph: one line per start and end of a collective, with the computation between them."""
-    events = _events(graph, context, [info.name for info in context.buckets])
+    found = _events(graph, context, [info.name for info in context.buckets])
     lines: list[str] = []
     computed = 0
     for node in graph.nodes:
-        line = events.get(node)
+        line = found.get(node)
         if line is None:
             computed += node.op == "call_function" and not roles.is_view(node)
             continue
@@ -158,23 +180,23 @@ def collectives(graph: fx.Graph, context: Context) -> list[str]:
     Buckets are numbered, as instances of a module share a graph, and nothing depends on the shapes of a batch: ranks with
     batches of different lengths run graphs of their own with the same collectives.
     """
-    events = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
-    return [events[node] for node in graph.nodes if node in events]
+    found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
+    return [found[node] for node in graph.nodes if node in found]
 
 
 def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.Node, str]:
     """What starts and ends at nodes of a graph."""
-    events: dict[fx.Node, str] = {}
+    found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "call_function" and roles.is_collective(node):
-            events[node] = f"{node.target._opname}  of the model itself"  # our own are named below
+            found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
     for gather in roles.gathers(graph):
         info, name = context.buckets[gather.bucket], names[gather.bucket]
         if gather.start is not None:
             size = f"{info.gathered_bytes:,} B in {_short(info.exchange.dtype)} of {info.exchange.gather_size} ranks"
-            events[gather.start] = f"gather  {name}  {size}"
+            found[gather.start] = f"gather  {name}  {size}"
         if gather.whole is not None:
-            events[gather.whole] = f"wait    {name}" if gather.start or info.has_resident else f"cast    {name}"
+            found[gather.whole] = f"wait    {name}" if gather.start or info.has_resident else f"cast    {name}"
     for reduction in roles.reductions(graph):
         info, name = context.buckets[reduction.bucket], names[reduction.bucket]
         exchange, numel = info.exchange, info.layout.numel
@@ -183,10 +205,10 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             due = ", if due" if exchange.may_wait(stage) else ""
             size = f"{numel * exchange.comm_dtype.itemsize:,} B in {_short(exchange.comm_dtype)}"
             ranks = exchange.group_sizes[stage]
-            events[start] = f"reduce  {name}  {size}, {exchange.reduce_op} over {ranks} ranks{which}{due}"
-            events[wait] = f"await   {name}{which}"
+            found[start] = f"reduce  {name}  {size}, {exchange.reduce_op} over {ranks} ranks{which}{due}"
+            found[wait] = f"await   {name}{which}"
             numel //= ranks if exchange.collectives[stage] == "reduce_scatter" else 1
-    return events
+    return found
 
 
 def _short(dtype: torch.dtype) -> str:

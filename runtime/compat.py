@@ -444,6 +444,21 @@ def _uuid(uuid: str | None) -> str | None:
     return uuid
 
 
+def graph_break_reasons() -> Sequence[Any]:
+    """Of all graph breaks since torch.compile was last reset: each has ``reason``, ``user_stack`` and ``graph_break``."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return graph_break_reasons
+
+
+def compilation_metrics() -> Sequence[Any]:
+    """Of every frame that Dynamo has compiled: each has ``co_name``, ``co_filename``, ``co_firstlineno`` and
+    ``recompile_reason``."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()
+
+
 def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     """Make Inductor turn ``operator`` into its IR with ``lower``, which gets and returns IR nodes."""
     from torch._inductor.lowering import register_lowering as register

@@ -1,0 +1,88 @@
+"""``MFSDP_DEBUG_DIR``: every graph as it comes to the passes, and after each, as Python that can be read and run.
+
+``graphs/rank-0/00/dynamo-0.py``          Dynamo's graph, as it came
+``graphs/rank-0/00/dynamo-1-unshard.py``  after the pass of this name
+``graphs/rank-0/00/joint-...``            forward and backward, before the partition
+``graphs/rank-0/00/forward-...``, ``backward-...``, ``inference-...``
+``graphs/rank-0/00/passes.txt``           what each pass said, and what became of the schedule
+
+A module defines ``forward``, which takes what the graph takes. Collectives in it are real: all ranks run the same module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from mfsdp_compile.passes import readable
+from mfsdp_compile.passes.context import Phase, Report
+
+__all__ = ["GraphFolder"]
+
+_numbers = itertools.count()
+
+
+class GraphFolder:
+    """Of one of Dynamo's graphs, and those that come of it.
+
+    Args:
+        path: of the folder; made when something is written.
+        subject: what the graphs are of, for people.
+    """
+
+    def __init__(self, path: Path, subject: str) -> None:
+        self._path = path
+        self._subject = subject
+        self._counts: dict[str, int] = {}
+
+    @staticmethod
+    def wanted(subject: str) -> GraphFolder | None:
+        """A new one, if ``MFSDP_DEBUG_DIR`` is set."""
+        folder = os.environ.get("MFSDP_DEBUG_DIR")
+        if not folder:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return GraphFolder(Path(folder) / "graphs" / f"rank-{rank}" / f"{next(_numbers):02}", subject)
+
+    def __call__(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
+        """Write a graph. What goes wrong here is a warning: training matters more."""
+        try:
+            self._write(phase, graph, report)
+        except Exception as error:
+            warnings.warn(
+                f"MFSDP_DEBUG_DIR: a graph could not be written to {self._path}: {error}", RuntimeWarning, stacklevel=2
+            )
+
+    def _write(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
+        kind = phase.value if phase is not None else "dynamo"
+        if report is None:
+            self._counts[kind] = 0  # compiled again
+        number = self._counts[kind]
+        self._counts[kind] += 1
+        name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
+        what = f"after pass {report.name!r}" if report is not None else "before the passes"
+        lines = _told(report) if report is not None else []
+        text, constants = readable.source(graph, [f"{kind.capitalize()} graph of {self._subject}, {what}.", "", *lines])
+        self._path.mkdir(parents=True, exist_ok=True)
+        (self._path / f"{name}.py").write_text(text, encoding="utf-8")
+        if constants:
+            torch.save(constants, self._path / f"{name}.pt")
+        with (self._path / "passes.txt").open("a", encoding="utf-8") as file:
+            file.write("\n".join([f"{name}.py", *(f"    {line}" for line in lines), "", ""]))
+
+
+def _told(report: Report) -> list[str]:
+    lines = [f"{report.name}, {report.seconds * 1e3:.1f} ms", *(f"    {line}" for line in report.lines)]
+    if report.changes:
+        lines += ["Schedule:", *(f"    {line}" for line in report.changes)]
+    return lines
+
+
+def _as_file_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name)

@@ -1,0 +1,97 @@
+"""What a pass did to a schedule, in a few lines: ``moved  gather layers.3 before wait layers.2 (12 operators earlier)``.
+
+Compared are the starts and ends of collectives (and what else makes a bucket whole), in order, with the number of
+operators that run before each. Of what changed its place, as little as possible is called moved: what lies on a longest
+common subsequence of both orders stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import roles
+from .context import Context
+
+__all__ = ["Event", "changes", "events"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A start or an end of a collective.
+
+    Args:
+        name: such as ``gather layers.3``, unique in its graph.
+        operators: that run before it; views do not count.
+    """
+
+    name: str
+    operators: int
+
+
+def events(graph: fx.Graph, context: Context) -> list[Event]:
+    """Of a graph with roles, in order."""
+    names = _names(graph, context)
+    seen: Counter[str] = Counter()
+    found = []
+    operators = 0
+    for node in graph.nodes:
+        if (name := names.get(node)) is None:
+            operators += node.op == "call_function" and not roles.is_view(node)
+            continue
+        seen[name] += 1
+        found.append(Event(f"{name} ({seen[name]})" if seen[name] > 1 else name, operators))
+    return found
+
+
+def _names(graph: fx.Graph, context: Context) -> dict[fx.Node, str]:
+    names = {}
+    for gather in roles.gathers(graph):
+        bucket = context.buckets[gather.bucket]
+        if gather.start is not None:
+            names[gather.start] = f"gather {bucket.name}"
+        if gather.whole is not None:
+            names[gather.whole] = f"{'wait' if gather.start or bucket.has_resident else 'cast'} {bucket.name}"
+    for reduction in roles.reductions(graph):
+        name = context.buckets[reduction.bucket].name
+        for stage, (start, wait) in enumerate(reduction.stages):
+            which = f", stage {stage + 1}" if len(reduction.stages) > 1 else ""
+            names[start] = f"reduce {name}{which}"
+            names[wait] = f"await {name}{which}"
+    return names
+
+
+def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:
+    """What became of ``before``, a line each; empty if nothing changed."""
+    old = {event.name: event for event in before}
+    new = {event.name: event for event in after}
+    lines = [f"removed  {name}" for name in old if name not in new]
+    stay = _longest_common([e.name for e in before if e.name in new], [e.name for e in after if e.name in old])
+    following = ""
+    changed = []
+    for event in reversed(after):
+        place = f"before {following}" if following else "to the end"
+        following = event.name
+        if event.name not in old:
+            changed.append(f"added    {event.name} {place}")
+            continue
+        by = event.operators - old[event.name].operators
+        distance = f"{abs(by)} operator{'s' if abs(by) != 1 else ''} {'later' if by > 0 else 'earlier'}" if by else ""
+        if event.name not in stay:
+            changed.append(f"moved    {event.name} {place}{f' ({distance})' if distance else ''}")
+        elif distance:
+            changed.append(f"shifted  {event.name}: {distance}")
+    return lines + changed[::-1]
+
+
+def _longest_common(first: Sequence[str], second: Sequence[str]) -> set[str]:
+    """A longest common subsequence of two orders of the same names: the longest increasing one of their places."""
+    place = {name: i for i, name in enumerate(first)}
+    best: list[tuple[str, ...]] = []  # by length less one: the one that ends first
+    for name in second:
+        longer = next((i for i, names in enumerate(best) if place[names[-1]] > place[name]), len(best))
+        best[longer : longer + 1] = [(*(best[longer - 1] if longer else ()), name)]
+    return set(best[-1]) if best else set()

@@ -1,0 +1,107 @@
+"""A graph as a Python module: to be read, imported and run.
+
+``torch.fx`` writes the code of ``forward``; around it goes what that needs: imports, constants, graphs in graphs.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+__all__ = ["source"]
+
+
+def source(graph: fx.Graph, head: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
+    """The text of a module with a function ``forward``, which takes what the graph takes.
+
+    Args:
+        head: lines of the module's docstring.
+
+    Returns:
+        The text, and the constants that the module reads from a file of its name with the suffix ``.pt``, by name.
+    """
+    imports: dict[str, None] = {"import torch": None, "import mfsdp_compile": None}
+    constants: dict[str, Tensor] = {}
+    classes: list[str] = []
+    _class("Graph", graph, imports, classes, constants)
+    docstring = "\n".join(head).replace("\\", "\\\\").replace('"""', "'''")
+    parts = [f'"""{docstring}\n"""', "\n".join(sorted(imports, key=lambda line: (line.startswith("from"), line)))]
+    if constants:
+        parts.append(
+            'from pathlib import Path\n\nCONSTANTS = torch.load(Path(__file__).with_suffix(".pt"), weights_only=True)'
+        )
+    parts += [*classes, "forward = Graph().forward"]
+    return "\n\n\n".join(parts) + "\n", constants
+
+
+def _class(
+    name: str, graph: fx.Graph, imports: dict[str, None], classes: list[str], constants: dict[str, Tensor]
+) -> None:
+    """A module that computes what ``graph`` does; classes of graphs inside it come first."""
+    owner = graph.owning_module
+    fields = []
+    for target in dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")):
+        value = _attribute(owner, target)
+        if isinstance(value, fx.GraphModule):
+            inner = f"{name}_{target.replace('.', '_')}"
+            _class(inner, value.graph, imports, classes, constants)
+            fields.append(f"{target} = {inner}()")
+        elif isinstance(value, Tensor):
+            key = f"{name}.{target}"
+            constants[key] = value.detach()
+            fields.append(f"{target} = CONSTANTS[{key!r}]")
+        else:
+            fields.append(f"{target} = {value!r}")
+    codegen = graph._codegen
+    graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's takes lists apart; here arguments are the placeholders
+    try:
+        code = graph.python_code("self")
+    finally:
+        graph.set_codegen(codegen)
+    for global_name, value in code.globals.items():
+        imports[_import(global_name, value)] = None
+    body = _indented(_with_shapes(code.src, graph))
+    attributes = "".join(f"    {field}\n" for field in fields)
+    classes.append(f"class {name}(torch.nn.Module):\n{attributes}{body}".rstrip())
+
+
+def _attribute(owner: Any, target: str) -> Any:
+    for part in target.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def _import(name: str, value: Any) -> str:
+    """What makes ``name`` mean ``value``."""
+    if isinstance(value, types.ModuleType):
+        return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
+    if isinstance(value, float):
+        return f"{name} = float({str(value)!r})"
+    if value is type(None):
+        return f"{name} = type(None)"
+    module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module and attribute and "." not in attribute and "<" not in attribute:
+        return f"from {module} import {attribute}" + (f" as {name}" if attribute != name else "")
+    return f"{name} = {value!r}"
+
+
+def _with_shapes(src: str, graph: fx.Graph) -> str:
+    """With comments on what ``forward`` takes."""
+    shapes = [f"    # {n.name}: {_described(n.meta)}" for n in graph.nodes if n.op == "placeholder"]
+    lines = src.strip("\n").split("\n")
+    first = next(i for i, line in enumerate(lines) if line.startswith("def forward"))
+    return "\n".join([*lines[: first + 1], *shapes, *lines[first + 1 :]])
+
+
+def _described(meta: Mapping[str, Any]) -> str:
+    value = meta.get("val", meta.get("example_value"))
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}, strides {list(value.stride())}"
+    return "not known" if value is None else f"{type(value).__name__} {value}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" if line.strip() else "" for line in text.split("\n"))

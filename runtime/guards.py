@@ -1,0 +1,169 @@
+"""Checks that stay on: what would make training silently wrong is looked for where it costs next to nothing.
+
+Before every optimizer step, without communication: whether the backward reduced gradients of every trainable element.
+Before the first one, with one exchange of a few hundred bytes per rank: whether flat gradients are what parameters show,
+whether gradients are finite, whether ranks reduced the same, and whether buffers are equal on all ranks. Saving a
+checkpoint looks at buffers again, because one rank's are saved.
+
+``MFSDP_GUARDS=0`` turns them off.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import gradients
+from .agreement import value_digest
+from .bucket import Bucket
+from .tensor import UnreducedGradient
+
+__all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
+
+NORM_TOLERANCE = 1e-3
+"""Between two sums of the same squares in float32, in different orders: n * 2**-24 relative is the worst case, some 1e-6 what
+is seen. Elements that are in no parameter, or in two, make far more of a difference."""
+
+_SHOWN = 4
+
+
+def enabled() -> bool:
+    return os.environ.get("MFSDP_GUARDS", "1") != "0"
+
+
+def missing(buckets: Sequence[Bucket], reduced: Iterable[Bucket]) -> str | None:
+    """What of the trainable elements has not been reduced, in words; None: nothing."""
+    known = set(reduced)
+    trainable = [bucket for bucket in buckets if bucket.plan.requires_grad]
+    absent = [bucket for bucket in trainable if bucket not in known]
+    if not absent:
+        return None
+    total = sum(_elements(bucket) for bucket in trainable)
+    count = total - sum(_elements(bucket) for bucket in absent)
+    return f"{count:,} of {total:,} trainable elements, none of {_listed([b.plan.name for b in absent])}"
+
+
+def check_first_step(
+    module: nn.Module, buckets: Sequence[Bucket], reduced: Iterable[Bucket], group: dist.ProcessGroup
+) -> None:
+    """Collective: every rank calls it before its first optimizer step.
+
+    Raises:
+        RuntimeError: on every rank, if on any the gradients that parameters show are not those of their buckets, or ranks
+            have reduced gradients of different buckets.
+
+    Warns:
+        Gradients that are not finite; buffers that differ between ranks.
+    """
+    trainable = [bucket for bucket in buckets if bucket.plan.requires_grad]
+    known = set(reduced)
+    torn, not_finite = _look_at_gradients(trainable)
+    mine = {
+        "reduced": sorted(bucket.plan.name for bucket in known),
+        "torn": torn,
+        "not finite": not_finite,
+        "buffers": _digests(module),
+    }
+    everyone = _exchange(mine, group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, its in zip(ranks, everyone, strict=True):
+        if its["torn"]:
+            raise RuntimeError(
+                f"On rank {rank}, {its['torn']}. Gradients that an optimizer would use are not those that were reduced; "
+                "please report this. Weights and optimizer state are those of before."
+            )
+        if its["reduced"] != everyone[0]["reduced"]:
+            apart = sorted(set(its["reduced"]) ^ set(everyone[0]["reduced"]))
+            raise RuntimeError(
+                f"Ranks {ranks[0]} and {rank} have reduced gradients of different buckets in their first step: only one of "
+                f"them those of {_listed(apart)}. Please report this. Weights and optimizer state are those of before."
+            )
+    if bad := [
+        f"{_listed(its['not finite'])} on rank {r}" for r, its in zip(ranks, everyone, strict=True) if its["not finite"]
+    ]:
+        warnings.warn(
+            f"The first step's gradients are not finite: {'; '.join(bad[:_SHOWN])}. A scaled loss that overflows is no "
+            "harm, the scaler skips the step; report_nan_in_param_grad=True looks at every step.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    _warn_of_buffers([its["buffers"] for its in everyone], ranks, "at the first step")
+
+
+def compare_buffers(module: nn.Module, group: dist.ProcessGroup, when: str) -> None:
+    """Warn if buffers differ between ranks. Collective."""
+    if enabled() and any(True for _ in module.buffers()):
+        _warn_of_buffers(_exchange(_digests(module), group), dist.get_process_group_ranks(group), when)
+
+
+def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
+    """What is wrong between buckets and parameters, and names of parameters whose gradients are not finite; of this rank."""
+    torn, names, norms, flats, counts = "", [], [], [], []
+    for bucket in buckets:
+        attached = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
+        flat = gradients.flat_gradient(bucket) if len(attached) == len(bucket.params) else None
+        if flat is None:
+            continue
+        flats.append(flat)
+        counts.append(len(attached))
+        names += [sites[0].name for sites in bucket.sites]
+        norms += [gradient.to_local() for gradient in attached]  # type: ignore[attr-defined]
+    if not flats:
+        return "", []
+    of_params = torch.stack([norm.float() for norm in torch._foreach_norm(norms)]).tolist()
+    of_buckets = torch.stack([norm.float() for norm in torch._foreach_norm(flats)]).tolist()
+    not_finite = [name for name, norm in zip(names, of_params, strict=True) if not math.isfinite(norm)]
+    at = 0
+    for bucket_norm, count, bucket in zip(of_buckets, counts, _with_flats(buckets), strict=True):
+        norm = math.hypot(*of_params[at : at + count])
+        at += count
+        if math.isfinite(norm) and abs(norm - bucket_norm) > NORM_TOLERANCE * max(norm, bucket_norm) and not torn:
+            torn = f"the gradient of bucket {bucket.plan.name!r} has norm {bucket_norm:.7g}, its parameters' have {norm:.7g}"
+    return torn, not_finite
+
+
+def _with_flats(buckets: Sequence[Bucket]) -> list[Bucket]:
+    return [
+        bucket
+        for bucket in buckets
+        if all(g is not None and not isinstance(g, UnreducedGradient) for g in bucket.gradients)
+    ]
+
+
+def _digests(module: nn.Module) -> dict[str, str]:
+    return {name: value_digest(buffer) for name, buffer in module.named_buffers() if not buffer.is_meta}
+
+
+def _exchange(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], when: str) -> None:
+    names = [name for name in everyone[0] if len({its.get(name) for its in everyone}) > 1]
+    if names:
+        rank = next(r for r, its in zip(ranks, everyone, strict=True) if its.get(names[0]) != everyone[0][names[0]])
+        warnings.warn(
+            f"Buffers differ between ranks {when}: {_listed(names)} (ranks {ranks[0]} and {rank}). Each rank goes on with its "
+            "own, and checkpoints have the first rank's. If they should be equal, as running statistics mostly should: "
+            "torch.nn.SyncBatchNorm, or broadcast them.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _elements(bucket: Bucket) -> int:
+    return sum(math.prod(slot.shape) for slot in bucket.plan.layout.slots)
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_SHOWN]))
+    return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
