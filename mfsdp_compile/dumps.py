@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from mfsdp_compile.passes import readable
+from mfsdp_compile.passes import readable, unshard
 from mfsdp_compile.passes.context import Phase, Report
+from mfsdp_compile.runtime import compat
 
 __all__ = ["GraphFolder"]
 
@@ -68,6 +69,10 @@ class GraphFolder:
         name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
         lines = _told(report) if report is not None else []
+        if phase is None and report is None:  # markers are for our passes alone; parameters are whole here
+            marked = compat.copy_dynamo_graph(graph.owning_module)
+            lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
+            graph = marked.graph
         text, constants = readable.source(graph, [f"{kind.capitalize()} graph of {self._subject}, {what}.", "", *lines])
         self._path.mkdir(parents=True, exist_ok=True)
         (self._path / f"{name}.py").write_text(text, encoding="utf-8")

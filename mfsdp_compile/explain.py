@@ -19,7 +19,8 @@ from mfsdp_compile.passes.context import Phase, Report
 from mfsdp_compile.passes.pipeline import Record
 from mfsdp_compile.runtime import compat
 
-from .wrapper import MegatronFSDP, unwrapped
+from .comparing import unchanged
+from .wrapper import unwrapped
 
 __all__ = ["Explanation", "GraphExplanation", "explain"]
 
@@ -100,7 +101,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
         compiled = torch.compile(sharded, backend="mfsdp", options={"inner": "aot_eager"})  # type: ignore[assignment]
     torch.compiler.reset()
     before = len(sharded.sharded.compiled_graphs)
-    with _unchanged(sharded), _collected_breaks() as breaks:
+    with unchanged(sharded), _collected_breaks() as breaks:
         compiled(*args, **kwargs)
     records: list[Record] = sharded.sharded.compiled_graphs[before:]
     graphs = tuple(
@@ -114,17 +115,6 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     covered = {unit for graph in graphs for unit in graph.units}
     eager = tuple(unit.name for unit in sharded.sharded.eager.units if unit.buckets and unit.name not in covered)
     return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, recompilations)
-
-
-@contextlib.contextmanager
-def _unchanged(model: MegatronFSDP) -> Iterator[None]:
-    """Buffers and random numbers are as before afterwards."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with torch.random.fork_rng():
-        yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from mfsdp_compile.runtime.model import Precision, ShardedModel
 from mfsdp_compile.runtime.tensor import UnreducedGradient
 from mfsdp_compile.runtime.topology import Topology
 
+from .comparing import StepComparison, compare_step
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["MegatronFSDP", "unwrapped"]
@@ -183,6 +184,36 @@ class MegatronFSDP(nn.Module):
         """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,
         for strategies that keep parameters gathered, starts now."""
         self.sharded.refresh()
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def verify_step(
+        self,
+        *args: Any,
+        options: Mapping[str, Any] | None = None,
+        tolerance: float | None = None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> StepComparison:
+        """Run forward and backward twice, as they are and compiled, from the same state and random numbers, and compare.
+
+        Compared are outputs, buffers and the gradient of every parameter. Weights, gradients, buffers and random numbers are
+        those of before when this returns. Collective: all ranks call it, between optimizer steps.
+
+        Args:
+            args, kwargs: of the model.
+            options: of ``torch.compile(backend="mfsdp")``; by default ``{"inner": "aot_eager"}``, which computes operator by
+                operator, so that passes and schedule are what is checked.
+            tolerance: of the norm of a difference, relative to the norm of the tensor. By default 0, equal to the bit, with
+                ``aot_eager``, and with Inductor, which computes in another order, the square root of the dtype's epsilon.
+            loss: of the model's output; by default the output itself if it is a number, else the mean of its squares.
+
+        Raises:
+            RuntimeError: on every rank: a tensor differs on one. The first one is named: outputs come first, then gradients
+                from the last parameter to the first, as backward computes them. Also while gradients wait for their
+                reduction.
+        """
+        return compare_step(self, args, kwargs, options, tolerance, loss)
 
     # -- after failures -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from mfsdp_compile.runtime import compat
 from .context import Context, Kind, Report, Role, role_of, set_role
 from .roles import MARK
 
-__all__ = ["apply"]
+__all__ = ["apply", "erase_markers"]
 
 
 def apply(gm: fx.GraphModule, context: Context) -> Report:
@@ -69,7 +69,7 @@ def apply(gm: fx.GraphModule, context: Context) -> Report:
         shell.replace_all_uses_with(parameter)
         graph.erase_node(shell)
 
-    markers = _erase_markers(gm)
+    markers = erase_markers(gm)
     graph.lint()
     gm.recompile()
     return Report(
@@ -83,12 +83,12 @@ def apply(gm: fx.GraphModule, context: Context) -> Report:
     )
 
 
-def _erase_markers(gm: fx.GraphModule) -> int:
-    """Replace every marker, here and in the bodies of regions, by what it marks."""
+def erase_markers(gm: fx.GraphModule) -> int:
+    """Replace every marker, here and in the bodies of regions, by what it marks. Returns how many there were."""
     count = 0
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
-            count += _erase_markers(child)
+            count += erase_markers(child)
     markers: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in markers:

@@ -225,8 +225,7 @@ class Bucket:
         assert self.resident is not None
         self.await_resident()
         shard = self.flat.detach().to(self.plan.compute_dtype)
-        with compat.no_saved_tensor_hooks():
-            compat.all_gather_out(shard, group.size, group.name, out=self.resident)
+        compat.all_gather_out(shard, group.size, group.name, out=self.resident)
         self._resident_of, self._resident_awaited = self.flat._version, False
 
     def await_resident(self) -> Tensor:
@@ -251,9 +250,8 @@ class Bucket:
     def gather_shards(self) -> list[Tensor]:
         """Every parameter whole, in the main dtype; views of one tensor of the bucket's size. Every rank must."""
         whole = self.flat.detach()
-        with compat.no_saved_tensor_hooks():
-            for group in self.topology.shard_groups:
-                whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
+        for group in self.topology.shard_groups:
+            whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:
             whole = whole.clone()
         return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]

@@ -131,15 +131,10 @@ def saved_tensor_hooks_active() -> bool:
 
 
 @contextlib.contextmanager
-def no_saved_tensor_hooks(pack: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Take default hooks on saved tensors off this thread for a moment: all, or the topmost if it is ``pack``'s.
-
-    A gloo collective takes the state of the thread that starts it along to a thread of its own, which counts references
-    to these hooks without holding Python's lock: sooner or later memory is corrupted ("malloc(): unaligned tcache chunk
-    detected"; torch 2.11 to 2.15: twenty lines without this package show it). So collectives are started inside this.
-    """
+def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
+    """Take default hooks on saved tensors off this thread for a moment, as long as the topmost is ``pack``'s."""
     taken: list[tuple[Any, Any]] = []
-    while (top := _top_saved_tensors_default_hooks(False)) is not None and (pack is None or top[0] == pack):
+    while (top := _top_saved_tensors_default_hooks(False)) is not None and top[0] == pack:
         taken.append(top)
         _pop_saved_tensors_default_hooks()
     try:
@@ -186,6 +181,22 @@ def new_group_like(name: str) -> dist.ProcessGroup:
         use_local_synchronization=True,
         group_desc="mfsdp",
     )
+
+
+_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CPU)
+_gloo = torch.library.Library("_c10d_functional", "IMPL")
+
+
+@torch.library.impl(_gloo, "all_gather_into_tensor", "CPU")
+def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
+    """Torch's own way for this operator ends in an operation that gloo calls ``ALLGATHER_COALESCED``. When one is over, the
+    two threads of a gloo process group write that name to one string, with no lock between them; it is too long for the
+    string's own memory, so two that end at a time free the same block twice, and some allocation later the process dies
+    ("malloc(): unaligned tcache chunk detected", a segmentation fault). Torch 2.11 to 2.15: a loop of functional gathers,
+    eight in flight, dies within seconds. Given the memory for the result, the operation is called ``ALLGATHER``.
+    """
+    full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
+    return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
 
 
 def wait_tensor_when_dropped(tensor: Tensor) -> None:

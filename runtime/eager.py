@@ -367,8 +367,7 @@ class EagerRuntime:
                 if group is not None:
                     self._announce(f"gather {bucket.plan.name}", group)
                     shard = bucket.source().to(bucket.plan.compute_dtype)
-                    with compat.no_saved_tensor_hooks():
-                        started = compat.all_gather(shard, group.size, group.name)
+                    started = compat.all_gather(shard, group.size, group.name)
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
     @_as_parameters
@@ -457,9 +456,8 @@ class EagerRuntime:
         self._previous = {later: earlier for earlier, later in pairs}
 
     def for_compiled_code(self) -> contextlib.AbstractContextManager[None]:
-        """Around compiled graphs that run inside a window. They save no gathered parameter; see
-        :func:`~mfsdp_compile.runtime.compat.no_saved_tensor_hooks`."""
-        return compat.no_saved_tensor_hooks(self._pack)
+        """Around compiled graphs that run inside a window. They save no gathered parameter, so there is nothing to pack."""
+        return compat.without_hook(self._pack)
 
     # -- tensors saved for backward -----------------------------------------------------------------------------------
 
@@ -511,8 +509,7 @@ class EagerRuntime:
         what = f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
         self._announce(what, bucket.topology.stages[stage].group if will_run else None)
         token = bucket.pending.token if bucket.pending is not None else None
-        with compat.no_saved_tensor_hooks():
-            started = start_stage(gradient, stage, bucket.exchange, token)
+        started = start_stage(gradient, stage, bucket.exchange, token)
         self._reductions.append(_Reduction(bucket, stage, started))
 
     def _take_in(self) -> None:
@@ -536,8 +533,7 @@ class EagerRuntime:
         for stage in range(first, len(exchange.groups)):
             what = f"reduce what waits of {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
             self._announce(what, bucket.topology.stages[stage].group)
-            with compat.no_saved_tensor_hooks():
-                started = start_collective(result, stage, exchange)
+            started = start_collective(result, stage, exchange)
             result = self._await(started)
         gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
 

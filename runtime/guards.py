@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from . import gradients
 from .agreement import value_digest
@@ -105,36 +105,20 @@ def compare_buffers(module: nn.Module, group: dist.ProcessGroup, when: str) -> N
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
     """What is wrong between buckets and parameters, and names of parameters whose gradients are not finite; of this rank."""
-    torn, names, norms, flats, counts = "", [], [], [], []
+    torn, not_finite = "", []
     for bucket in buckets:
-        attached = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
-        flat = gradients.flat_gradient(bucket) if len(attached) == len(bucket.params) else None
-        if flat is None:
+        attached = bucket.gradients
+        if any(gradient is None or isinstance(gradient, UnreducedGradient) for gradient in attached):
             continue
-        flats.append(flat)
-        counts.append(len(attached))
-        names += [sites[0].name for sites in bucket.sites]
-        norms += [gradient.to_local() for gradient in attached]  # type: ignore[attr-defined]
-    if not flats:
-        return "", []
-    of_params = torch.stack([norm.float() for norm in torch._foreach_norm(norms)]).tolist()
-    of_buckets = torch.stack([norm.float() for norm in torch._foreach_norm(flats)]).tolist()
-    not_finite = [name for name, norm in zip(names, of_params, strict=True) if not math.isfinite(norm)]
-    at = 0
-    for bucket_norm, count, bucket in zip(of_buckets, counts, _with_flats(buckets), strict=True):
-        norm = math.hypot(*of_params[at : at + count])
-        at += count
-        if math.isfinite(norm) and abs(norm - bucket_norm) > NORM_TOLERANCE * max(norm, bucket_norm) and not torn:
-            torn = f"the gradient of bucket {bucket.plan.name!r} has norm {bucket_norm:.7g}, its parameters' have {norm:.7g}"
+        flat = gradients.flat_gradient(bucket)
+        assert flat is not None
+        locals_ = [gradient.to_local() for gradient in attached]  # type: ignore[union-attr]
+        *norms, of_bucket = torch.stack([n.float() for n in torch._foreach_norm([*locals_, flat])]).tolist()
+        not_finite += [sites[0].name for sites, n in zip(bucket.sites, norms, strict=True) if not math.isfinite(n)]
+        norm = math.hypot(*norms)
+        if math.isfinite(norm) and abs(norm - of_bucket) > NORM_TOLERANCE * max(norm, of_bucket) and not torn:
+            torn = f"the gradient of bucket {bucket.plan.name!r} has norm {of_bucket:.7g}, its parameters' {norm:.7g}"
     return torn, not_finite
-
-
-def _with_flats(buckets: Sequence[Bucket]) -> list[Bucket]:
-    return [
-        bucket
-        for bucket in buckets
-        if all(g is not None and not isinstance(g, UnreducedGradient) for g in bucket.gradients)
-    ]
 
 
 def _digests(module: nn.Module) -> dict[str, str]:

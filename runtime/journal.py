@@ -61,12 +61,25 @@ class Entry:
     counts: dict[str, int]
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Of a process group; itself it is the program's to destroy.
+
+    Args:
+        ranks: of its members.
+        timeout: in seconds.
+    """
+
+    ranks: tuple[int, ...]
+    timeout: float
+
+
 class Journal:
     """Of this process."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=LENGTH)
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._groups: dict[str, _Group] = {}
         self._thread: threading.Thread | None = None
         self._written_for: Entry | None = None
         self._states: list[dict[str, Any]] = []
@@ -87,10 +100,12 @@ class Journal:
         """
         counts = {}
         for name in groups:
+            group = compat.process_group(name)
             if name not in self._groups:
-                self._groups[name] = compat.process_group(name)
+                ranks = tuple(dist.get_process_group_ranks(group))
+                self._groups[name] = _Group(ranks, compat.timeout_of(group).total_seconds())
                 self._watch()
-            counts[name] = compat.collectives_started(self._groups[name])
+            counts[name] = compat.collectives_started(group)
         self._entries.append(Entry(time.time(), step, model, what, launches, counts))
 
     # -- writing it down ----------------------------------------------------------------------------------------------
@@ -121,7 +136,7 @@ class Journal:
 
     def state(self, why: str, trace: TracebackType | None = None) -> dict[str, Any]:
         """As plain data; see :mod:`mfsdp_compile.hang` for what it means."""
-        now = {name: compat.collectives_started(group) for name, group in self._groups.items()}
+        now = {name: count for name in self._groups if (count := _started(name)) is not None}
         entries = list(self._entries)
         return {
             "rank": dist.get_rank(),
@@ -131,10 +146,7 @@ class Journal:
             "at": time.time(),
             "why": why,
             "torch": torch.__version__,
-            "groups": {
-                name: {"ranks": dist.get_process_group_ranks(group), "started": now[name]}
-                for name, group in self._groups.items()
-            },
+            "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
             "entries": [
                 _written(entry, following.counts if following is not None else now)
                 for entry, following in zip(entries, [*entries[1:], None], strict=True)
@@ -192,7 +204,15 @@ class Journal:
                 self.write(f"nothing new for {silent:.0f} s")
 
     def _timeout(self) -> float:
-        return min((compat.timeout_of(group).total_seconds() for group in list(self._groups.values())), default=60.0)
+        return min((group.timeout for group in list(self._groups.values())), default=60.0)
+
+
+def _started(name: str) -> int | None:
+    """Collectives of a process group; None if it was destroyed."""
+    try:
+        return compat.collectives_started(compat.process_group(name))
+    except (RuntimeError, ValueError, KeyError):
+        return None
 
 
 def directory() -> Path | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import compat, gradients
+from . import compat, gradients, guards
 from .agreement import agree, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
@@ -177,6 +177,8 @@ class ShardedModel:
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
+        self._reduced: set[Bucket] = set()  # since the last optimizer step
+        self._told_missing: set[str] = set()
         self.group = every
         self.started = self.steps = 0
         self._join_order(type(module).__name__)
@@ -389,6 +391,7 @@ class ShardedModel:
         self.started, self._failure = 0, None
         self._join_order(self._name.rpartition(" #")[0])  # of the new group
         self._forget_backward()
+        self._reduced.clear()
         self.zero_gradients()
         self.synchronisation.microbatches = 0
         for bucket in self.buckets:
@@ -398,6 +401,7 @@ class ShardedModel:
     def touched(self, bucket: Bucket) -> None:
         """A bucket got gradients."""
         self._touched.add(bucket)
+        self._reduced.add(bucket)
         self.enter_backward()
 
     @compat.python_only
@@ -433,6 +437,35 @@ class ShardedModel:
         """Before an optimizer's step: a backward since the last complete reduction may have left something to do."""
         if self.synchronisation.microbatches:
             self.finish_synchronisation()
+
+    def before_step(self) -> None:
+        """An optimizer is about to use gradients: look whether they are all there. Collective before the first step."""
+        reduced, self._reduced = self._reduced, set()
+        if not reduced or not guards.enabled():  # without a backward before it: somebody has set gradients by hand
+            return
+        if self.steps == 0:
+            module = self._module()
+            assert module is not None
+            self._note("checks before the first step")
+            guards.check_first_step(module, self.buckets, reduced, self.group)
+        if (told := guards.missing(self.buckets, reduced)) is not None and told not in self._told_missing:
+            self._told_missing.add(told)
+            warnings.warn(
+                f"Step {self.steps} of {self._name}: backward has reduced gradients of {told}. Loss did not depend on the rest "
+                "on any rank; its gradients are zeros. (Told once.)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def forget_reduced(self) -> None:
+        """The gradients so far were not for a step."""
+        self._reduced.clear()
+
+    def compare_buffers(self, when: str) -> None:
+        """Warn if buffers differ between ranks. Collective."""
+        module = self._module()
+        if module is not None:
+            guards.compare_buffers(module, self.group, when)
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:
@@ -499,7 +532,7 @@ class ShardedModel:
         self._copies += 1
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0
         duplicate._backward = _BackwardIds()
-        duplicate._touched = set()
+        duplicate._touched, duplicate._reduced, duplicate._told_missing = set(), set(), set()
         duplicate.compiled_graphs = []
         duplicate.buckets = copy.deepcopy(self.buckets, memo)
         duplicate.eager = copy.deepcopy(self.eager, memo)

@@ -178,8 +178,7 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]
-    with compat.no_saved_tensor_hooks():
-        return compat.all_to_all(sent, incoming, sizes, group.name)
+    return compat.all_to_all(sent, incoming, sizes, group.name)
 
 
 def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:

@@ -192,8 +192,7 @@ def _reduce_if_due(
         to_reduce = None
     if to_reduce is None:
         return gradient.new_zeros(_reduced_numel(gradient, collective, group_size))
-    with compat.no_saved_tensor_hooks():
-        return _start(to_reduce, collective, reduce_op, group_size, group)
+    return _start(to_reduce, collective, reduce_op, group_size, group)
 
 
 @torch.library.register_fake("mfsdp::reduce_if_due", lib=_library)

@@ -108,6 +108,8 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         if sync_grad_before_optimizer_step:
             for owner in owners:
                 owner.finish_synchronisation_if_needed()
+        for owner in owners:
+            owner.before_step()
         if over_runs is not None:
             result = over_runs(step, closure)
         else:

@@ -666,9 +666,8 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
     row_numel = split.layout.slots[split.index].row_numel
     gathered = local.new_empty(longest * row_numel)
     gathered[: local.numel()].copy_(local.reshape(-1))
-    with compat.no_saved_tensor_hooks():
-        for group in topology.shard_groups:
-            gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
+    for group in topology.shard_groups:
+        gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
     parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
     return torch.cat(parts).view(split.shape)

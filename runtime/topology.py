@@ -160,9 +160,8 @@ class Topology:
 
     def sum(self, value: Tensor, op: str) -> Tensor:
         """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""
-        with compat.no_saved_tensor_hooks():
-            for group in self.shard_groups:
-                value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
+        for group in self.shard_groups:
+            value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
 
     # -- parameters in use --------------------------------------------------------------------------------------------
@@ -231,8 +230,7 @@ class Topology:
         """Raise RuntimeError if a collective on one of the groups fails."""
         for group in self._groups:
             one = torch.ones(1, device=self.mesh.device_type)
-            with compat.no_saved_tensor_hooks():
-                found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
+            found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
             if found.item() != group.size:
                 raise RuntimeError(f"Ones of {group.size} ranks have the sum {found.item()}.")
 

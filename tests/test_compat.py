@@ -344,11 +344,8 @@ def test_hooks_on_saved_tensors_are_taken_off_and_put_back() -> None:
 
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks(lambda t: t, lambda t: t), hooks(pack, lambda t: t):
-        with compat.no_saved_tensor_hooks():
-            assert not compat.saved_tensor_hooks_active()
-        assert compat.saved_tensor_hooks_active()
-        with compat.no_saved_tensor_hooks(pack):
+        with compat.without_hook(pack), compat.without_hook(pack):
             assert compat.saved_tensor_hooks_active()  # the other one
-        with compat.no_saved_tensor_hooks(print):
+        with torch.autograd.graph.saved_tensors_hooks(pack, pack), compat.without_hook(print):
             assert compat.saved_tensor_hooks_active()
     assert not compat.saved_tensor_hooks_active()

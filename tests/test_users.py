@@ -308,27 +308,6 @@ def test_state_dict_with_copies() -> None:
         assert torch.equal(param.full_tensor(), alone.get_parameter(name))
 
 
-@pytest.mark.parametrize("factory", [zoo.Plain, zoo.Checkpointed, zoo.CheckpointedReentrant, zoo.GraphBreaks])
-@on_ranks(2)
-def test_collectives_start_without_hooks_on_saved_tensors(factory: Any) -> None:
-    """gloo's threads would count references to these hooks without Python's lock; see compat.no_saved_tensor_hooks."""
-    started = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "_c10d_functional" and "wait" not in func.name():
-                started.append((func.name(), compat.saved_tensor_hooks_active()))
-            return func(*args, **(kwargs or {}))
-
-    for strategy in (1, 3):
-        model = fully_shard_model(parity.build(factory), fsdp_unit_modules=[factory.block], zero_dp_strategy=strategy)
-        with Watch():
-            train_step(model)
-            model.module.head.weight.norm()
-    assert len(started) > 10
-    assert not [name for name, active in started if active]
-
-
 @on_ranks(2)
 def test_compiled_blocks_inside_eager_windows_run_without_our_hooks() -> None:
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])

@@ -30,8 +30,7 @@ _COLLECTIVES = (
 def collectives(function: Callable[[], Any]) -> Counter[str]:
     """How often each functional collective is started, by its name without namespace.
 
-    Counted by kernels of the one dispatch key that every call passes, compiled or not; torch's profiler must not run
-    beside gloo: see :func:`allocated`.
+    Counted by kernels of the one dispatch key that every call passes, compiled or not.
     """
     counts: Counter[str] = Counter()
     library = torch.library.Library("_c10d_functional", "IMPL")
@@ -57,8 +56,8 @@ def collectives(function: Callable[[], Any]) -> Counter[str]:
 def allocated(function: Callable[[], Any]) -> tuple[int, int]:
     """Bytes of CPU memory: the most that was allocated at a time beyond what was there before, and what stays.
 
-    By torch's profiler, so not where gloo communicates: its worker threads take the profiler's state along and corrupt
-    memory (torch 2.13: four processes that profile a few gathers, 300 times, do not finish). Use a fake process group.
+    By torch's profiler. Gloo allocates memory of its own, which belongs to it and not to the schedule: use a fake process
+    group.
 
     Raises:
         RuntimeError: the profiler recorded none.

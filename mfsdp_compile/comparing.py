@@ -1,0 +1,158 @@
+"""One step twice, eagerly and compiled, from the same state: ``model.verify_step``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+if TYPE_CHECKING:
+    from .wrapper import MegatronFSDP
+
+__all__ = ["StepComparison", "compare_step", "unchanged"]
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """What :meth:`MegatronFSDP.verify_step` has compared; all of it is equal, or within the tolerance.
+
+    Args:
+        tensors: how many.
+        largest: the largest difference on this rank, as a norm relative to the tensor's.
+        where: the name of that tensor; empty if all are equal to the bit.
+    """
+
+    tensors: int
+    largest: float
+    where: str
+
+    def __str__(self) -> str:
+        if not self.where:
+            return f"{self.tensors} tensors, equal to the bit"
+        return f"{self.tensors} tensors, largest relative difference {self.largest:.2g} ({self.where})"
+
+
+def compare_step(
+    model: MegatronFSDP,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    tolerance: float | None,
+    loss: Callable[[Any], Tensor] | None,
+) -> StepComparison:
+    """See :meth:`MegatronFSDP.verify_step`."""
+    sharded = model.sharded
+    if sharded.synchronisation.microbatches:
+        raise RuntimeError(
+            "verify_step was called while gradients wait for their reduction. Call it after optimizer.step() and zero_grad(), "
+            "before the next backward."
+        )
+    options = dict(options) if options is not None else {"inner": "aot_eager"}
+    exact = options.get("inner", "inductor") == "aot_eager"
+    compiled = torch.compile(model, backend="mfsdp", options=options)
+    runs = []
+    for call in (model, compiled):
+        with unchanged(model):
+            runs.append(_tensors_of_step(model, call, args, kwargs, loss))
+    differences = list(_differences(*runs, tolerance=tolerance, exact=exact))
+    mine = next((text for _, _, text in differences if text), None)
+    everyone: list[Any] = [None] * dist.get_world_size(sharded.group)
+    dist.all_gather_object(everyone, mine, group=sharded.group)
+    ranks = dist.get_process_group_ranks(sharded.group)
+    if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
+        raise RuntimeError(
+            f"Compiled and eager differ. {'; '.join(told[:4])}{f' and {len(told) - 4} more ranks' if len(told) > 4 else ''}. "
+            "Weights, gradients and buffers are those of before."
+        )
+    largest, where = max(((difference, name) for name, difference, _ in differences), default=(0.0, ""))
+    return StepComparison(len(differences), largest, where if largest else "")
+
+
+@contextlib.contextmanager
+def unchanged(model: MegatronFSDP) -> Iterator[None]:
+    """Gradients, buffers and random numbers are as before afterwards; inside there are no gradients."""
+    buckets = model.sharded.buckets
+    attached = [list(bucket.gradients) for bucket in buckets]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.sharded.zero_gradients()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        model.sharded.zero_gradients()
+        model.sharded.forget_reduced()
+        for bucket, gradients in zip(buckets, attached, strict=True):
+            for param, gradient in zip(bucket.params, gradients, strict=True):
+                setattr(param, bucket.plan.grad_attribute, gradient)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+
+
+def _tensors_of_step(
+    model: MegatronFSDP, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Callable[[Any], Tensor] | None
+) -> dict[str, Tensor | None]:
+    """By name, in the order in which they are computed, as far as that is known."""
+    with model.sync():
+        outputs = call(*args, **kwargs)
+        (loss or _loss)(outputs).backward()
+    found: dict[str, Tensor | None] = {
+        f"output{keystr(path)}": leaf.detach().clone()
+        for path, leaf in tree_flatten_with_path(outputs)[0]
+        if isinstance(leaf, Tensor)
+    }
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    for bucket in reversed(model.sharded.buckets):
+        if bucket.plan.requires_grad:
+            for sites, gradient in zip(reversed(bucket.sites), reversed(bucket.gradients), strict=True):
+                local = gradient.to_local().clone() if gradient is not None else None  # type: ignore[attr-defined]
+                found[f"gradient of {sites[0].name}"] = local
+    return found
+
+
+def _loss(outputs: Any) -> Tensor:
+    leaves = [leaf for _, leaf in tree_flatten_with_path(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise ValueError(
+            "verify_step: no output of the model depends on parameters. Give a loss of the output: loss=..."
+        )
+    if len(leaves) == 1 and leaves[0].ndim == 0:
+        return leaves[0]
+    return torch.stack([leaf.float().pow(2).mean() for leaf in leaves]).sum()
+
+
+def _differences(
+    eager: Mapping[str, Tensor | None], compiled: Mapping[str, Tensor | None], *, tolerance: float | None, exact: bool
+) -> Iterator[tuple[str, float, str]]:
+    """Name, relative difference, and what is wrong, in words; that is empty if nothing is."""
+    for name in dict.fromkeys([*eager, *compiled]):
+        a, b = eager.get(name), compiled.get(name)
+        if a is None or b is None:
+            yield name, 0.0, "" if a is b else f"{name} is {'missing' if b is None else 'there'} in compiled code only"
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            kinds = [f"{t.dtype} {list(t.shape)}" for t in (a, b)]
+            yield name, float("inf"), f"{name} is {kinds[0]} eagerly and {kinds[1]} compiled"
+            continue
+        if bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            yield name, 0.0, ""
+            continue
+        norms = [torch.linalg.vector_norm(t.double()).item() for t in (a.double() - b.double(), a)]
+        difference = norms[0] / norms[1] if norms[1] else float("inf")
+        allowed = tolerance if tolerance is not None else 0.0 if exact else _epsilon(a.dtype) ** 0.5
+        worst = int((a.double() - b.double()).abs().flatten().nan_to_num(float("inf")).argmax())
+        text = (
+            f"{name}: {a.flatten()[worst].item():.9g} eagerly and {b.flatten()[worst].item():.9g} compiled at element {worst} "
+            f"(relative difference of norms {difference:.2g}, allowed {allowed:.2g})"
+        )
+        yield name, difference, "" if difference <= allowed else text
+
+
+def _epsilon(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
