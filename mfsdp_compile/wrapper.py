@@ -203,8 +203,9 @@ class MegatronFSDP(nn.Module):
         Args:
             args, kwargs: of the model.
             options: of ``torch.compile(backend="mfsdp")``; by default ``{"inner": "aot_eager"}``, which computes operator by
-                operator, so that passes and schedule are what is checked.
-            tolerance: of the norm of a difference, relative to the norm of the tensor. By default 0, equal to the bit, with
+                operator, so that passes and schedule are what is checked. Inductor is told to draw random numbers as torch
+                does (``fallback_random``).
+            tolerance: of the norm of a difference, relative to that of the tensor, or of an average one. By default 0, equal to the bit, with
                 ``aot_eager``, and with Inductor, which computes in another order, the square root of the dtype's epsilon.
             loss: of the model's output; by default the output itself if it is a number, else the mean of its squares.
 

@@ -144,6 +144,11 @@ def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
             _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
 
 
+def profiler_runs() -> bool:
+    """Whether torch's profiler is recording."""
+    return torch.autograd._profiler_enabled()
+
+
 def device_type(group: dist.ProcessGroup | None = None) -> str:
     """Of the tensors that a group, or the default one, communicates."""
     return "cuda" if "nccl" in dist.get_backend(group) else "cpu"

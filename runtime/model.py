@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import compat, gradients, guards
+from . import compat, gradients, guards, tracing
 from .agreement import agree, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
@@ -323,6 +323,7 @@ class ShardedModel:
         """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
         if group is not None:
             self._note(collective, lambda: [(collective, group.name)])
+            tracing.expect(lambda: self._range_names("eagerly", [(collective, group.name)]))
         self._order.start(f"{collective} ({self._name})", self._agree_on_order, details)
         self.started += 1
 
@@ -337,8 +338,22 @@ class ShardedModel:
             options: it was compiled with.
         """
         due = self.reductions_are_due()
-        self._note(f"{phase} graph", lambda: self.topology.launches(named(schedule, buckets), due))
+
+        def launches() -> Sequence[tuple[str, str]]:
+            return self.topology.launches(named(schedule, buckets), due)
+
+        self._note(f"{phase} graph", launches)
+        tracing.expect(lambda: self._range_names(f"{phase} graph", launches()))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
+
+    def _range_names(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[str]:
+        """What collectives are called in traces."""
+        counts: dict[str, int] = {}
+        for what, group in launches:
+            if group not in counts:
+                counts[group] = compat.collectives_started(compat.process_group(group))
+            counts[group] += 1
+            yield f"mfsdp step {self.steps}, {where}, {self._name}: {what} ({counts[group]} of group {group})"
 
     def _note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
         journal.note(self.steps, self._name, what, self.topology.group_names, launches)
@@ -461,11 +476,15 @@ class ShardedModel:
         """The gradients so far were not for a step."""
         self._reduced.clear()
 
-    def compare_buffers(self, when: str) -> None:
-        """Warn if buffers differ between ranks. Collective."""
+    def compare_buffers(self, when: str, group: dist.ProcessGroup | None = None) -> None:
+        """Warn if buffers differ between ranks. Collective.
+
+        Args:
+            group: to talk over; by default the model's own.
+        """
         module = self._module()
         if module is not None:
-            guards.compare_buffers(module, self.group, when)
+            guards.compare_buffers(module, group or self.group, when)
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -200,3 +201,75 @@ def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
     else:
         time.sleep(SECONDS * 4 + 1)
     dist.barrier()
+
+
+@pytest.mark.parametrize("where", [0.15, 0.5, 0.85, *(pytest.param(i / 20, marks=pytest.mark.long) for i in range(20))])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=90)
+def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> None:
+    """On one rank, at a fraction of the time that forward and backward take."""
+    data = parity.batches(4)[:, dist.get_rank()]
+    model, call, optimizer = make(mode)
+    step(call, optimizer, data[0])
+    begun = time.monotonic()
+    call(data[1]).backward()
+    duration = time.monotonic() - begun
+    optimizer.step()
+    optimizer.zero_grad()
+    before = [*values(model), *(t.clone() for state in optimizer.state.values() for t in state.values())]
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    begun = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            signal.setitimer(signal.ITIMER_REAL, max(where * duration, 1e-4))
+        call(data[2]).backward()
+        if dist.get_rank() == 1:
+            time.sleep(SECONDS)  # it was faster than before
+    except (RuntimeError, KeyboardInterrupt) as error:
+        assert dist.get_rank() == 1 or isinstance(error, RuntimeError)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert time.monotonic() - begun < 3 * SECONDS
+    model.reset()
+    after = [*values(model), *(t for state in optimizer.state.values() for t in state.values())]
+    for a, b in zip(before, after, strict=True):
+        a, b = (t.to_local() if hasattr(t, "to_local") else t for t in (a, b))
+        assert torch.equal(a, b)
+    step(call, optimizer, data[3])
+
+    untouched, its_call, its_optimizer = make(mode)
+    for i in (0, 1, 3):
+        step(its_call, its_optimizer, data[i])
+    assert all(torch.equal(a, b) for a, b in zip(values(untouched), values(model), strict=True))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=90)
+def test_a_rank_that_sleeps_and_a_reset(mode: str) -> None:
+    """Longer than the time-out, in the middle of forward: both have errors, and both go on."""
+    data = parity.batches(3)[:, dist.get_rank()]
+    model, call, optimizer = make(mode)
+    step(call, optimizer, data[0])
+    before = values(model)
+    hook = None
+    if dist.get_rank() == 1:
+        if mode == EAGER:
+            hook = model.module.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(1.7 * SECONDS))
+        else:
+            time.sleep(1.7 * SECONDS)
+    with raises_everywhere(RuntimeError):
+        step(call, optimizer, data[1])
+    if hook is not None:
+        hook.remove()
+    model.reset()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    step(call, optimizer, data[2])
+    untouched, its_call, its_optimizer = make(mode)
+    for i in (0, 2):
+        step(its_call, its_optimizer, data[i])
+    assert all(torch.equal(a, b) for a, b in zip(values(untouched), values(model), strict=True))

@@ -222,6 +222,7 @@ class Checkpoints:
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.group, "Saving a checkpoint", contents)
+        sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
         lock = contextlib.ExitStack()
         if dist.get_rank(group) == 0:
