@@ -66,7 +66,7 @@ class Explanation:
                     lines.append(f"    {report.name}, {report.seconds * 1e3:.1f} ms")
                     lines += [f"      {line}" for line in report.lines]
                     lines += [f"      schedule: {line}" for line in report.changes]
-                if phase in graph.schedules:
+                if phase is not None and phase in graph.schedules:
                     lines.append("    schedule")
                     lines += [f"      {line}" for line in graph.schedules[phase]]
         for title, found in (
