@@ -19,9 +19,17 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.runtime import tracing
 
+SHORT = {(EAGER, "optim"), (AOT_EAGER, "HSDP optim_grads_params")}
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim", "HSDP optim_grads_params"])
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param("inductor", marks=pytest.mark.long)])
+
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        pytest.param(mode, strategy, marks=[] if (mode, strategy) in SHORT else [pytest.mark.long])
+        for mode in (EAGER, AOT_EAGER, "inductor")
+        for strategy in ("optim_grads_params", "optim", "HSDP optim_grads_params")
+    ],
+)
 @on_ranks(4)
 def test_collectives_have_names(mode: str, strategy: str) -> None:
     data = parity.batches(3)[:, dist.get_rank() % 2]
