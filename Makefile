@@ -50,6 +50,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/optimizer_step.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/overhead.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \

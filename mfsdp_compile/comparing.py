@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from mfsdp_compile.runtime import compat
 
 if TYPE_CHECKING:
     from .wrapper import MegatronFSDP
@@ -105,8 +106,8 @@ def _tensors_of_step(
         outputs = call(*args, **kwargs)
         (loss or _loss)(outputs).backward()
     found: dict[str, Tensor | None] = {
-        f"output{keystr(path)}": leaf.detach().clone()
-        for path, leaf in tree_flatten_with_path(outputs)[0]
+        f"output{compat.keystr(path)}": leaf.detach().clone()
+        for path, leaf in compat.tree_flatten_with_path(outputs)[0]
         if isinstance(leaf, Tensor)
     }
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
@@ -119,7 +120,9 @@ def _tensors_of_step(
 
 
 def _loss(outputs: Any) -> Tensor:
-    leaves = [leaf for _, leaf in tree_flatten_with_path(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [
+        leaf for _, leaf in compat.tree_flatten_with_path(outputs)[0] if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     if not leaves:
         raise ValueError(
             "verify_step: no output of the model depends on parameters. Give a loss of the output: loss=..."

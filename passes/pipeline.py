@@ -73,13 +73,17 @@ class Record:
         return report
 
     def transform(
-        self, phase: Phase, graph: fx.Graph, apply: Callable[..., Report], *args: Any, verified: bool
+        self, phase: Phase, graph: fx.Graph, apply: Callable[..., Report], *args: Any, verified_as: str | None
     ) -> None:
-        """The same for a pass that changes ``graph``: with a look at it if ``verified``, and what became of its schedule."""
+        """The same for a pass that changes ``graph``: with what became of its schedule.
+
+        Args:
+            verified_as: name of the pass, if the graph is to be verified afterwards.
+        """
         before = events(graph, self.context)
         report = self.run(phase, apply, *args)
-        if verified:
-            check = functools.partial(verify.verify, after=report.name)
+        if verified_as is not None:
+            check = functools.partial(verify.verify, after=verified_as)
             self.run(phase, check, graph, self.context, phase)
         roles.assign(graph)  # of nodes that are new
         told = replace(report, changes=changes(before, events(graph, self.context)))
@@ -125,7 +129,8 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     if not record.verify_each:
         record.run(phase, verify.verify, graph, context, phase)
     for user_pass in record.user_passes:
-        record.transform(phase, graph, _apply_user_pass, user_pass, graph, context, phase, verified=True)
+        name = name_of(user_pass)
+        record.transform(phase, graph, _apply_user_pass, user_pass, name, graph, context, phase, verified_as=name)
     record.schedules[phase] = describe(graph, context)
     announce.apply(graph, phase, collectives(graph, context))
 
@@ -136,7 +141,9 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
 
 def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:
     """One of our passes, a module."""
-    record.transform(phase, graph, step.apply, graph, record.context, verified=record.verify_each)
+    name = step.__name__.rpartition(".")[2]
+    verified_as = name if record.verify_each else None
+    record.transform(phase, graph, step.apply, graph, record.context, verified_as=verified_as)
 
 
 def name_of(user_pass: UserPass) -> str:
@@ -144,15 +151,14 @@ def name_of(user_pass: UserPass) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def _apply_user_pass(user_pass: UserPass, graph: fx.Graph, context: Context, phase: Phase) -> Report:
-    name = name_of(user_pass)
+def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: Context, phase: Phase) -> Report:
     report = user_pass(graph, context, phase)
     graph.lint()
     if report is None:
         return Report(name, [])
     if not isinstance(report, Report):
         raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
-    return replace(report, name=name)
+    return report
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:

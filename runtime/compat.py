@@ -58,7 +58,7 @@ try:
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
     all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     all_gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -74,6 +74,9 @@ except (ImportError, AttributeError) as error:
         f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
         f"{MIN_TORCH[0]}.{MIN_TORCH[1]} to {MAX_TESTED_TORCH[0]}.{MAX_TESTED_TORCH[1]}"
     ) from error
+
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+"""Where torch's own source lies."""
 
 DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 """Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older torch sends it to DTensor's."""
@@ -96,12 +99,14 @@ __all__ = [
     "graph_argument",
     "in_backward",
     "inductor_config_patches",
+    "keystr",
     "muon_learning_rate",
     "on_backward_end",
     "orthogonalise",
     "reduce_scatter",
     "saved_tensor_hooks_active",
     "set_element",
+    "tree_flatten_with_path",
     "tree_leaves",
     "wait_tensor",
 ]

@@ -113,7 +113,8 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
         flat = gradients.flat_gradient(bucket)
         assert flat is not None
         locals_ = [gradient.to_local() for gradient in attached]  # type: ignore[union-attr]
-        *norms, of_bucket = torch.stack([n.float() for n in torch._foreach_norm([*locals_, flat])]).tolist()
+        all_norms = torch._foreach_norm([*locals_, flat])
+        *norms, of_bucket = torch.stack([norm.float() for norm in all_norms]).tolist()
         not_finite += [sites[0].name for sites, n in zip(bucket.sites, norms, strict=True) if not math.isfinite(n)]
         norm = math.hypot(*norms)
         if math.isfinite(norm) and abs(norm - of_bucket) > NORM_TOLERANCE * max(norm, of_bucket) and not torn:

@@ -233,7 +233,7 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
     return {"at": entry.at, "step": entry.step, "model": entry.model, "what": entry.what, "launches": launches}
 
 
-_OWN = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+_OWN = (str(Path(__file__).parent), compat.TORCH_FOLDER, "<")
 """Where frames lie that are not the program's."""
 
 
