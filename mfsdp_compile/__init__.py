@@ -18,7 +18,7 @@ if importlib.util.find_spec("mfsdp_compile.runtime") is None:
     __path__.append(str(_checkout))
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
-from .explain import explain
+from .explaining import explain
 from .passes.verify import ScheduleError, verify
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP

@@ -185,6 +185,7 @@ class ShardedModel:
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
+        self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         homes: dict[nn.Module, dict[str, Home]] = {}
         units = []
         for unit, unit_plans in plans:
@@ -338,6 +339,7 @@ class ShardedModel:
             options: it was compiled with.
         """
         due = self.reductions_are_due()
+        self._begun[phase, digest] = schedule, buckets
 
         def launches() -> Sequence[tuple[str, str]]:
             return self.topology.launches(named(schedule, buckets), due)
@@ -345,6 +347,11 @@ class ShardedModel:
         self._note(f"{phase} graph", launches)
         tracing.expect(lambda: self._range_names(f"{phase} graph", launches()))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
+
+    @property
+    def begun_graphs(self) -> list[tuple[str, list[str]]]:
+        """Phase and schedule of every compiled graph that has run, also of those that came out of a compile cache."""
+        return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
 
     def _range_names(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[str]:
         """What collectives are called in traces."""
@@ -552,7 +559,7 @@ class ShardedModel:
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0
         duplicate._backward = _BackwardIds()
         duplicate._touched, duplicate._reduced, duplicate._told_missing = set(), set(), set()
-        duplicate.compiled_graphs = []
+        duplicate.compiled_graphs, duplicate._begun = [], {}
         duplicate.buckets = copy.deepcopy(self.buckets, memo)
         duplicate.eager = copy.deepcopy(self.eager, memo)
         module = self._module()

@@ -176,6 +176,8 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     for record in model.sharded.compiled_graphs:
         for phase, lines in record.schedules.items():
             outcome.schedules.setdefault(phase.value, lines)
+    for phase_name, lines in model.sharded.begun_graphs:  # came out of a compile cache: without what is between them
+        outcome.schedules.setdefault(phase_name, lines)
     return outcome
 
 
@@ -343,10 +345,6 @@ def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
             console.print(f"[bold]schedule of the {phase}[/]")
             for line in _shortened(outcome.schedules[phase]):
                 console.print(f"  {line}", highlight=False)
-    if not outcome.schedules and not config.eager:
-        console.print(
-            "schedule: the graphs came from the compile cache; run with a new TORCHINDUCTOR_CACHE_DIR to see it"
-        )
     if (saved := config.checkpoints.latest()) is not None:
         size = sum(file.stat().st_size for file in saved.iterdir())
         console.print(
