@@ -1,7 +1,7 @@
 """Names of collectives in traces of ``torch.profiler``.
 
 A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a sharded
-model lies in a range with a name such as ``mfsdp step 3, backward graph of Llama #1: reduce layers.0 (45 of group 0)``:
+model lies in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group 0)``:
 step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.hang` knows it by.
 
 Compiled code starts collectives by itself. They are met where every call of their operators passes, compiled or not: at a
