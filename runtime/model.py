@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -341,9 +342,8 @@ class ShardedModel:
         due = self.reductions_are_due()
         self._begun[phase, digest] = schedule, buckets
 
-        def launches() -> Sequence[tuple[str, str]]:
-            return self.topology.launches(named(schedule, buckets), due)
-
+        # What the journal keeps must not keep the model.
+        launches = functools.partial(_launches, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", launches)
         tracing.expect(lambda: self._range_names(f"{phase} graph", launches()))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
@@ -568,6 +568,10 @@ class ShardedModel:
         for bucket in duplicate.buckets:
             gradients.watch(bucket, duplicate.touched)
         return duplicate
+
+
+def _launches(topology: Topology, schedule: str, buckets: Sequence[str], due: bool) -> Sequence[tuple[str, str]]:
+    return topology.launches(named(schedule, buckets), due)
 
 
 def _find_units(module: nn.Module, unit_modules: UnitClasses) -> tuple[Unit, ...]:
