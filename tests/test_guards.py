@@ -171,7 +171,7 @@ def test_verify_step_names_the_first_tensor_that_differs() -> None:
     assert str(model.verify_step(inputs())).endswith("equal to the bit")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2)
 def test_verify_step_with_inductor() -> None:
     model, _ = make()

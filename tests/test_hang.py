@@ -102,7 +102,7 @@ CASES = [
     for how, short in {
         "sleeps": {("aot_eager", 2)},
         "dies": {("eager", 2)},
-        "skips": {("aot_eager", 4)},
+        "skips": set(),
     }.items()
     for mode in ("eager", "aot_eager")
     for world in (2, 4)

@@ -79,7 +79,7 @@ def largest_difference(model: nn.Module, alone: nn.Module) -> float:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in MODELS])
 @on_ranks(2, 4)
 def test_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -88,9 +88,14 @@ def reference(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> list[nn.Param
 
 CELLS = [(name, "optim_grads_params") for name in POLICIES]
 CELLS += [(name, strategy) for name in ("bf16", "bf16, sums in fp32") for strategy in ("no_shard", "optim", "HFSDP")]
+SHORT = {("bf16", "optim_grads_params"), ("fp16", "optim_grads_params"), ("bf16 throughout", "optim_grads_params")}
+SHORT |= {("bf16, sums in fp32", strategy) for strategy in ("no_shard", "optim", "HFSDP")}
 
 
-@pytest.mark.parametrize(("name", "strategy"), CELLS)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.long]) for cell in CELLS],
+)
 @on_ranks(4)
 def test_policies(name: str, strategy: str) -> None:
     dtype, policy = POLICIES[name]
@@ -175,8 +180,20 @@ def _local_gradients(bucket: Any) -> list[Tensor]:
 # -- float16 and scalers ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        (EAGER, "no_shard"),
+        (EAGER, "HFSDP"),
+        (AOT_EAGER, "optim"),
+        (AOT_EAGER, "optim_grads_params"),
+        *(
+            pytest.param(mode, strategy, marks=pytest.mark.long)
+            for mode in (EAGER, AOT_EAGER)
+            for strategy in ("no_shard", "optim", "optim_grads_params", "HSDP optim_grads_params", "HFSDP")
+        ),
+    ],
+)
 @on_ranks(4)
 def test_scaler_skips_a_step_on_all_ranks(mode: str, strategy: str) -> None:
     model, call = shard(F16, strategy, mode, MixedPrecisionPolicy())

@@ -59,6 +59,7 @@ def test_microbatches_accumulate() -> None:
     parity.assert_bitwise(eager, compiled)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_inductor_matches_one_process() -> None:
     data = parity.batches(steps=3)

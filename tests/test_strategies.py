@@ -101,16 +101,8 @@ def test_strategies_agree_bitwise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "optim",
-        *(
-            pytest.param(s, marks=pytest.mark.long)
-            for s in ("HFSDP", "no_shard", "HSDP optim", "HSDP optim_grads_params")
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["optim", "HFSDP", "no_shard", "HSDP optim", "HSDP optim_grads_params"])
 @on_ranks(4)
 def test_inductor(strategy: str) -> None:
     """Compiled code makes rounding errors of its own: 1e-5 of the largest gradient."""
@@ -162,8 +154,14 @@ class TwoMatrices(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        pytest.param(s, m, marks=[pytest.mark.long] if m == EAGER and s.startswith("H") else [])
+        for s in STRATEGIES
+        for m in (EAGER, AOT_EAGER)
+    ],
+)
 @on_ranks(4)
 def test_communication_of_a_step(strategy: str, mode: str) -> None:
     model = fully_shard_model(
