@@ -115,7 +115,8 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
         locals_ = [gradient.to_local() for gradient in attached]  # type: ignore[union-attr]
         # Summed in float32 at least: half precision knows three digits of a norm.
         summed_in = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
-        *norms, of_bucket = torch.stack(torch._foreach_norm([*locals_, flat], 2.0, summed_in)).tolist()
+        all_norms = torch._foreach_norm([*locals_, flat], 2.0, summed_in)
+        *norms, of_bucket = torch.stack(all_norms).tolist()
         not_finite += [sites[0].name for sites, n in zip(bucket.sites, norms, strict=True) if not math.isfinite(n)]
         norm = math.hypot(*norms)
         if math.isfinite(norm) and abs(norm - of_bucket) > NORM_TOLERANCE * max(norm, of_bucket) and not torn:
