@@ -16,8 +16,8 @@ import pytest
 from mfsdp_compile import hang
 from mfsdp_compile.cli import main
 
-SECONDS = 6
-"""Time-out of the process group."""
+SECONDS = 8
+"""Time-out of the process group: short, but longer than ranks are apart when they have compiled."""
 
 PROGRAM = f"""
 import os, sys, time
@@ -27,8 +27,11 @@ from torch import nn
 how, mode = sys.argv[1:]
 rank, last = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
 torch.set_num_threads(1)
-dist.init_process_group("gloo", timeout=timedelta(seconds={SECONDS}))
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # until everybody is there
+from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+group = dist.new_group(timeout=timedelta(seconds={SECONDS}))
+mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -53,7 +56,7 @@ def misbehave():
         print("asleep", flush=True)
         time.sleep(60)
 torch.manual_seed(0)
-model = fully_shard_model(Net(), fsdp_unit_modules=[Block])
+model = fully_shard_model(Net(), mesh, fsdp_unit_modules=[Block])
 optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
 call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={{"inner": mode}})
 for step in range(6):
