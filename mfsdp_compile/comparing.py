@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.agreement import everyones
 
 if TYPE_CHECKING:
     from .wrapper import MegatronFSDP
@@ -65,8 +66,7 @@ def compare_step(
             runs.append(_tensors_of_step(model, call, args, kwargs, loss))
     differences = list(_differences(*runs, tolerance=tolerance, exact=exact))
     mine = next((text for _, _, text in differences if text), None)
-    everyone: list[Any] = [None] * dist.get_world_size(sharded.group)
-    dist.all_gather_object(everyone, mine, group=sharded.group)
+    everyone = everyones(mine, sharded.group)
     ranks = dist.get_process_group_ranks(sharded.group)
     if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
         raise RuntimeError(

@@ -206,7 +206,7 @@ class Analysis:
             role = role_of(node)
             launch = self._launch_of.get(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
             if node.op == "placeholder":
-                if role is not None and any(_has_kind(user, Kind.VIEW) for user in node.users):
+                if role is not None and any(roles.has_kind(user, Kind.VIEW) for user in node.users):
                     yield self._whole(role.bucket, node, None)
             elif role is not None and role.kind is Kind.GATHERED:
                 yield self._whole(role.bucket, node, launch)
@@ -331,8 +331,3 @@ def _written(node: fx.Node) -> list[fx.Node]:
             value = given.get(argument.name)
             found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
     return found
-
-
-def _has_kind(node: fx.Node, kind: Kind) -> bool:
-    role = role_of(node)
-    return role is not None and role.kind is kind

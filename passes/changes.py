@@ -8,15 +8,16 @@ common subsequence of both orders stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from . import roles
 from .context import Context
 
-__all__ = ["Event", "changes", "events"]
+__all__ = ["Event", "Point", "changes", "events", "points"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,25 @@ class Event:
     operators: int
 
 
+class Point(NamedTuple):
+    """A node where a collective starts or ends, or a bucket becomes whole without one.
+
+    Args:
+        what: gather and wait or cast; reduce and await.
+        stage: of a reduction.
+        which: the stage in words; empty if there is only one.
+    """
+
+    node: fx.Node
+    what: str
+    bucket: int
+    stage: int = 0
+    which: str = ""
+
+
 def events(graph: fx.Graph, context: Context) -> list[Event]:
     """Of a graph with roles, in order."""
-    names = _names(graph, context)
+    names = {p.node: f"{p.what} {context.buckets[p.bucket].name}{p.which}" for p in points(graph, context)}
     seen: Counter[str] = Counter()
     found = []
     operators = 0
@@ -47,21 +64,19 @@ def events(graph: fx.Graph, context: Context) -> list[Event]:
     return found
 
 
-def _names(graph: fx.Graph, context: Context) -> dict[fx.Node, str]:
-    names = {}
+def points(graph: fx.Graph, context: Context) -> Iterator[Point]:
+    """Of a graph with roles; gathers first, then reductions."""
     for gather in roles.gathers(graph):
-        bucket = context.buckets[gather.bucket]
         if gather.start is not None:
-            names[gather.start] = f"gather {bucket.name}"
+            yield Point(gather.start, "gather", gather.bucket)
         if gather.whole is not None:
-            names[gather.whole] = f"{'wait' if gather.start or bucket.has_resident else 'cast'} {bucket.name}"
+            waits = gather.start or context.buckets[gather.bucket].has_resident
+            yield Point(gather.whole, "wait" if waits else "cast", gather.bucket)
     for reduction in roles.reductions(graph):
-        name = context.buckets[reduction.bucket].name
         for stage, (start, wait) in enumerate(reduction.stages):
             which = f", stage {stage + 1}" if len(reduction.stages) > 1 else ""
-            names[start] = f"reduce {name}{which}"
-            names[wait] = f"await {name}{which}"
-    return names
+            yield Point(start, "reduce", reduction.bucket, stage, which)
+            yield Point(wait, "await", reduction.bucket, stage, which)
 
 
 def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import pkgutil
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from torch import fx
 
 from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
 from .analysis import Analysis
-from .changes import changes, events
+from .changes import changes, events, points
 from .context import Context, Phase, Report
 from .contract import Contract, set_contract
 
@@ -196,24 +197,18 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
     for node in graph.nodes:
         if node.op == "call_function" and roles.is_collective(node):
             found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
-    for gather in roles.gathers(graph):
-        info, name = context.buckets[gather.bucket], names[gather.bucket]
-        if gather.start is not None:
-            size = f"{info.gathered_bytes:,} B in {_short(info.exchange.dtype)} of {info.exchange.gather_size} ranks"
-            found[gather.start] = f"gather  {name}  {size}"
-        if gather.whole is not None:
-            found[gather.whole] = f"wait    {name}" if gather.start or info.has_resident else f"cast    {name}"
-    for reduction in roles.reductions(graph):
-        info, name = context.buckets[reduction.bucket], names[reduction.bucket]
-        exchange, numel = info.exchange, info.layout.numel
-        for stage, (start, wait) in enumerate(reduction.stages):
-            which = f", stage {stage + 1}" if len(reduction.stages) > 1 else ""
+    for node, what, bucket, stage, which in points(graph, context):
+        info, detail = context.buckets[bucket], which
+        exchange = info.exchange
+        if what == "gather":
+            detail = f"  {info.gathered_bytes:,} B in {_short(exchange.dtype)} of {exchange.gather_size} ranks"
+        elif what == "reduce":
+            scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
+            size = info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
+            sent = f"{size:,} B in {_short(exchange.comm_dtype)}"
             due = ", if due" if exchange.may_wait(stage) else ""
-            size = f"{numel * exchange.comm_dtype.itemsize:,} B in {_short(exchange.comm_dtype)}"
-            ranks = exchange.group_sizes[stage]
-            found[start] = f"reduce  {name}  {size}, {exchange.reduce_op} over {ranks} ranks{which}{due}"
-            found[wait] = f"await   {name}{which}"
-            numel //= ranks if exchange.collectives[stage] == "reduce_scatter" else 1
+            detail = f"  {sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks{which}{due}"
+        found[node] = f"{what:6}  {names[bucket]}{detail}"
     return found
 
 

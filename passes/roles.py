@@ -23,7 +23,7 @@ from torch import fx
 
 from .context import Kind, Role, role_of, set_role
 
-__all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "is_collective", "is_view", "reductions"]
+__all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "has_kind", "is_collective", "is_view", "reductions"]
 
 MARK = "mfsdp_bucket"
 
@@ -177,19 +177,19 @@ def gathers(graph: fx.Graph) -> list[Gather]:
     found = []
     for node, role in _of_kind(graph, Kind.START_GATHER, Kind.GATHERED, Kind.SHARD):
         if role.kind is Kind.START_GATHER:
-            (whole,) = (user for user in node.users if _has_kind(user, Kind.GATHERED))
+            (whole,) = (user for user in node.users if has_kind(user, Kind.GATHERED))
             found.append(_gather(role.bucket, _casts_before(node), node, whole, whole))
         elif role.kind is Kind.GATHERED:
-            if not _has_kind(node.all_input_nodes[0], Kind.START_GATHER):
+            if not has_kind(node.all_input_nodes[0], Kind.START_GATHER):
                 found.append(_gather(role.bucket, _casts_before(node), None, node, node))
-        elif any(_has_kind(user, Kind.VIEW) for user in node.users):
+        elif any(has_kind(user, Kind.VIEW) for user in node.users):
             found.append(_gather(role.bucket, (), None, None, node))
     return found
 
 
 def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
     before: list[fx.Node] = []
-    while _has_kind(node := node.all_input_nodes[0], Kind.CAST):
+    while has_kind(node := node.all_input_nodes[0], Kind.CAST):
         before.insert(0, node)
     return tuple(before)
 
@@ -203,7 +203,7 @@ def _gather(
     while pending:
         node = pending.pop()
         for user in node.users:
-            if _has_kind(user, Kind.VIEW):
+            if has_kind(user, Kind.VIEW):
                 if user not in views:
                     views.append(user)
                     pending.append(user)
@@ -220,10 +220,10 @@ def reductions(graph: fx.Graph) -> list[Reduction]:
             continue
         scale: list[fx.Node] = []
         node = pack
-        while scaled := [user for user in node.users if _has_kind(user, Kind.PACK)]:
+        while scaled := [user for user in node.users if has_kind(user, Kind.PACK)]:
             node = scaled[0]
             scale.append(node)
-        for start in [user for user in node.users if _has_kind(user, Kind.START_REDUCE)]:
+        for start in [user for user in node.users if has_kind(user, Kind.START_REDUCE)]:
             found.append(_reduction(role.bucket, pack, tuple(scale), start))
     return found
 
@@ -233,9 +233,9 @@ def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx
     following: fx.Node | None = start
     wait = start
     while following is not None:
-        (wait,) = (user for user in following.users if _has_kind(user, Kind.REDUCED))
+        (wait,) = (user for user in following.users if has_kind(user, Kind.REDUCED))
         stages.append((following, wait))
-        following = next((user for user in wait.users if _has_kind(user, Kind.START_REDUCE)), None)
+        following = next((user for user in wait.users if has_kind(user, Kind.START_REDUCE)), None)
     after: list[fx.Node] = []
     pending = [wait]
     while pending:
@@ -246,6 +246,6 @@ def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx
     return Reduction(bucket, pack, scale, tuple(stages), tuple(sorted(after)))
 
 
-def _has_kind(node: fx.Node, kind: Kind) -> bool:
+def has_kind(node: fx.Node, kind: Kind) -> bool:
     role = role_of(node)
     return role is not None and role.kind is kind

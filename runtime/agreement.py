@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["agree", "forget_failure", "report_failure", "value_digest"]
+__all__ = ["agree", "everyones", "forget_failure", "report_failure", "value_digest"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
@@ -60,6 +60,13 @@ def agree(
             raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
     if failure is not None:
         raise failure
+
+
+def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of ``group`` has given, in their order. Collective; values are pickled."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
 
 
 def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:

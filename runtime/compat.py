@@ -193,6 +193,27 @@ def new_group_like(name: str) -> dist.ProcessGroup:
     )
 
 
+def stand_around_collectives(
+    names: Iterable[str], around: Callable[[str], contextlib.AbstractContextManager[Any]]
+) -> torch.library.Library:
+    """Have every start of a functional collective of these names run inside ``around(name)``, compiled or not: at a dispatch
+    key that every call passes. Until ``_destroy()`` is called on what is returned."""
+    library = torch.library.Library("_c10d_functional", "IMPL")
+
+    def watch(name: str) -> None:
+        collective = getattr(torch.ops._c10d_functional, name).default
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(name):
+                return collective.redispatch(keys.remove(DispatchKey.BackendSelect), *args, **kwargs)
+
+        library.impl(name, run, "BackendSelect", with_keyset=True)
+
+    for name in names:
+        watch(name)
+    return library
+
+
 _ON_CPU = torch._C.DispatchKeySet(DispatchKey.CPU)
 _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
@@ -343,6 +364,22 @@ def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) 
         node._dynamo_source = like._dynamo_source  # type: ignore[attr-defined]
     node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
     return node
+
+
+def concrete(size: Any) -> int:
+    """A number for a size: itself, or what a symbolic one was when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
+    """What counts the floating-point operations of an operator, ``formula(*args, **kwargs, out_val=result)`` with tensors;
+    None if it has none that count."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(operator.overloadpacket)
 
 
 def is_backward_node(node: fx.Node) -> bool:

@@ -14,14 +14,13 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from . import gradients
-from .agreement import value_digest
+from .agreement import everyones, value_digest
 from .bucket import Bucket
 from .tensor import UnreducedGradient
 
@@ -71,7 +70,7 @@ def check_first_step(
         "not finite": not_finite,
         "buffers": _digests(module),
     }
-    everyone = _exchange(mine, group)
+    everyone = everyones(mine, group)
     ranks = dist.get_process_group_ranks(group)
     for rank, its in zip(ranks, everyone, strict=True):
         if its["torn"]:
@@ -100,7 +99,7 @@ def check_first_step(
 def compare_buffers(module: nn.Module, group: dist.ProcessGroup, when: str) -> None:
     """Warn if buffers differ between ranks. Collective."""
     if enabled() and any(True for _ in module.buffers()):
-        _warn_of_buffers(_exchange(_digests(module), group), dist.get_process_group_ranks(group), when)
+        _warn_of_buffers(everyones(_digests(module), group), dist.get_process_group_ranks(group), when)
 
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
@@ -126,12 +125,6 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
 
 def _digests(module: nn.Module) -> dict[str, str]:
     return {name: value_digest(buffer) for name, buffer in module.named_buffers() if not buffer.is_meta}
-
-
-def _exchange(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], when: str) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import compat, gradients, guards, tracing
-from .agreement import agree, forget_failure, report_failure, value_digest
+from .agreement import agree, everyones, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .journal import journal
@@ -514,8 +514,7 @@ class ShardedModel:
         ]
         flags = torch.cat([flag for _, flag in found]).tolist()
         mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = everyones(mine, self.group)
         ranks = dist.get_process_group_ranks(self.group)
         culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]
         if culprits:

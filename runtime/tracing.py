@@ -10,6 +10,7 @@ dispatch key of torch that is used for nothing else here. That is only done whil
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -36,21 +37,13 @@ _thread = _Thread()
 
 def expect(names: Callable[[], Iterable[str]]) -> None:
     """This thread is about to start collectives of these names, in this order; asked for if a profiler runs."""
-    if not compat.profiler_runs():
-        if _library is not None:
-            stop()
-        return
-    _start()
-    _thread.names = deque(names())
-
-
-def _start() -> None:
     global _library
-    if _library is not None:
+    if not compat.profiler_runs():
+        stop()
         return
-    _library = torch.library.Library("_c10d_functional", "IMPL")
-    for name in _OPERATORS:
-        _library.impl(name, _within_range(name), compat.DispatchKey.BackendSelect.name, with_keyset=True)
+    if _library is None:
+        _library = compat.stand_around_collectives(_OPERATORS, _range)
+    _thread.names = deque(names())
 
 
 def stop() -> None:
@@ -61,14 +54,7 @@ def stop() -> None:
         _library = None
 
 
-def _within_range(operator: str) -> Callable[..., Any]:
-    collective = getattr(torch.ops._c10d_functional, operator).default
-
-    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        below = keys.remove(compat.DispatchKey.BackendSelect)
-        if not _thread.names:  # the model's own, or somebody else's
-            return collective.redispatch(below, *args, **kwargs)
-        with torch.profiler.record_function(_thread.names.popleft()):
-            return collective.redispatch(below, *args, **kwargs)
-
-    return run
+def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
+    if not _thread.names:  # the model's own, or somebody else's
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(_thread.names.popleft())

@@ -15,6 +15,7 @@ import pytest
 
 from mfsdp_compile import hang
 from mfsdp_compile.cli import main
+from mfsdp_compile.examples.processes import free_port
 
 SECONDS = 8
 """Time-out of the process group: short, but longer than ranks are apart when they have compiled."""
@@ -70,11 +71,7 @@ for step in range(6):
 
 
 def start(folder: Path, how: str, mode: str, world: int) -> list[subprocess.Popen[str]]:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program = folder / "program.py"
     program.write_text(PROGRAM)
     common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mfsdp_compile.runtime.compat import DispatchKey
+from mfsdp_compile.runtime import compat
 
 __all__ = ["allocated", "collectives"]
 
@@ -30,23 +29,16 @@ _COLLECTIVES = (
 def collectives(function: Callable[[], Any]) -> Counter[str]:
     """How often each functional collective is started, by its name without namespace.
 
-    Counted by kernels of the one dispatch key that every call passes, compiled or not.
+    See :func:`~mfsdp_compile.runtime.compat.stand_around_collectives`.
     """
     counts: Counter[str] = Counter()
-    library = torch.library.Library("_c10d_functional", "IMPL")
 
-    def count(name: str) -> None:
-        collective = getattr(torch.ops._c10d_functional, name).default
+    def count(name: str) -> contextlib.AbstractContextManager[None]:
+        counts[name] += 1
+        return contextlib.nullcontext()
 
-        def counting(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return collective.redispatch(keys.remove(DispatchKey.BackendSelect), *args, **kwargs)
-
-        library.impl(name, counting, "BackendSelect", with_keyset=True)
-
+    library = compat.stand_around_collectives(_COLLECTIVES, count)
     try:
-        for name in _COLLECTIVES:
-            count(name)
         function()
     finally:
         library._destroy()
