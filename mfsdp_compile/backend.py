@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from mfsdp_compile.passes.context import (
     Kind,
     Phase,
     Role,
-    SchedulePolicy,
     phase_of,
     set_phase,
     set_role,
@@ -51,7 +49,7 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler as it is."""
     chosen = CompileOptions.of(options, mode)
-    gm = compat.copy_dynamo_graph(gm)
+    gm = compat.copy_graph_module(gm)
     shells = _find_shells(gm)
     if not shells:
         if not ShardedModel.any_exists():
@@ -66,16 +64,23 @@ def mfsdp(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     call = _Call(shells, buckets)
-    schedule = _without_overlap(chosen.schedule, buckets)
-    infos = tuple(_info(bucket) for bucket in buckets)
-    context = Context(infos, schedule, _is_whole_model(buckets), chosen.float32_gradients)
+    owners = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    context = Context(
+        tuple(bucket_info(bucket) for bucket in buckets),
+        chosen.schedule,
+        _is_whole_model(buckets),
+        chosen.float32_gradients,
+        (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
+        sum(owner.buffer_bytes() for owner in owners),
+    )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps)
+    prediction = chosen.prediction(buckets[0].flat.device)
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
     pipeline.rewrite_dynamo_graph(gm, record)
-    for owner in dict.fromkeys(bucket.owner for bucket in buckets):
+    for owner in owners:
         owner.check_complete()
         owner.compiled_graphs.append(record)
 
@@ -168,8 +173,10 @@ def _find_shells(gm: fx.GraphModule) -> dict[int, Home]:
     return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
 
 
-def _info(bucket: Bucket) -> BucketInfo:
-    plan = bucket.plan
+def bucket_info(bucket: Bucket) -> BucketInfo:
+    """What passes know of a bucket."""
+    plan, topology = bucket.plan, bucket.topology
+    gathers, resident = topology.gather_group, topology.resident_group
     return BucketInfo(
         plan.name,
         plan.unit,
@@ -179,16 +186,13 @@ def _info(bucket: Bucket) -> BucketInfo:
         plan.requires_grad,
         bucket.resident is not None,
         bucket.pending is not None,
+        plan.main_dtype,
+        gathers.stride if gathers is not None else 1,
+        tuple(stage.group.stride for stage in topology.stages),
+        bucket.resident.nbytes if bucket.resident is not None else 0,
+        resident.size if resident is not None else 1,
+        resident.stride if resident is not None else 1,
     )
-
-
-def _without_overlap(schedule: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
-    """What ``overlap_param_gather=False`` and ``overlap_grad_reduce=False`` make of a schedule."""
-    if not all(bucket.owner.overlap.gathers for bucket in buckets):
-        schedule = replace(schedule, prefetch_units=0)
-    if not all(bucket.owner.overlap.reductions for bucket in buckets):
-        schedule = replace(schedule, reductions_in_flight=0)
-    return schedule
 
 
 def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
@@ -226,7 +230,17 @@ def _compile_inner(
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if record is not None:
-            pipeline.prepare_joint(joint.graph, record, kwargs["num_fwd_outputs"])
+            user_outputs: int = kwargs["num_fwd_outputs"]
+            if pipeline.needs_decisions(record):
+                # What stays gathered is decided before the partition, by what the graphs that come of it take.
+                trial = compat.copy_graph_module(joint)
+                pipeline.tag_for_trial(trial.graph, record)
+                graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
+                phases = (Phase.FORWARD, Phase.BACKWARD)
+                pipeline.decide(
+                    {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
+                )
+            pipeline.prepare_joint(joint.graph, record, user_outputs)
         forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)
@@ -252,6 +266,6 @@ def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str |
     None, for no caching, if a pass of the user's has no identity, or if graphs are to be shown on their way."""
     context = record.context.signature if record is not None else ""
     identities = options.pass_identities()
-    if identities is None or (record is not None and record.observer is not None):
+    if identities is None or (record is not None and (record.observer is not None or options.report)):
         return None
     return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{identities}:{context}".encode()).hexdigest()

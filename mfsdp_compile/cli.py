@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     hang = commands.add_parser("hang", help="which rank keeps a job waiting, from what ranks have written")
     hang.add_argument("folder", help="what MFSDP_DEBUG_DIR was set to")
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for predictions of step times"))
     convert.add_commands(commands)
     given = parser.parse_args(arguments)
     if hasattr(given, "handler"):
@@ -36,6 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mfsdp_compile import hang as the_hang
 
         return the_hang.run(given.folder)
+
+    if given.command == "calibrate":
+        from pathlib import Path
+
+        from mfsdp_compile import calibrating
+
+        return calibrating.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
 
     from mfsdp_compile.examples.demo import DemoConfig, run
 
@@ -68,6 +76,15 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on from the last checkpoint in --out, for --steps more"
     )
     parser.add_argument("--seed", type=int, default=0, help="of model and data (default: %(default)s)")
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--out", default="hardware.json", metavar="FILE", help="what to write (default: %(default)s)")
+    parser.add_argument("--ranks", type=_positive, default=gpus or 2, help="processes (default: %(default)s)")
+    parser.add_argument("--name", help="of the machine (default: that of FILE)")
 
 
 def _positive(text: str) -> int:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
 from mfsdp_compile.passes.context import SchedulePolicy
-from mfsdp_compile.passes.pipeline import UserPass, name_of
+from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.hardware import Hardware, hardware
+from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
+from mfsdp_compile.passes.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 
-__all__ = ["CompileOptions"]
+__all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "parse_bytes"]
 
+_OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "report"}
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 
@@ -24,7 +32,13 @@ class CompileOptions:
     Args:
         inner: the compiler that gets the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator
             by operator with the numbers of the eager path, to the bit.
-        schedule: the numbers that steer the schedule; options of the names of its fields set these.
+        schedule: the numbers that steer the schedule; options of the names of its fields set these. ``memory_budget`` takes
+            bytes, also as ``"70GiB"``.
+        text: a schedule to follow, ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote, edited or not.
+        hardware: what times are predicted for, ``options={"hardware": name}``: of a machine that this package knows, or a file
+            that ``mfsdp calibrate`` wrote. By default the device at hand, as far as it is known.
+        optimizer: whose state is in memory, for predictions.
+        report: keep what :func:`mfsdp_compile.report` needs: graphs do not come out of compile caches then.
         float32_gradients: matmuls that compute gradients write their float32 sums, unrounded, where gradients are
             reduced in float32. More exact than the eager path, and not equal to it. CUDA only.
         inductor: settings of ``torch._inductor.config`` for the inner compiler.
@@ -37,6 +51,10 @@ class CompileOptions:
 
     inner: str = "inductor"
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
+    text: ScheduleText | None = None
+    hardware: Hardware | None = None
+    optimizer: OptimizerCost = OptimizerCost()
+    report: bool = False
     float32_gradients: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
@@ -46,6 +64,11 @@ class CompileOptions:
         """The uuids of passes of the user's; None if one has none."""
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
         return None if None in found else found
+
+    def prediction(self, device: torch.device) -> Prediction:
+        """What times and memory are predicted with, for tensors on ``device``."""
+        machine = self.hardware or hardware(default_hardware(device))
+        return Prediction(CostModel(machine, self.inner == "inductor"), self.optimizer, self.text)
 
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
@@ -57,19 +80,28 @@ class CompileOptions:
             )
         given = dict(options or {})
         schedule_names = {f.name for f in fields(SchedulePolicy)}
-        schedule = SchedulePolicy(**{name: given.pop(name) for name in schedule_names & given.keys()})
+        numbers = {name: given.pop(name) for name in schedule_names & given.keys()}
+        if numbers.get("memory_budget") is not None:
+            numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
+            numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
+        schedule = SchedulePolicy(**numbers)
+        text = _schedule_text(given.pop("schedule", None), numbers)
+        machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
+        report = given.pop("report", False)
         inner = given.pop("inner", "inductor")
         float32_gradients = given.pop("float32_gradients", False)
         inductor = given.pop("inductor", {})
         passes = given.pop("passes", ())
         verify = given.pop("verify", os.environ.get("MFSDP_VERIFY") or "once")
         if given:
-            known = sorted(schedule_names | {"inner", "float32_gradients", "inductor", "passes", "verify"})
+            known = sorted(schedule_names | _OTHERS)
             raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
         if inner not in INNER_COMPILERS:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
         if not isinstance(float32_gradients, bool):
             raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
+        if not isinstance(report, bool):
+            raise TypeError(f"options['report'] takes True or False, got {report!r}")
         if verify not in VERIFY:
             raise ValueError(f"options['verify'], or MFSDP_VERIFY, must be one of {VERIFY}, got {verify!r}")
         if not isinstance(passes, (list, tuple)):
@@ -94,13 +126,90 @@ class CompileOptions:
                 "take one of them out of the options"
             )
         return CompileOptions(
-            inner, schedule, float32_gradients, tuple(sorted(inductor.items())), tuple(passes), verify
+            inner,
+            schedule,
+            text,
+            machine,
+            optimizer,
+            report,
+            float32_gradients,
+            tuple(sorted(inductor.items())),
+            tuple(passes),
+            verify,
         )
 
     def __str__(self) -> str:
-        """What is not as it is by default, for ranks to compare; without ``verify``, which changes no graph."""
+        """What is not as it is by default, for ranks to compare; without what changes no graph."""
         default = CompileOptions()
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "verify"}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report")}
         given["passes"] = tuple(map(name_of, self.passes))
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
         return f"options {', '.join(changed)}" if changed else "default options"
+
+
+_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}, **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}}
+
+
+def parse_bytes(value: Any, where: str) -> int:
+    """A number of bytes from itself, or from text such as ``"70GiB"``, ``"1.5 GB"``.
+
+    Raises:
+        TypeError, ValueError: it is none; the message begins with ``where``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+OPTIMIZERS = {
+    optimizer.name: optimizer
+    for optimizer in (
+        OptimizerCost("adamw", 8, 28, 0),
+        OptimizerCost("adamw-foreach", 8, 60, 4),  # one pass over memory per operation; a copy of the parameters
+        OptimizerCost("adamw-8bit", 2, 18, 0),
+        OptimizerCost("sgd", 0, 12, 0),
+        OptimizerCost("sgd-momentum", 4, 20, 0),
+        OptimizerCost("muon", 4, 20, 4),
+    )
+}
+
+
+def _optimizer(given: Any) -> OptimizerCost:
+    if isinstance(given, OptimizerCost):
+        return given
+    if given not in OPTIMIZERS:
+        raise ValueError(f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}")
+    return OPTIMIZERS[given]
+
+
+def _hardware(given: Any) -> Hardware | None:
+    if given is None or isinstance(given, Hardware):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"options['hardware'] takes a name or a file, got {given!r}")
+    return hardware(given)
+
+
+def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | None:
+    if given is None:
+        return None
+    if numbers:
+        raise ValueError(
+            f"options['schedule'] says where everything stands, and so do {', '.join(map(repr, sorted(numbers)))}: give one "
+            "of them."
+        )
+    return given if isinstance(given, ScheduleText) else ScheduleText.load(given)
+
+
+def default_hardware(device: torch.device) -> str:
+    """The name of the machine that is most like the one at hand."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = {"GB200": "gb200-nvl72", "B200": "b200-ib", "H200": "h200-ib", "H100": "h100-ib", "A100": "a100-ib"}
+    return next((machine for part, machine in known.items() if part in name), "h100-ib")

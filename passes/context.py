@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
+import torch
 from torch import fx
 
 from mfsdp_compile.runtime.exchange import Exchange
@@ -31,27 +33,53 @@ class SchedulePolicy:
     """The numbers that steer the schedule of a compiled graph.
 
     Args:
-        prefetch_units: a unit's gather starts this many units before its first use. 0: right at its use.
-        prefetch_bytes: a unit larger than this, gathered, is not prefetched: two of them might not fit.
+        memory_budget: bytes that a training step may have in memory at a time on this rank, parameters, gradients and
+            optimizer state among them; None: no bound. With a budget, ``prefetch`` and ``reshard_after_forward`` are
+            ``"auto"`` unless they are given.
+        prefetch: a unit's gather starts this many units before its first use; 0: right at its use; ``"auto"``: as early as
+            is needed to hide it, within the budget.
+        prefetch_bytes: a unit larger than this, gathered, is not prefetched by a number: two of them might not fit.
+        reshard_after_forward: True: the backward gathers again, but for the unit that forward used last, where
+            ``keep_last`` says so. False: what forward has gathered stays for the backward. ``"auto"``: those stay for which
+            there is room, if that saves time.
         reductions_in_flight: a reduction is awaited when this many later ones have started, or before the graph ends.
         reduction_bytes: ... or when it and the next one together are larger than this.
         keep_last: a graph that holds the whole model keeps the bucket that forward uses last for the backward, which
             needs it first.
+        budget_reserve: the part of the budget that is left free for what a prediction does not see: workspaces of kernels,
+            rounding of allocators.
     """
 
-    prefetch_units: int = 1
+    memory_budget: int | None = None
+    prefetch: int | Literal["auto"] = 1
     prefetch_bytes: int = 4 << 30
+    reshard_after_forward: bool | Literal["auto"] = True
     reductions_in_flight: int = 1
     reduction_bytes: int = 8 << 30
     keep_last: bool = True
+    budget_reserve: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("prefetch_units", "prefetch_bytes", "reductions_in_flight", "reduction_bytes"):
+        for name in ("prefetch", "prefetch_bytes", "reductions_in_flight", "reduction_bytes"):
             value = getattr(self, name)
+            if name == "prefetch" and value == "auto":
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} takes a whole number, got {value!r}")
+                also = " or 'auto'" if name == "prefetch" else ""
+                raise TypeError(f"{name} takes a whole number{also}, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} cannot be negative, got {value}")
+        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward != "auto":
+            raise TypeError(f"reshard_after_forward takes True, False or 'auto', got {self.reshard_after_forward!r}")
+        if self.memory_budget is not None and self.memory_budget <= 0:
+            raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
+        if not 0 <= self.budget_reserve < 1:
+            raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve}")
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether something is left to the solver."""
+        return "auto" in (self.prefetch, self.reshard_after_forward) or self.memory_budget is not None
 
 
 @dataclass(frozen=True)
@@ -67,6 +95,11 @@ class BucketInfo:
         trainable: whether it has gradients.
         has_resident: whether something of it stays gathered between uses; the graph gets that besides the shard.
         has_token: whether its reduction may have to wait; the graph gets what stands for the waiting sum.
+        main_dtype: of the shard.
+        gather_stride, reduce_strides: distance between neighbours in the groups that it is gathered and reduced over, in
+            ranks of the job: how far data travels.
+        resident_bytes: of what stays gathered between uses; 0 for none.
+        resident_size, resident_stride: of the group that it is gathered over, once per optimizer step.
     """
 
     name: str
@@ -77,13 +110,20 @@ class BucketInfo:
     trainable: bool
     has_resident: bool = False
     has_token: bool = False
+    main_dtype: torch.dtype = torch.float32
+    gather_stride: int = 1
+    reduce_strides: tuple[int, ...] = (1, 1)
+    resident_bytes: int = 0
+    resident_size: int = 1
+    resident_stride: int = 1
 
     @property
     def signature(self) -> str:
         """What the passes' decisions depend on; no names, which differ between instances that share a graph."""
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
-            f"{self.has_resident}:{self.has_token}"
+            f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
+            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}"
         )
 
 
@@ -96,12 +136,16 @@ class Context:
         policy: of the schedule.
         whole_model: whether the graph holds all of a model's buckets, so that its backward follows its forward.
         float32_gradients: whether matmuls are to write gradients in float32 where they can.
+        overlap: whether gathers, and reductions, may run while the model computes.
+        other_bytes: that the model holds besides its buckets: buffers.
     """
 
     buckets: tuple[BucketInfo, ...]
     policy: SchedulePolicy
     whole_model: bool
     float32_gradients: bool = False
+    overlap: tuple[bool, bool] = (True, True)
+    other_bytes: int = 0
 
     @property
     def signature(self) -> str:
@@ -109,7 +153,7 @@ class Context:
         neighbours = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
         return (
             f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}:"
-            f"{self.float32_gradients}"
+            f"{self.float32_gradients}:{self.overlap}:{self.other_bytes if self.policy.is_solved else 0}"
         )
 
 

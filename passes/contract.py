@@ -72,6 +72,7 @@ class Contract:
         returned: by bucket, the position of its shard's gradient.
         gradients: by bucket, then by number of the parameter in it.
         reads: by bucket, how often each part ``(start, stop)`` of it is read.
+        kept: buckets that were decided to stay gathered from forward to backward.
     """
 
     user_outputs: int
@@ -80,9 +81,10 @@ class Contract:
     returned: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, Mapping[int, Gradient]] = field(default_factory=dict)
     reads: Mapping[int, Counter[tuple[int, int]]] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(found: Analysis, user_outputs: int) -> Contract:
+    def of(found: Analysis, user_outputs: int, kept: frozenset[int] = frozenset()) -> Contract:
         return Contract(
             user_outputs,
             tuple(node.name for node in found.graph.nodes if node.op == "placeholder"),
@@ -90,6 +92,7 @@ class Contract:
             {reduction.bucket: reduction.returned[0][0] for reduction in found.reductions if reduction.returned},
             gradients_of(found),
             reads_of(found),
+            kept,
         )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 import pkgutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
@@ -17,21 +18,33 @@ from torch import fx
 
 from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
 from .analysis import Analysis
+from .arrange import Plan
 from .changes import changes, events, points
-from .context import Context, Phase, Report
+from .context import Context, Phase, Report, SchedulePolicy
 from .contract import Contract, set_contract
+from .costs import CostModel
+from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
+from .flow import Saved, flow_of
+from .outline import Outline, outline_of
+from .simulate import Event, OptimizerCost, events_of
+from .solve import Solution, solve
 
 __all__ = [
     "Observer",
+    "Prediction",
     "Record",
     "UserPass",
     "collectives",
+    "decide",
     "describe",
     "finish_graph",
     "name_of",
+    "needs_decisions",
     "prepare_joint",
     "rewrite_dynamo_graph",
     "source_digest",
+    "tag_for_trial",
+    "usable_budget",
 ]
 
 UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
@@ -39,6 +52,21 @@ UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
 
 Observer = Callable[["Phase | None", fx.Graph, "Report | None"], None]
 """Shown every graph as it comes to the passes (without a report), and after each pass."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What times and memory are predicted with.
+
+    Args:
+        costs: of the machine and the inner compiler.
+        optimizer: whose state is in memory, and whose step ends a training step.
+        text: a schedule from a file, to be followed.
+    """
+
+    costs: CostModel
+    optimizer: OptimizerCost
+    text: ScheduleText | None = None
 
 
 @dataclass
@@ -53,18 +81,29 @@ class Record:
         user_passes: to run after ours.
         verify_each: check the graphs after every pass of ours too, not only at the end.
         observer: shown every graph, before the first pass and after each.
+        prediction: what a prediction needs; None: nothing is predicted.
         user_outputs: of the forward graph: the others are saved for backward.
+        decisions: about the schedule.
+        solution: what the solver found, if it was asked.
         reports: of passes, by graph; None for Dynamo's.
         schedules: of the finished graphs.
+        events: of the finished graphs, for the simulator.
+        unpredicted: why there are none of a graph.
     """
 
     context: Context
     user_passes: tuple[UserPass, ...] = ()
     verify_each: bool = False
     observer: Observer | None = None
+    prediction: Prediction | None = None
     user_outputs: int = 0
+    decisions: Decisions = Decisions()
+    solution: Solution | None = None
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
+    events: dict[Phase, list[Event]] = field(default_factory=dict)
+    unpredicted: dict[Phase, str] = field(default_factory=dict)
+    _saved: Saved = field(default_factory=dict, repr=False)
 
     def run(self, phase: Phase | None, apply: Callable[..., Report], *args: Any) -> Report:
         """Apply a pass, and keep what it says."""
@@ -108,10 +147,74 @@ def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = []
     roles.assign(graph)
+    if record.prediction is not None and record.prediction.text is not None:
+        record.decisions = _from_text(record, record.prediction.text)
+    if needs_decisions(record) or record.decisions != Decisions():
+        set_decisions(graph, record.decisions)
     record.show(Phase.JOINT, graph)
     if record.verify_each:
         _note_contract(graph, Phase.JOINT, record)
     _apply(graph, Phase.JOINT, record, reshard)
+    decided = decisions_of(graph)
+    assert decided is not None
+    record.decisions = decided
+
+
+def needs_decisions(record: Record) -> bool:
+    """Whether the schedule is for the solver to find; then :func:`decide` comes before :func:`prepare_joint`."""
+    prediction = record.prediction
+    return prediction is not None and prediction.text is None and record.context.policy.is_solved
+
+
+def tag_for_trial(joint: fx.Graph, record: Record) -> None:
+    """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
+    roles.assign(joint)
+    set_decisions(joint, Decisions())
+    reshard.apply(joint, record.context)
+
+
+def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) -> None:
+    """Find a schedule for graphs that are not scheduled yet.
+
+    Raises:
+        BudgetError: there is none that keeps to the memory budget.
+        ValueError: there is a budget, and the graphs do not hold the whole model.
+    """
+    prediction, context, policy = record.prediction, record.context, record.context.policy
+    assert prediction is not None
+    if policy.memory_budget is not None and not context.whole_model:
+        raise ValueError(
+            f"memory_budget needs the whole model in one graph, but this one has {len(context.buckets)} of its buckets, "
+            f"{context.buckets[0].name} to {context.buckets[-1].name}: the others' memory is not known here. Compile with "
+            "fullgraph=True to see what breaks the graph (or use mfsdp_compile.explain), or leave memory_budget out."
+        )
+    outlines: dict[Phase, Outline] = {}
+    saved: Saved | None = None
+    for phase, graph in graphs.items():
+        roles.assign(graph)
+        flow = flow_of(graph, context, prediction.costs, user_outputs=user_outputs, saved=saved)
+        saved = flow.saved
+        outlines[phase] = outline_of(flow, context)
+    plan = Plan(outlines, context, prediction.costs)
+    solution = solve(
+        plan,
+        prediction.optimizer,
+        usable_budget(policy, prediction.costs.hardware.memory_bytes),
+        prefetch=None if policy.prefetch == "auto" else policy.prefetch,
+        reshard=None if policy.reshard_after_forward == "auto" else policy.reshard_after_forward,
+    )
+    record.solution, record.decisions = solution, solution.decisions
+
+
+def usable_budget(policy: SchedulePolicy, memory_bytes: int) -> int:
+    """Bytes that schedules are made for: of the budget, or else of the device, what is not held in reserve."""
+    return int((policy.memory_budget or memory_bytes) * (1 - policy.budget_reserve))
+
+
+def _from_text(record: Record, text: ScheduleText) -> Decisions:
+    buckets = record.context.buckets
+    names, units = [info.name for info in buckets], [info.unit for info in buckets]
+    return text.decisions(names, units, record.context.whole_model)
 
 
 def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
@@ -119,6 +222,12 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     context = record.context
     record.reports[phase] = []
     roles.assign(graph)
+    if phase is Phase.INFERENCE:
+        if record.prediction is not None and record.prediction.text is not None:
+            record.decisions = _from_text(record, record.prediction.text)
+        elif needs_decisions(record):
+            decide({phase: graph}, record, user_outputs=0)
+    set_decisions(graph, record.decisions)
     record.show(phase, graph)
     _note_contract(graph, phase, record)
     if phase is Phase.BACKWARD:
@@ -133,11 +242,44 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
         name = name_of(user_pass)
         record.transform(phase, graph, _apply_user_pass, user_pass, name, graph, context, phase, verified_as=name)
     record.schedules[phase] = describe(graph, context)
+    if record.prediction is not None:
+        if record.prediction.text is not None:
+            _check_followed(phase, record, record.prediction.text)
+        _predict(graph, phase, record, record.prediction)
     announce.apply(graph, phase, collectives(graph, context))
 
 
+def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
+    """Raise ValueError if a schedule is not the one that a file asks for."""
+    if phase not in text.lines:
+        return
+    made = ScheduleText.of({phase: record.schedules[phase]}).lines[phase]
+    wanted = [line for line in text.lines[phase] if line[0] != "cast"]
+    made = [line for line in made if line[0] != "cast"]
+    for number, (asked, got) in enumerate(itertools.zip_longest(wanted, made), 1):
+        if asked != got:
+            describe_line = [f"{line[0]} {line[1]}" if line is not None else "nothing" for line in (asked, got)]
+            raise ValueError(
+                f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {describe_line[0]!r}, where the graph "
+                f"can only have {describe_line[1]!r}. Gathers of a unit start together and in the order of their waits; "
+                "waits stand where parameters are first used, and reductions start where gradients are complete."
+            )
+
+
+def _predict(graph: fx.Graph, phase: Phase, record: Record, prediction: Prediction) -> None:
+    """Note what the simulator needs of a graph. What is predicted changes nothing, so that it may fail."""
+    try:
+        saved = record._saved if phase is Phase.BACKWARD else None
+        flow = flow_of(graph, record.context, prediction.costs, user_outputs=record.user_outputs, saved=saved)
+        record.events[phase] = events_of(flow)
+        record._saved = flow.saved
+    except Exception as error:
+        record.unpredicted[phase] = f"{type(error).__name__}: {error}"
+
+
 def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
-    set_contract(graph, Contract.of(Analysis(graph, record.context, phase), record.user_outputs))
+    found = Analysis(graph, record.context, phase)
+    set_contract(graph, Contract.of(found, record.user_outputs, record.decisions.kept))
 
 
 def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 
 from . import roles
 from .context import Context, Report
+from .decisions import Behind, decisions_of, reduction_by_policy
 
 __all__ = ["apply"]
 
@@ -34,10 +35,14 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     # What is put at the same place stays in the order of the reductions.
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
+    decisions = decisions_of(graph)
+    sizes = [context.buckets[r.bucket].gathered_bytes for r in found]
     for i, reduction in enumerate(found):
         when = ""
+        decided = decisions.reductions.get(reduction.bucket) if decisions is not None else None
+        how = decided or reduction_by_policy(context.policy, sizes[i:], context.overlap[1])
         for stage in range(len(reduction.stages)):
-            await_at, when = _await_at(found, i, stage, context)
+            await_at, when = _await_at(found, i, stage, how, context)
             nodes = [reduction.stages[stage][1]]
             nodes += reduction.stages[stage + 1][:1] if stage + 1 < len(reduction.stages) else reduction.after
             for node in nodes:
@@ -50,23 +55,18 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     return Report("reduce", lines)
 
 
-def _await_at(found: list[roles.Reduction], i: int, stage: int, context: Context) -> tuple[fx.Node | None, str]:
+def _await_at(
+    found: list[roles.Reduction], i: int, stage: int, how: Behind, context: Context
+) -> tuple[fx.Node | None, str]:
     """The node after which a stage of reduction ``i`` is awaited; None for the end of the graph."""
-    policy = context.policy
-
-    def gradient_bytes(r: roles.Reduction) -> int:
-        return context.buckets[r.bucket].gathered_bytes
-
-    in_flight = gradient_bytes(found[i])
-    for later in found[i + 1 : i + 1 + policy.reductions_in_flight]:
-        in_flight += gradient_bytes(later)
-        if in_flight > policy.reduction_bytes:
-            before = later.pack.prev
-            return before, f"before {context.buckets[later.bucket].name} is packed: {in_flight:,} B would be in flight"
-    if policy.reductions_in_flight == 0:
+    if how.units == 0:
         return found[i].stages[stage][0], "at once"
-    following = i + policy.reductions_in_flight * (stage + 1)
-    if following < len(found):
-        later = found[following]
-        return later.start, f"after {context.buckets[later.bucket].name} has started"
-    return None, "at the end"
+    following = i + how.units * (stage + 1)
+    if following >= len(found):
+        return None, "at the end"
+    later = found[following]
+    name = context.buckets[later.bucket].name
+    if how.packed:
+        detail = f": {how.why.detail}" if how.why.detail else ""
+        return later.pack.prev, f"before {name} is packed{detail}"
+    return later.start, f"after {name} has started"

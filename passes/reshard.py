@@ -5,12 +5,15 @@ backward gathers again, and no gathered weight nor a copy of one is saved. Savin
 (pytorch#136433). One constant, very large ``ac_graph_id`` for all: at the border between two ids torch saves what the
 smaller one computes, so that a user's own activation checkpointing, whose ids count from 1, wins where it should.
 
-One exception: in the graph of a whole model, the bucket that forward uses last stays, if backward needs it first.
+In the graph of a whole model buckets may stay for the backward: those that were decided (:mod:`.decisions`), or else the one
+that forward uses last, if backward needs it first.
 
-Needs: roles. Leaves: tags.
+Needs: roles. Leaves: tags, and the decision which buckets stay.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -19,30 +22,32 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import Context, Report
+from .decisions import Decisions, decisions_of, set_decisions
 
-__all__ = ["apply", "kept_bucket"]
+__all__ = ["apply", "kept_buckets"]
 
 _REGION = 1_000_000_000
 
 
 def apply(graph: fx.Graph, context: Context) -> Report:
     found = roles.gathers(graph)
-    kept = kept_bucket(graph, [gather for gather in found if gather.start], context)
+    decisions = decisions_of(graph)
+    kept = decisions.kept if decisions is not None else kept_buckets(graph, context)
     lines = []
     for gather in found:
         chain = [node for node in gather.nodes if node not in gather.views]
         derived = [*gather.views, *_casts(gather)]
-        if gather is kept:
+        if gather.start is not None and gather.bucket in kept:
             gather.collective[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
             chain = []
-        for node in chain + derived:
-            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-            node.meta["ac_graph_id"] = _REGION
-        if gather is kept:
             what = "kept for backward"
         else:
             what = "gathered again in backward, if needed there" if gather.start else "whole at all times"
+        for node in chain + derived:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+            node.meta["ac_graph_id"] = _REGION
         lines.append(f"{context.buckets[gather.bucket].name}: {what}")
+    set_decisions(graph, replace(decisions or Decisions(), kept=kept))
     return Report("reshard", lines)
 
 
@@ -58,21 +63,25 @@ def _casts(gather: roles.Gather) -> list[fx.Node]:
     return casts
 
 
-def kept_bucket(graph: fx.Graph, found: list[roles.Gather], context: Context) -> roles.Gather | None:
-    """The gather that forward uses last, if no other one is used between that and its first use in backward."""
-    if not (context.whole_model and context.policy.keep_last and len(found) > 1):
-        return None
+def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
+    """What the policy keeps: with ``reshard_after_forward`` False whatever backward uses too; else the gather that forward
+    uses last, if no other one is used between that and its first use in backward."""
+    found = [gather for gather in roles.gathers(graph) if gather.start is not None]
+    if not context.whole_model:
+        return frozenset()
     backward = {node for node in graph.nodes if compat.is_backward_node(node)}
     uses = {gather: [use for use in _final_uses(gather) if use.op != "output"] for gather in found}
     forward_uses = {g: [u for u in uses[g] if u not in backward] for g in found}
     backward_uses = {g: [u for u in uses[g] if u in backward] for g in found}
     used_forward = [g for g in found if forward_uses[g]]
     used_backward = [g for g in found if backward_uses[g]]
-    if not used_forward or not used_backward:
-        return None
+    if context.policy.reshard_after_forward is False:
+        return frozenset(g.bucket for g in used_forward if g in used_backward)
+    if not (context.policy.keep_last and len(found) > 1 and used_forward and used_backward):
+        return frozenset()
     last = max(used_forward, key=lambda g: max(forward_uses[g]))
     first = min(used_backward, key=lambda g: min(backward_uses[g]))
-    return last if last is first else None
+    return frozenset({last.bucket}) if last is first else frozenset()
 
 
 def _final_uses(gather: roles.Gather) -> list[fx.Node]:

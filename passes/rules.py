@@ -367,11 +367,12 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
 def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
     """No gathered bucket, view or cast of one is saved for backward, nor returned; what the model returns apart.
 
-    One bucket may be: the one that a whole model's forward keeps for its backward, as a whole.
+    As a whole those buckets may be that were decided to stay.
     """
     before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
     own = contract.user_outputs if contract is not None else 0
     policy = found.context.policy
+    may_keep = policy.keep_last or policy.reshard_after_forward is not True
     started = {launch.node: launch for launch in found.launches if launch.gathers}
     for position, value in enumerate(found.outputs):
         whole = found.whole_of.get(value)
@@ -382,8 +383,8 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
             continue
         if value in whole.copies and value.name in before:
             continue  # a copy that the model makes
-        kept = value is whole.node and whole.launch is not None and found.context.whole_model and policy.keep_last
-        if not (saved and kept and (contract is None or value.name in before)):
+        decided = may_keep if contract is None else whole.bucket in contract.kept and value.name in before
+        if not (saved and decided and value is whole.node and whole.launch is not None and found.context.whole_model):
             what = "saved for backward" if saved else "returned"
             yield f"{value} is {what}", value, whole.bucket, found.parameter(whole.bucket, value)
 

@@ -2,7 +2,8 @@
 
     gather(0)  gather(1)  wait(0)  compute(0)  gather(2)  wait(1)  compute(1)  gather(3)  wait(2) ...
 
-While unit i computes, unit i + 1 is under way: at any time at most two units are gathered (for ``prefetch_units`` 1).
+While unit i computes, unit i + 1 is under way: at any time at most two units are gathered (for ``prefetch`` 1). How far ahead
+each one starts was decided before (:mod:`.decisions`), or is what the policy says.
 A gather is bound to the use of an earlier unit, not to a time: the order of collectives depends on the order of units
 alone, so that it is the same on ranks whose batches have other shapes.
 
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import roles
-from .context import Context, Report
+from .context import Context, Report, phase_of
+from .decisions import Ahead, decisions_of, gather_by_policy
 
 __all__ = ["apply"]
 
@@ -44,9 +46,15 @@ def apply(graph: fx.Graph, context: Context) -> Report:
         if gather.uses:
             _sink(gather)
     groups = _groups(graph, context)
+    decisions = decisions_of(graph)
+    aheads = decisions.gathers.get(phase_of(graph), {}) if decisions is not None else {}
+    moved = {node for group in groups for node in group.nodes}
+    top = next(node for node in graph.nodes if node.op != "placeholder" and node not in moved)
     lines = []
     for i, group in enumerate(groups):
-        anchor, when = _start_before(graph, groups, i, context)
+        decided = next((aheads[gather.bucket] for gather in group.gathers if gather.bucket in aheads), None)
+        ahead = decided or gather_by_policy(context.policy, group.bytes, context.overlap[0])
+        anchor, when = _start_before(groups, i, ahead, top)
         for node in group.nodes:
             anchor.prepend(node)
         lines.append(f"{group.name}: {group.bytes:,} B, started {when}")
@@ -84,17 +92,12 @@ def _sink(gather: roles.Gather) -> None:
             first_use.prepend(node)
 
 
-def _start_before(graph: fx.Graph, groups: list[_Group], i: int, context: Context) -> tuple[fx.Node, str]:
+def _start_before(groups: list[_Group], i: int, ahead: Ahead, top: fx.Node) -> tuple[fx.Node, str]:
     """The node before which group ``i`` starts."""
-    policy, group = context.policy, groups[i]
-    if policy.prefetch_units == 0:
-        return group.first_wait, "at its use"
-    if group.bytes > policy.prefetch_bytes:
-        return group.first_wait, f"at its use: larger than prefetch_bytes ({policy.prefetch_bytes:,} B)"
-    if i < policy.prefetch_units:
-        if i > 0:
-            return groups[i - 1].gathers[-1].collective[0].next, "at once"
-        own = set(group.nodes)
-        return next(node for node in graph.nodes if node.op != "placeholder" and node not in own), "at once"
-    earlier = groups[i - policy.prefetch_units]
+    if ahead.units == 0:
+        detail = f": {ahead.why.detail}" if ahead.why.detail else ""
+        return groups[i].first_wait, f"at its use{detail}"
+    if i < ahead.units:
+        return top, "at once"
+    earlier = groups[i - ahead.units]
     return earlier.first_wait, f"before {earlier.name} is used"

@@ -55,6 +55,7 @@ try:
     from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.fx.graph import _BoxedCodeGen
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -328,7 +329,7 @@ def graph_argument(placeholder: fx.Node) -> Any:
     return argument.example if argument is not None else None
 
 
-def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy that passes may rewrite: Dynamo keeps reading its own graph after the backend has returned.
 
     Submodules that hold graphs (bodies of checkpoint regions and of control flow) are copied too.
@@ -347,7 +348,7 @@ def copy_dynamo_graph(gm: fx.GraphModule) -> fx.GraphModule:
         copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule):
-            setattr(copied, name, copy_dynamo_graph(child))
+            setattr(copied, name, copy_graph_module(child))
     return copied
 
 
@@ -438,14 +439,22 @@ def compile_with_aot_eager(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     finish: Callable[[fx.GraphModule], None],
 ) -> Callable[..., Any]:
-    """AOTAutograd, after which the graphs run op by op; ``finish`` rewrites forward, backward and inference graphs."""
-    from functorch.compile import make_boxed_func
+    """AOTAutograd, after which the graphs run op by op; ``finish`` rewrites forward, backward and inference graphs.
+
+    They take their arguments out of a list, so that what was saved for backward goes when it was last used."""
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         finish(graph_module)
+        graph_module.graph.set_codegen(_BoxedCodeGen())
         graph_module.recompile()
-        return make_boxed_func(graph_module.forward)
+        forward = graph_module.forward
+
+        def run(arguments: list[Any]) -> Any:
+            return forward(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
 

@@ -217,6 +217,11 @@ class ShardedModel:
         self._shard_modules(module, homes)
         self._know(module)
 
+    def buffer_bytes(self) -> int:
+        """Of the model's buffers, on this rank."""
+        module = self._module()
+        return sum(buffer.nbytes for buffer in module.buffers()) if module is not None else 0
+
     @staticmethod
     def any_exists() -> bool:
         return bool(_models)

@@ -71,18 +71,22 @@ class Group:
         name: of the process group, as functional collectives take it. Changes when the group had to be made anew.
         size: ranks in it.
         rank: this process's place among them.
+        stride: distance between two of them, in ranks of the job.
     """
 
     name: str
     size: int
     rank: int
+    stride: int = 1
 
     def __hash__(self) -> int:
         return hash((self.size, self.rank))
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
-        return Group(group.group_name, dist.get_world_size(group), dist.get_rank(group))
+        ranks = dist.get_process_group_ranks(group)
+        stride = max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
+        return Group(group.group_name, len(ranks), dist.get_rank(group), stride)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def test_dynamo_graphs_are_copied_with_what_compilers_need() -> None:
 
     linear = nn.Linear(3, 3)
     gm, arguments = dynamo_graph(lambda x: checkpoint(linear, x, use_reentrant=False), torch.randn(2, 3))
-    copied = compat.copy_dynamo_graph(gm)
+    copied = compat.copy_graph_module(gm)
     assert copied.graph is not gm.graph
     assert [n.op for n in copied.graph.nodes] == [n.op for n in gm.graph.nodes]
     children = [(dict(gm.named_children())[name], child) for name, child in copied.named_children()]

@@ -122,7 +122,7 @@ def test_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
     again = start(tmp_path)
     assert again.get("autograd_cache_hit") == 1
     assert "autograd_cache_miss" not in again
-    assert start(tmp_path, prefetch_units=0).get("autograd_cache_miss") == 1
+    assert start(tmp_path, prefetch=0).get("autograd_cache_miss") == 1
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_forward_keeps_one_bucket_for_backward(mode: str) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_no_prefetch_is_one_bucket_less() -> None:
-    model, call, x = sharded(AOT_EAGER, prefetch_units=0)
+    model, call, x = sharded(AOT_EAGER, prefetch=0)
     bucket, _ = bucket_bytes(model)
 
     def forward() -> None:

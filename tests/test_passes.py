@@ -131,12 +131,12 @@ def test_gathers_start_one_unit_ahead(cast: bool) -> None:
 
 
 def test_prefetch_distance() -> None:
-    graph, ctx = forward_graph(4), context(["a", "b", "c", "d"], SchedulePolicy(prefetch_units=2))
+    graph, ctx = forward_graph(4), context(["a", "b", "c", "d"], SchedulePolicy(prefetch=2))
     schedule.apply(graph, ctx)
     graph.lint()
     assert events(graph, ctx)[:5] == ["gather 0", "gather 1", "gather 2", "wait 0", "compute"]
 
-    graph, ctx = forward_graph(3), context(["a", "b", "c"], SchedulePolicy(prefetch_units=0))
+    graph, ctx = forward_graph(3), context(["a", "b", "c"], SchedulePolicy(prefetch=0))
     schedule.apply(graph, ctx)
     assert events(graph, ctx) == [
         *("gather 0", "wait 0", "compute"),

@@ -47,8 +47,8 @@ def test_options_of_its_own_on_one_rank() -> None:
     model = build()
     before = values(model)
     last = dist.get_world_size() - 1
-    call = compiled(model, prefetch_units=0) if dist.get_rank() == last else compiled(model)
-    with refused(f"rank {last} of {last + 1} differs from rank 0", "[options inner='aot_eager']", "prefetch_units=0"):
+    call = compiled(model, prefetch=0) if dist.get_rank() == last else compiled(model)
+    with refused(f"rank {last} of {last + 1} differs from rank 0", "[options inner='aot_eager']", "prefetch=0"):
         call(torch.randn(2, 8)).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     model.reset()

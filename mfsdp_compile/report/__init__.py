@@ -1,0 +1,27 @@
+"""Reports of a training step, simulated and measured: for terminals, for browsers, and as a trace for Perfetto."""
+
+from .contents import PassRow, Report, Table, UnitTime, headline, peak_text, tables
+from .html import to_html
+from .text import to_text
+from .trace import to_chrome_trace
+from .words import bytes_text, exposure_text, flops_text, percent_text, seconds_text
+from .writing import write
+
+__all__ = [
+    "PassRow",
+    "Report",
+    "Table",
+    "UnitTime",
+    "bytes_text",
+    "exposure_text",
+    "flops_text",
+    "headline",
+    "peak_text",
+    "percent_text",
+    "seconds_text",
+    "tables",
+    "to_chrome_trace",
+    "to_html",
+    "to_text",
+    "write",
+]

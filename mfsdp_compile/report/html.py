@@ -1,0 +1,206 @@
+"""A report as one HTML file, which needs nothing but itself: no network, no server, no other file.
+
+Tables are plain HTML. The timeline is drawn by the page's script (``page.js``) from data in the page, so that it can be
+zoomed; the content security policy of the page lets it load nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from importlib import resources
+from typing import Any
+
+from mfsdp_compile.passes.flow import Category
+from mfsdp_compile.passes.simulate import Exposure, Span, Timeline
+
+from .contents import Report, Table, peak_text, tables
+from .drawing import exposure_of, extent, lanes, peak_of, points, stages
+from .words import BYTES, SECONDS, bytes_text, called, exposure_text, seconds_text
+
+__all__ = ["to_html"]
+
+_FOLDED_ROWS = 12
+_KINDS = {
+    "compute": "computation",
+    "wait": "computation waits",
+    "gather": "gather",
+    "reduce": "reduce",
+    "optimizer": "optimizer",
+}
+_CATEGORIES = {
+    Category.SHARDS: "shards",
+    Category.OPTIMIZER: "optimizer",
+    Category.GATHERED: "gather",
+    Category.GRADIENTS: "reduce",
+    Category.SAVED: "compute",
+    Category.TEMPORARY: "temporary",
+}
+"""The colour of each, by the name of its class: that of what makes it, where something does."""
+
+
+def to_html(report: Report) -> str:
+    """A report as the text of an HTML file."""
+    summary, *others = tables(report)
+    drawn = report.timeline.spans or report.timeline.memory is not None
+    body = [
+        f"<h1>{escape(report.title)}</h1>",
+        '<p class="about">One training step of one rank. Numbers are simulated, unless they are said to be measured.</p>',
+        _cards(summary),
+        *(_figure(report) if drawn else ()),
+        *(_section(table) for table in others),
+    ]
+    script = f"<script>\n{_asset('page.js')}</script>\n" if drawn else ""
+    return _PAGE.format(title=escape(report.title), style=_asset("page.css"), body="\n".join(body), script=script)
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>
+{style}</style>
+<script>window.onerror = (message) => {{ document.documentElement.dataset.error = message; }};</script>
+</head>
+<body>
+<main>
+{body}
+</main>
+{script}</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _cards(table: Table) -> str:
+    cards = []
+    for label, value in table.rows:
+        first, rest = re.fullmatch(r"(.*?)(, .*| \(.*)?", value, re.DOTALL).groups()  # type: ignore[union-attr]
+        small = f"<small>{escape(rest)}</small>" if rest else ""
+        cards.append(f"<div><dt>{escape(label)}</dt><dd>{escape(first)}{small}</dd></div>")
+    return f'<dl class="cards">{"".join(cards)}</dl>'
+
+
+def _section(table: Table) -> str:
+    about = f'<p class="about">{escape(table.about)}</p>' if table.about else ""
+    content = _list(table) if len(table.header) == 1 else _table(table)
+    if table.detail and len(table.rows) > _FOLDED_ROWS:
+        content = f"<details><summary>Show {len(table.rows)} lines</summary>{content}</details>"
+    return f"<section><h2>{escape(table.title.capitalize())}</h2>{about}{content}</section>"
+
+
+def _list(table: Table) -> str:
+    lines = "".join(f"<li>{escape(line)}</li>" for (line,) in table.rows)
+    return f'<ul class="{"lines code" if table.detail else "lines"}">{lines}</ul>'
+
+
+def _table(table: Table) -> str:
+    classes = [' class="number"' if numeric else "" for numeric in table.numeric]
+    head = ""
+    if any(table.header):
+        cells = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, table.header, strict=True))
+        head = f"<thead><tr>{cells}</tr></thead>"
+    rows = []
+    for number, row in enumerate(table.rows, start=1):
+        cells = "".join(f"<td{c}>{escape(cell)}</td>" for c, cell in zip(classes, row, strict=True))
+        total = ' class="total"' if table.total and number == len(table.rows) else ""
+        rows.append(f"<tr{total}>{cells}</tr>\n")
+    return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+# -- the drawing ------------------------------------------------------------------------------------------------------
+
+
+def _figure(report: Report) -> Iterator[str]:
+    timeline = report.timeline
+    kinds = {span.kind for span in timeline.spans}
+    buttons = ['<button data-view="-1">whole step</button>']
+    buttons += [f'<button data-view="{i}">{s.value}</button>' for i, (s, *_) in enumerate(stages(timeline))]
+    buttons += [
+        '<button data-zoom="0.5" title="zoom in">+</button>',
+        '<button data-zoom="2" title="zoom out">-</button>',
+    ]
+    legend = [_key(kind, text) for kind, text in _KINDS.items() if kind in kinds]
+    yield "<section><h2>Timeline (simulated)</h2>"
+    yield (
+        '<p class="about">What runs when, unit by unit, and below it what is in memory meanwhile. Units are told apart by '
+        "shades. Drag to move, Ctrl or Shift and the wheel to zoom, double-click to zoom in.</p>"
+    )
+    yield f'<div class="bar"><div>{"".join(buttons)}</div><div class="legend">{"".join(legend)}</div></div>'
+    yield '<div id="figure"><svg id="drawing" tabindex="0" role="img" aria-label="timeline and memory"></svg></div>'
+    yield '<p id="error">The timeline could not be drawn by this browser; the tables below are complete.</p>'
+    yield "<noscript><p>The timeline is drawn by a script, which this browser does not run; the tables are complete.</p></noscript>"
+    if timeline.memory is not None:
+        legend = [_key(css, category.value) for category, css in _CATEGORIES.items()]
+        yield f'<div class="bar"><p>{escape(peak_text(timeline))}</p><div class="legend">{"".join(legend)}</div></div>'
+    yield f'<div id="tip" hidden></div><script type="application/json" id="data">{_json(_data(report))}</script></section>'
+
+
+def _key(css: str, text: str) -> str:
+    return f'<span><i class="{css}"></i>{escape(text)}</span>'
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """Without what would end the script element."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _data(report: Report) -> dict[str, Any]:
+    """What the script draws."""
+    timeline = report.timeline
+    unit_of = {info.name: info.unit for info in report.buckets}
+    numbers: dict[str, int] = {}
+    exposures = exposure_of(timeline)
+    rows = []
+    for lane in lanes(timeline):
+        spans = []
+        for span in lane.spans:
+            unit = called(unit_of.get(span.name, span.name) if span.kind in ("gather", "reduce") else span.name)
+            number = numbers.setdefault(unit, len(numbers))
+            spans.append([span.begin, span.end, number, span.kind, _hover(span, exposures.get(span))])
+        rows.append({"stream": lane.stream, "name": lane.name, "spans": spans})
+    return {
+        "seconds": extent(timeline),
+        "scales": {"seconds": SECONDS, "bytes": BYTES},
+        "units": list(numbers),
+        "lanes": rows,
+        "stages": [[stage.value, begin, end] for stage, begin, end in stages(timeline)],
+        "memory": _memory(timeline),
+        "budget": report.budget_bytes,
+    }
+
+
+def _hover(span: Span, exposure: Exposure | None) -> str:
+    if span.kind == "wait":
+        lines = [f"{called(span.name)} waits {seconds_text(span.end - span.begin)}"]
+    else:
+        what = f" {span.kind}" if span.kind in ("gather", "reduce") else ""
+        lines = [f"{called(span.name)}{what} {seconds_text(span.end - span.begin)}"]
+    lines.append(f"{span.stage.value}, {seconds_text(span.begin)} to {seconds_text(span.end)} (simulated)")
+    if exposure is not None:
+        lines.append(exposure_text(exposure))
+    return "\n".join(lines)
+
+
+def _memory(timeline: Timeline) -> dict[str, Any] | None:
+    if timeline.memory is None:
+        return None
+    found = points(timeline.memory)
+    return {
+        "categories": [[category.value, css] for category, css in _CATEGORIES.items()],
+        "seconds": [point.seconds for point in found],
+        "parts": [list(column) for column in zip(*(point.parts for point in found), strict=True)],
+        "peak": [peak_of(timeline.memory), timeline.peak_bytes, f"peak {bytes_text(timeline.peak_bytes)}"],
+    }

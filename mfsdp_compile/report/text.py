@@ -1,0 +1,129 @@
+"""A report for terminals."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from mfsdp_compile.passes.simulate import Memory, Span, Stage, Timeline
+
+from .contents import Report, Table, peak_text, tables
+from .drawing import Point, extent, peak_of, points, stages, streams
+from .words import bytes_text, seconds_text
+
+__all__ = ["to_text"]
+
+LEAST_WIDTH = 60
+LEAST_CELL = 24
+_MARKS = {"gather": "g", "reduce": "r", "wait": "!", "optimizer": "O"}
+_STAGES = {Stage.FORWARD: "F", Stage.BACKWARD: "B", Stage.OPTIMIZER: "O"}
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_CURVE_ROWS = 4
+
+
+def to_text(report: Report, width: int = 100) -> str:
+    """A report in characters.
+
+    Args:
+        width: columns. Tables are wider where names are long.
+
+    Raises:
+        ValueError: ``width`` is less than 60.
+    """
+    if width < LEAST_WIDTH:
+        raise ValueError(f"a report needs at least {LEAST_WIDTH} columns, got {width}")
+    summary, *others = tables(report)
+    parts = [[report.title, "=" * min(len(report.title), width)], [*_table(summary, width)]]
+    if report.timeline.spans or report.timeline.memory is not None:
+        parts.append([*_title("timeline (simulated)"), *_drawing(report.timeline, width)])
+    parts += [[*_title(table.title), *_about(table, width), *_table(table, width)] for table in others]
+    return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts) + "\n"
+
+
+def _title(title: str) -> list[str]:
+    return [title, "-" * len(title)]
+
+
+def _about(table: Table, width: int) -> list[str]:
+    return textwrap.wrap(table.about, width)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table(table: Table, width: int) -> Iterator[str]:
+    if len(table.header) == 1:
+        for (line,) in table.rows:
+            yield f"  {line}"
+        return
+    numeric = table.numeric
+    rows = [table.header, *table.rows] if any(table.header) else list(table.rows)
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    before = sum(sizes[:-1]) + 2 * len(sizes)
+    last = max(width - before, LEAST_CELL)
+    for number, row in enumerate(rows):
+        if number and table.total and number == len(rows) - 1:
+            yield "  " + "-" * min(width - 2, before + min(sizes[-1], last) - 2)
+        cells = [c.rjust(n) if right else c.ljust(n) for c, n, right in zip(row, sizes, numeric, strict=True)]
+        first, *more = [cells[-1]] if numeric[-1] else textwrap.wrap(row[-1], last, break_on_hyphens=False) or [""]
+        yield "  " + "  ".join([*cells[:-1], first])
+        for line in more:
+            yield " " * before + line
+
+
+# -- the drawing ------------------------------------------------------------------------------------------------------
+
+
+def _drawing(timeline: Timeline, width: int) -> Iterator[str]:
+    seconds = extent(timeline)
+    top = bytes_text(timeline.peak_bytes)
+    label = max(len(name) for name in (*streams(timeline), top, "compute"))
+    columns = width - label - 4
+    for stream in streams(timeline):
+        spans = [span for span in timeline.spans if span.stream == stream]
+        yield f"  {stream.ljust(label)}  {_row(spans, seconds, columns)}"
+    if timeline.memory is not None:
+        yield ""
+        yield from _memory(timeline, timeline.memory, seconds, columns, label)
+    yield f"  {''.ljust(label)}  0 s{seconds_text(seconds).rjust(columns - 3)}"
+    yield ""
+    if timeline.spans:
+        names = [f"{_STAGES[stage]} {stage.value}" for stage, _, _ in stages(timeline)]
+        yield f"  {', '.join(names)}, ! computation waits, g gather, r reduce, . nothing; as simulated."
+    if timeline.memory is not None:
+        yield from textwrap.wrap(f"^ {peak_text(timeline)}", width, initial_indent="  ", subsequent_indent="    ")
+
+
+def _row(spans: Sequence[Span], seconds: float, columns: int) -> str:
+    """A mark where something runs for a quarter of a column's time or longer: what runs longest."""
+    step = seconds / columns
+    filled: list[dict[str, float]] = [{} for _ in range(columns)]
+    for span in spans:
+        mark = _MARKS.get(span.kind) or _STAGES[span.stage]
+        for column in range(int(span.begin / step), min(int(span.end / step), columns - 1) + 1):
+            overlap = min(span.end, (column + 1) * step) - max(span.begin, column * step)
+            filled[column][mark] = filled[column].get(mark, 0.0) + overlap
+    return "".join(max(marks, key=marks.__getitem__) if sum(marks.values()) >= step / 4 else "." for marks in filled)
+
+
+def _memory(timeline: Timeline, memory: Memory, seconds: float, columns: int, label: int) -> Iterator[str]:
+    """The most that is in memory in each column's time, in blocks from 0 to the peak."""
+    levels = _levels(points(memory), seconds, columns)
+    eighths = [round(8 * _CURVE_ROWS * level / max(timeline.peak_bytes, 1)) for level in levels]
+    for row in reversed(range(_CURVE_ROWS)):
+        name = bytes_text(timeline.peak_bytes) if row == _CURVE_ROWS - 1 else "memory" if row == 1 else ""
+        name = "0 B" if row == 0 else name
+        yield f"  {name.ljust(label)}  " + "".join(_LEVELS[min(max(n - 8 * row, 0), 8)] for n in eighths)
+    column = min(int(peak_of(memory) / seconds * columns), columns - 1) if seconds else 0
+    yield f"  {''.ljust(label)}  " + " " * column + "^"
+
+
+def _levels(found: Sequence[Point], seconds: float, columns: int) -> list[int]:
+    levels = [0] * columns
+    for number, point in enumerate(found):
+        until = found[number + 1].seconds if number + 1 < len(found) else seconds
+        first = min(int(point.seconds / seconds * columns), columns - 1) if seconds else 0
+        last = min(int(until / seconds * columns), columns - 1) if seconds else columns - 1
+        for column in range(first, last + 1):
+            levels[column] = max(levels[column], point.total)
+    return levels

@@ -1,0 +1,54 @@
+"""The files of a report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from .contents import Report
+from .html import to_html
+from .text import to_text
+from .trace import to_chrome_trace
+
+__all__ = ["write"]
+
+
+def write(report: Report, folder: Path | str, name: str) -> dict[str, Path]:
+    """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is made if it is not there.
+
+    Each file is there whole or not at all; those of an earlier report stay until all new ones are written.
+
+    Returns: the paths, by ``"html"``, ``"text"`` and ``"trace"``.
+
+    Raises:
+        ValueError: ``name`` is not the name of a file.
+        OSError: they cannot be written; the message names the folder.
+    """
+    if not name or Path(name).name != name:
+        raise ValueError(f"name is the beginning of file names, without a folder; got {name!r}")
+    folder = Path(folder)
+    texts = {
+        "html": ("html", to_html(report)),
+        "text": ("txt", to_text(report)),
+        "trace": ("trace.json", json.dumps(to_chrome_trace(report.timeline), allow_nan=False)),
+    }
+    paths = {form: folder / f"{name}.{end}" for form, (end, _) in texts.items()}
+    temporary = {form: folder / f".{path.name}.{os.getpid()}.tmp" for form, path in paths.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for form, (_, text) in texts.items():
+            temporary[form].write_text(text, encoding="utf-8")
+        for form, path in paths.items():
+            os.replace(temporary[form], path)
+    except OSError as error:
+        for path in temporary.values():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise OSError(
+            error.errno,
+            f"the report {name!r} cannot be written to {folder}: {error.strerror or error}. Give a folder "
+            "that can be written to, on a disk that is not full",
+        ) from error
+    return paths

@@ -1,0 +1,214 @@
+"""An outline with decisions: what a step would do, as events for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .context import Context, Phase
+from .costs import CostModel
+from .decisions import Decisions, gather_by_policy, reduction_by_policy
+from .flow import Category, Collective, gather_of, reduction_of
+from .outline import Gradients, Outline, Use
+from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
+
+__all__ = ["Plan", "STAGES", "gathered_bytes"]
+
+STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
+
+
+def gathered_bytes(use: Use, context: Context) -> int:
+    """Of a unit, when it is gathered."""
+    return sum(context.buckets[bucket].gathered_bytes for bucket in use.buckets)
+
+
+class Plan:
+    """Outlines of the graphs of a step, what their collectives cost, and what was decided.
+
+    Args:
+        outlines: of forward and backward, or of an inference graph.
+        context: of the graphs.
+        costs: of this machine.
+    """
+
+    def __init__(self, outlines: Mapping[Phase, Outline], context: Context, costs: CostModel) -> None:
+        self.outlines, self.context, self.costs = outlines, context, costs
+        buckets = context.buckets
+        self._gathers = [
+            gather_of(info, number, costs) if info.exchange.gather_group else None for number, info in enumerate(buckets)
+        ]
+        self._stages = {
+            (number, copied): [
+                reduction_of(info, number, stage, costs, copied) for stage in range(len(info.exchange.groups))
+            ]
+            for number, info in enumerate(buckets)
+            if info.trainable
+            for copied in (False, True)
+        }
+
+    def gather_seconds(self, use: Use) -> float:
+        return sum(gather.seconds for bucket in use.buckets if (gather := self._gathers[bucket]) is not None)
+
+    def decisions_by_policy(self) -> Decisions:
+        """What the policy says without a solver."""
+        context, policy = self.context, self.context.policy
+        gathers = {
+            phase: {
+                use.buckets[0]: gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])
+                for use in outline.uses
+            }
+            for phase, outline in self.outlines.items()
+        }
+        reductions = {}
+        if (backward := self.outlines.get(Phase.BACKWARD)) is not None:
+            sizes = [context.buckets[g.bucket].gathered_bytes for g in backward.gradients]
+            for i, gradients in enumerate(backward.gradients):
+                reductions[gradients.bucket] = reduction_by_policy(policy, sizes[i:], context.overlap[1])
+        return Decisions(self._kept_by_policy(), gathers, reductions)
+
+    def _kept_by_policy(self) -> frozenset[int]:
+        policy = self.context.policy
+        forward, backward = self.outlines.get(Phase.FORWARD), self.outlines.get(Phase.BACKWARD)
+        if not self.context.whole_model or forward is None or backward is None or not forward.uses or not backward.uses:
+            return frozenset()
+        again = {bucket for use in backward.uses for bucket in use.buckets}
+        if policy.reshard_after_forward is False:
+            return frozenset(bucket for use in forward.uses for bucket in use.buckets if bucket in again)
+        last = max((last, bucket) for use in forward.uses for bucket, last in zip(use.buckets, use.last, strict=True))[1]
+        if policy.keep_last and len(forward.uses) > 1 and backward.uses[0].buckets[0] == last:
+            return frozenset({last})
+        return frozenset()
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def events(self, decisions: Decisions) -> dict[Stage, list[Event]]:
+        """Of all graphs, in order."""
+        return {STAGES[phase]: self._events(phase, decisions) for phase in self.outlines}
+
+    def _events(self, phase: Phase, decisions: Decisions) -> list[Event]:
+        outline = self.outlines[phase]
+        count = len(outline.segments)
+        before: list[list[Event]] = [[] for _ in range(count + 1)]  # a segment; the last: at the end
+        after: list[list[Event]] = [[] for _ in range(count + 1)]
+        kept = decisions.kept if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset()
+        uses = [use for use in outline.uses if not (phase is Phase.BACKWARD and set(use.buckets) <= kept)]
+        self._place_gathers(phase, uses, kept, decisions, before, after)
+        if phase is Phase.BACKWARD:
+            for use in outline.uses:
+                for bucket, last in zip(use.buckets, use.last, strict=True):
+                    if bucket in kept:
+                        after[last].append(Free(Category.GATHERED, self.context.buckets[bucket].gathered_bytes))
+        for bucket, (first, last) in outline.wholes.items():
+            size = self.context.buckets[bucket].gathered_bytes
+            before[first].append(Allocate(Category.GATHERED, size))
+            after[last].append(Free(Category.GATHERED, size))
+        self._place_reductions(outline.gradients, decisions, before, after)
+        return self._joined(outline, before, after)
+
+    def _joined(self, outline: Outline, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
+        numbers = {info.unit: number for number, info in reversed(list(enumerate(self.context.buckets)))}
+        events: list[Event] = []
+        current = None
+        for number, segment in enumerate(outline.segments):
+            events += before[number]
+            if outline.units[number] != current:
+                current = outline.units[number]
+                events += [Enter(bucket) for bucket, info in enumerate(self.context.buckets) if info.unit == current] or (
+                    [Enter(numbers[current])] if current in numbers else []
+                )
+            if segment.rise:
+                events.append(Allocate(Category.TEMPORARY, segment.rise))
+            events.append(Compute(segment.seconds, segment.flops))
+            if segment.rise:
+                events.append(Free(Category.TEMPORARY, segment.rise))
+            for category, size in ((Category.SAVED, segment.saved), (Category.TEMPORARY, segment.temporary)):
+                if size:
+                    events.append(Allocate(category, size) if size > 0 else Free(category, -size))
+            events += after[number]
+        return events + before[len(outline.segments)]
+
+    def _place_gathers(
+        self,
+        phase: Phase,
+        uses: Sequence[Use],
+        kept: frozenset[int],
+        decisions: Decisions,
+        before: list[list[Event]],
+        after: list[list[Event]],
+    ) -> None:
+        policy, context = self.context.policy, self.context
+        aheads = decisions.gathers.get(phase, {})
+        starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
+        for i, use in enumerate(uses):
+            ahead = aheads.get(use.buckets[0])
+            units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])).units
+            starts[max(i - units, -1)].append(use)
+        for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
+            place = uses[i].first if i >= 0 else 0
+            for use in started:
+                for bucket in use.buckets:
+                    if not (phase is Phase.BACKWARD and bucket in kept):
+                        before[place] += self._start(bucket)
+            for bucket, last in zip(uses[i].buckets, uses[i].last, strict=True) if i >= 0 else ():
+                if not (phase is Phase.BACKWARD and bucket in kept):
+                    before[place] += self._wait(bucket)
+                    if bucket not in kept:
+                        after[last].append(Free(Category.GATHERED, context.buckets[bucket].gathered_bytes))
+
+    def _start(self, bucket: int) -> list[Event]:
+        gather, sent = self._gather(bucket)
+        whole = Allocate(Category.GATHERED, self.context.buckets[bucket].gathered_bytes)
+        return [Allocate(Category.GATHERED, sent), whole, Start(gather)] if sent else [whole, Start(gather)]
+
+    def _wait(self, bucket: int) -> list[Event]:
+        gather, sent = self._gather(bucket)
+        return [Wait(gather), Free(Category.GATHERED, sent)] if sent else [Wait(gather)]
+
+    def _gather(self, bucket: int) -> tuple[Collective, int]:
+        """A bucket's gather, and the bytes of what it sends, if that is made for it: a cast of the shard."""
+        info, gather = self.context.buckets[bucket], self._gathers[bucket]
+        assert gather is not None
+        return gather, info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
+
+    def _place_reductions(
+        self,
+        gradients: Sequence[Gradients],
+        decisions: Decisions,
+        before: list[list[Event]],
+        after: list[list[Event]],
+    ) -> None:
+        context, policy = self.context, self.context.policy
+        sizes = [context.buckets[g.bucket].gathered_bytes for g in gradients]
+        # What happens right before, and right after, the start of each reduction; the last: at the end.
+        ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
+        behind: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
+        for i, g in enumerate(gradients):
+            info = context.buckets[g.bucket]
+            how = decisions.reductions.get(g.bucket) or reduction_by_policy(policy, sizes[i:], context.overlap[1])
+            stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
+            held = info.layout.numel * info.exchange.comm_dtype.itemsize
+            for stage, collective in enumerate(stages):
+                scatters = info.exchange.collectives[stage] == "reduce_scatter"
+                result = held // info.exchange.group_sizes[stage] if scatters else held
+                start = behind[i] if stage == 0 else place
+                start += [Allocate(Category.GRADIENTS, result), Start(collective)]
+                following = i + (how.units * (stage + 1) if how.units else 0)
+                if following >= len(gradients):
+                    place = ahead[-1]
+                else:
+                    place = ahead[following] if how.packed and following > i else behind[following]
+                place += [Wait(collective), Free(Category.GRADIENTS, held)]
+                held = result
+            final = info.layout.shard_numel * info.main_dtype.itemsize
+            place += [Free(Category.GRADIENTS, held), Allocate(Category.GRADIENTS, final)]
+        for i, g in enumerate(gradients):
+            info = context.buckets[g.bucket]
+            size = info.layout.numel * info.exchange.comm_dtype.itemsize
+            packed = Allocate(Category.GRADIENTS, size)
+            if g.begin is not None:
+                before[g.begin].append(packed)
+            pack: list[Event] = [packed] if g.begin is None else []
+            if g.elsewhere:
+                pack.append(Free(Category.TEMPORARY, g.elsewhere))
+            # In the order of the reductions: the start of each, then what is awaited when it has started.
+            after[g.ready] += [*ahead[i], *pack, *behind[i]]
+        before[-1] += ahead[-1]

@@ -1,0 +1,324 @@
+"""How long things take: a roofline for computation, latency and bandwidth for collectives.
+
+Plain data in and out, deterministic, nothing is measured here: ranks that have the same graph and the same hardware file
+find the same numbers.
+
+Computation. A matrix product takes as long as its floating-point operations, or its bytes, whichever is more (the
+roofline of https://doi.org/10.1145/1498765.1498785). Everything else moves bytes. Where the inner compiler fuses, operators
+that it can fuse and that follow on one another are one kernel, which reads what comes from outside and writes what goes
+outside: nothing in between is counted. Times are those of large kernels; a kernel takes at least ``kernel_seconds``.
+
+Collectives. A ring over ``n`` ranks, ``l`` of them in each of ``m`` nodes::
+
+    seconds = launch + (n - m) latency_in_node + (m - 1) latency_between + (n - 1) / n  bytes / bandwidth
+
+which is how NCCL's own tuning model counts. A ring that spans nodes leaves each node through as many network cards as it
+has ranks there, so that ``bandwidth`` is the smaller of the fast link's and ``l`` times one rank's own. All-reduce does it
+twice, over a ring or a tree, whichever is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.runtime import compat
+
+from . import roles
+from .context import BucketInfo, Kind, role_of
+from .hardware import Hardware
+
+__all__ = ["CostModel", "Kernel", "Ring", "collective_seconds", "kernels", "value_bytes"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that communicate.
+
+    Args:
+        size: how many.
+        stride: distance between two of them, in ranks of the job: 1 for neighbours, the size of the inner group for an
+            outer one. Ranks are numbered node by node.
+    """
+
+    size: int
+    stride: int = 1
+
+    def in_node(self, ranks_per_node: int) -> int:
+        """How many of them share a node."""
+        return min(self.size, max(1, ranks_per_node // self.stride))
+
+
+def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) -> float:
+    """How long a collective takes, alone on the network.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        payload: bytes of the whole tensor: what is gathered, or reduced.
+        ring: the ranks.
+    """
+    if ring.size == 1:
+        return payload / (hardware.memory_bandwidth * hardware.memory_efficiency / 2)  # a copy
+    local = ring.in_node(hardware.ranks_per_node)
+    nodes = math.ceil(ring.size / local)
+    inside, between = hardware.intra_node, hardware.inter_node
+    bandwidth = inside.bandwidth
+    if nodes > 1:
+        bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
+    latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
+    moved = (ring.size - 1) / ring.size * payload / bandwidth
+    if kind == "all_reduce":
+        tree = 2 * ((local - 1) * inside.latency + math.log2(nodes) * between.latency)
+        return hardware.collective_seconds + min(2 * latency, tree) + 2 * moved
+    return hardware.collective_seconds + latency + moved
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs on one kind of machine.
+
+    Args:
+        hardware: of it.
+        fused: whether the inner compiler fuses kernels, and computes gradients where they are packed.
+    """
+
+    hardware: Hardware
+    fused: bool
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def gather(self, info: BucketInfo) -> float:
+        """Of a bucket, at each use; 0.0 where nothing is sent."""
+        if info.exchange.gather_size == 1 and not info.exchange.gather_group:
+            return 0.0
+        ring = Ring(info.exchange.gather_size, info.gather_stride)
+        return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
+
+    def reduction(self, info: BucketInfo, stage: int) -> float:
+        """Of one stage of the reduction of a bucket's gradients."""
+        exchange = info.exchange
+        ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
+        return collective_seconds(exchange.collectives[stage], reduced_bytes(info, stage), ring, self.hardware)
+
+    def cast(self, info: BucketInfo) -> float:
+        """Of the shard, to what is sent; 0.0 where it has that dtype."""
+        shard = info.layout.shard_numel
+        if info.main_dtype == info.exchange.dtype:
+            return 0.0
+        return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def moved(self, size: int) -> float:
+        """Seconds of a kernel that reads and writes ``size`` bytes together."""
+        hardware = self.hardware
+        return hardware.kernel_seconds + size / (hardware.memory_bandwidth * hardware.memory_efficiency)
+
+    def compute(self, flops: float, size: int, dtype: torch.dtype, attention: bool) -> float:
+        """Seconds of a matrix product, or fused attention."""
+        hardware = self.hardware
+        efficiency = hardware.attention_efficiency if attention else hardware.matmul_efficiency
+        rate = hardware.flops_of(str(dtype).removeprefix("torch.")) * efficiency
+        return hardware.kernel_seconds + max(
+            flops / rate, size / (hardware.memory_bandwidth * hardware.memory_efficiency)
+        )
+
+    def kernel(self, kernel: Kernel) -> float:
+        if kernel.flops:
+            return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
+        return self.moved(kernel.bytes) if kernel.bytes else 0.0
+
+
+def reduced_bytes(info: BucketInfo, stage: int) -> int:
+    """What goes into a stage of a bucket's reduction."""
+    exchange = info.exchange
+    scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
+    return info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What runs as one.
+
+    Args:
+        nodes: in graph order.
+        flops: of matrix products, in floating-point operations; 0 for what only moves data.
+        bytes: that it reads and writes.
+        dtype: that matrix products are computed in.
+        attention: whether it is fused attention.
+        place: in the order of the graph.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    flops: float
+    bytes: int
+    dtype: torch.dtype
+    attention: bool = False
+    place: float = 0.0
+
+    @property
+    def inner(self) -> tuple[fx.Node, ...]:
+        """Nodes whose values nobody else reads: where kernels are fused they are never in memory."""
+        own = set(self.nodes)
+        return tuple(node for node in self.nodes if all(user in own for user in node.users))
+
+
+def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
+    """The computation of a graph with roles, in order; gathers, reductions and what belongs to them apart."""
+    found: list[Kernel] = []
+    region_of: dict[fx.Node, int] = {}
+    barrier: dict[fx.Node, int] = {}  # by node: how many kernels that cannot be fused it depends on the end of
+    regions: list[list[fx.Node]] = []
+    count = 0
+    for node in graph.nodes:
+        before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
+        barrier[node] = before
+        if not is_compute(node):
+            continue
+        if fused and _is_fusible(node):
+            following = [region_of[s] for s in _producers(node) if s in region_of]
+            # It joins the kernel of what it reads, if nothing that it needs runs after that kernel.
+            joined = max(following, default=-1)
+            if joined >= 0 and before <= min(barrier[n] for n in regions[joined]):
+                regions[joined].append(node)
+                region_of[node] = joined
+            else:
+                regions.append([node])
+                region_of[node] = len(regions) - 1
+            continue
+        count += 1
+        barrier[node] = count
+        found.append(_kernel([node]))
+    found += [_kernel(region) for region in regions]
+    order = {node: float(position) for position, node in enumerate(graph.nodes)}
+    return sorted((replace(kernel, place=_place(kernel, order)) for kernel in found), key=lambda kernel: kernel.place)
+
+
+def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
+    """Where a kernel runs: at its last node, but before others read what it computes."""
+    own = set(kernel.nodes)
+    readers = (order[user] - 0.5 for node in kernel.nodes for user in node.users if user not in own)
+    return min(order[kernel.nodes[-1]], min(readers, default=math.inf))
+
+
+def _producers(node: fx.Node) -> Iterable[fx.Node]:
+    """What computes a node's inputs, views looked through."""
+    for source in node.all_input_nodes:
+        while roles.is_view(source) and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        yield source
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node is computation of the model: no collective, nothing that belongs to one, no view."""
+    if node.op != "call_function" or roles.is_view(node) or roles.is_collective(node):
+        return False
+    role = role_of(node)
+    if role is not None and role.kind in _OF_COLLECTIVES:
+        return False
+    return node.target not in _NOTHING and not isinstance(node.target, type(len))
+
+
+_OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.START_REDUCE, Kind.REDUCED)
+_NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
+
+
+def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
+    own = set(nodes)
+    size = 0
+    for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
+        if source not in own:
+            size += value_bytes(source)
+    size += sum(value_bytes(node) for node in nodes if any(user not in own for user in node.users))
+    (first, *more) = nodes
+    flops, attention = (0.0, False) if more else _flops(first)
+    dtype = next(
+        (v.dtype for n in first.all_input_nodes for v in compat.tree_leaves(n.meta.get("val")) if isinstance(v, Tensor)),
+        torch.float32,
+    )
+    return Kernel(tuple(nodes), flops, size, dtype, attention)
+
+
+def _flops(node: fx.Node) -> tuple[float, bool]:
+    """Floating-point operations of a matrix product or of attention, and whether it is attention."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0.0, False
+    name = target._opname
+    if "attention" in name and "scaled_dot_product" in name:
+        return _attention_flops(node, backward="backward" in name), True
+    formula = compat.flop_formula(target)
+    if formula is None:
+        return 0.0, False
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _concrete(n.meta.get("val")))
+    return float(formula(*args, **kwargs, out_val=_concrete(node.meta.get("val")))), False
+
+
+def _attention_flops(node: fx.Node, backward: bool) -> float:
+    """Two matrix products forward and five backward (one of them again); half of that with a causal mask, as kernels
+    skip what is masked (https://arxiv.org/abs/2205.14135)."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    query, key, value = (_concrete(given[name].meta["val"]) for name in ("query", "key", "value"))
+    batch, heads, length, width = query.shape
+    keys, value_width = key.shape[-2], value.shape[-1]
+    products = 2.0 * batch * heads * length * keys * (width + value_width)
+    causal = 0.5 if given.get("is_causal") else 1.0
+    return products * causal * (2.5 if backward else 1.0)
+
+
+def _concrete(value: Any) -> Any:
+    """With numbers for symbolic sizes."""
+    if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
+        return torch.empty([compat.concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return value
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Of a node's value; of all of them, if it has several."""
+    return sum(_tensor_bytes(v) for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+
+
+def _tensor_bytes(value: Tensor) -> int:
+    """That are read or written: what is expanded counts once."""
+    numel = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if compat.concrete(stride) != 0:
+            numel *= compat.concrete(size)
+    return numel * value.dtype.itemsize
+
+
+_FUSIBLE = {
+    packet
+    for name in (
+        "sum mean amax amin var var_mean prod any all argmax argmin logsumexp cumsum _softmax _log_softmax "
+        "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
+        "native_dropout native_dropout_backward rms_norm _fused_rms_norm _fused_rms_norm_backward "
+        "embedding index gather slice_scatter select_scatter cat constant_pad_nd clone copy "
+        "full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor iota where "
+        "new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill"
+    ).split()
+    if (packet := getattr(_aten, name, None)) is not None
+}
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return (
+        torch.Tag.pointwise in target.tags
+        or target.overloadpacket in _FUSIBLE
+        or target.namespace == "prims"
+        or target.namespace == "inductor_prims"
+    )

@@ -1,0 +1,293 @@
+"""What is decided about a schedule: plain data, made from the policy, by the solver, or read from a file.
+
+Three things can be chosen without changing what is computed: which buckets stay gathered between forward and backward, how
+early each gather starts, and how late each reduction is awaited. Starts and waits are bound to other units, never to a time
+or an operator, so that a decision means the same for batches of other shapes.
+
+As text, a schedule is the order of starts and waits, one to a line, as it is shown everywhere else::
+
+    # mfsdp schedule
+    [forward]
+    gather  layers.0
+    gather  layers.1
+    wait    layers.0
+    gather  layers.2
+    wait    layers.1
+    wait    layers.2
+    [backward]
+    gather  layers.1
+    wait    layers.1
+    reduce  layers.2
+    await   layers.2
+    reduce  layers.1
+    await   layers.1
+
+A bucket that the backward does not gather stays from the forward (``layers.2``). Lines can be moved: a gather may start
+before the wait of an earlier unit, and be the sooner there; a reduction may be awaited after later ones have started.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from torch import fx
+
+from .context import Phase, SchedulePolicy
+
+__all__ = [
+    "Ahead",
+    "Behind",
+    "Decisions",
+    "Limit",
+    "ScheduleText",
+    "Why",
+    "decisions_of",
+    "gather_by_policy",
+    "reduction_by_policy",
+    "set_decisions",
+]
+
+
+class Limit(str, Enum):
+    """What keeps a gather from starting earlier, or a reduction from being awaited later."""
+
+    NONE = "nothing: it is early enough"
+    POLICY = "the option prefetch"
+    SIZE = "prefetch_bytes"
+    BUDGET = "memory budget"
+    BEGIN = "the beginning of the graph"
+    END = "the end of the graph"
+    OVERLAP = "overlap is switched off"
+    FILE = "the schedule file"
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why something stands where it does.
+
+    Args:
+        limit: what keeps it from a better place.
+        bytes: that are missing, if it is the memory budget.
+        detail: more, in words.
+    """
+
+    limit: Limit
+    bytes: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """How early a gather starts: before the wait of the gather that is ``units`` units earlier; 0: right at its use."""
+
+    units: int
+    why: Why
+
+
+@dataclass(frozen=True)
+class Behind:
+    """How late a reduction is awaited: when ``units`` later ones have started (0: at once), or, with ``packed``, right
+    before the last of these is packed. The end of the graph, where there are not so many."""
+
+    units: int
+    why: Why
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """About the graphs that come of one Dynamo graph; by number of the bucket in the context.
+
+    Args:
+        kept: buckets that stay gathered from forward to backward.
+        gathers: by phase; of a unit with several buckets, by the one that is used first.
+        reductions: by bucket.
+        why_not_kept: why others are gathered again.
+    """
+
+    kept: frozenset[int] = frozenset()
+    gathers: Mapping[Phase, Mapping[int, Ahead]] = field(default_factory=dict)
+    reductions: Mapping[int, Behind] = field(default_factory=dict)
+    why_not_kept: Mapping[int, Why] = field(default_factory=dict)
+
+
+def decisions_of(graph: fx.Graph) -> Decisions | None:
+    """What was decided about a graph; None: what its policy says."""
+    return graph.output_node().meta.get("mfsdp_decisions")
+
+
+def set_decisions(graph: fx.Graph, decisions: Decisions) -> None:
+    graph.output_node().meta["mfsdp_decisions"] = decisions
+
+
+def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) -> Ahead:
+    """Of a unit that is ``size`` bytes when it is gathered."""
+    if not overlap:
+        return Ahead(0, Why(Limit.OVERLAP))
+    prefetch = 1 if policy.prefetch == "auto" else policy.prefetch
+    if prefetch and size > policy.prefetch_bytes:
+        return Ahead(0, Why(Limit.SIZE, detail=f"larger than prefetch_bytes ({policy.prefetch_bytes:,} B)"))
+    return Ahead(prefetch, Why(Limit.POLICY))
+
+
+def reduction_by_policy(policy: SchedulePolicy, sizes: Sequence[int], overlap: bool = True) -> Behind:
+    """Of a bucket of gradients of ``sizes[0]`` bytes, which those of the other sizes follow."""
+    if not overlap:
+        return Behind(0, Why(Limit.OVERLAP))
+    in_flight = sizes[0]
+    for units, size in enumerate(sizes[1 : 1 + policy.reductions_in_flight], 1):
+        in_flight += size
+        if in_flight > policy.reduction_bytes:
+            return Behind(units, Why(Limit.SIZE, detail=f"{in_flight:,} B would be in flight"), packed=True)
+    return Behind(policy.reductions_in_flight, Why(Limit.POLICY))
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+_HEAD = "# mfsdp schedule"
+_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)(?:,?\s+stage (\d+))?(?:\s{2,}.*)?$")
+
+
+@dataclass(frozen=True)
+class ScheduleText:
+    """A schedule as text.
+
+    Args:
+        lines: by phase, starts and waits ``(what, bucket, stage)`` in order; stages count from 1.
+        where: it came from.
+    """
+
+    lines: Mapping[Phase, Sequence[tuple[str, str, int]]] = field(hash=False)
+    where: str = "schedule"
+
+    @staticmethod
+    def load(path: str | Path) -> ScheduleText:
+        """From a file.
+
+        Raises:
+            ValueError: it cannot be read, or a line says nothing known; the message names file and line.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"options['schedule']: {path} cannot be read: {error}") from error
+        return ScheduleText.parse(text, str(path))
+
+    @staticmethod
+    def parse(text: str, where: str) -> ScheduleText:
+        found: dict[Phase, list[tuple[str, str, int]]] = {}
+        current: list[tuple[str, str, int]] | None = None
+        for number, raw in enumerate(text.split("\n"), 1):
+            line = raw.split("#")[0].strip()
+            if not line or re.fullmatch(r"\d+ operators", line):
+                continue
+            if section := re.fullmatch(r"\[(\w+)\]", line):
+                names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
+                if section[1] not in names:
+                    raise ValueError(f"{where}:{number}: no graph is called {section[1]!r}; there are {', '.join(names)}")
+                current = found.setdefault(names[section[1]], [])
+                continue
+            match = _LINE.fullmatch(line)
+            if match is None or current is None:
+                what = "comes before the first section, such as [forward]" if match else "is no start or wait"
+                raise ValueError(
+                    f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
+                    "bucket."
+                )
+            current.append((match[1], match[2], int(match[3] or 1)))
+        return ScheduleText(found, where)
+
+    @staticmethod
+    def of(schedules: Mapping[Phase, Sequence[str]]) -> ScheduleText:
+        """From the lines of schedules, as :func:`.pipeline.describe` gives them."""
+        text = "\n".join(f"[{phase.value}]\n" + "\n".join(lines) for phase, lines in schedules.items())
+        return ScheduleText.parse(text, "schedule")
+
+    def __str__(self) -> str:
+        parts = [_HEAD]
+        for phase, lines in self.lines.items():
+            parts += ["", f"[{phase.value}]"]
+            parts += [f"{what:7} {name}{f', stage {stage}' if stage > 1 else ''}" for what, name, stage in lines]
+        return "\n".join(parts) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """To a file, to be edited and given as ``options={"schedule": path}``."""
+        Path(path).write_text(str(self))
+
+    def decisions(self, names: Sequence[str], units: Sequence[str], keepable: bool) -> Decisions:
+        """What the text decides.
+
+        Args:
+            names, units: of the buckets, in the context's order.
+            keepable: whether the graphs hold the whole model, so that a backward follows its forward.
+
+        Raises:
+            ValueError: the text names other buckets, or an order that cannot be.
+        """
+        gathers: dict[Phase, dict[int, Ahead]] = {}
+        reductions: dict[int, Behind] = {}
+        for phase, lines in self.lines.items():
+            for _, name, _ in lines:
+                if name not in names:
+                    raise ValueError(
+                        f"{self.where}: [{phase.value}] names the bucket {name!r}, but the graph has {', '.join(names)}"
+                    )
+            unit_of = dict(zip(names, units, strict=True))
+            gathers[phase] = {
+                names.index(name): Ahead(count, Why(Limit.FILE)) for name, count in self._ahead(phase, unit_of).items()
+            }
+            reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
+        kept: frozenset[int] = frozenset()
+        if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
+            used = {names.index(name) for what, name, _ in self.lines[Phase.BACKWARD] if what == "reduce"}
+            kept = frozenset(gathers[Phase.FORWARD]) & used - frozenset(gathers[Phase.BACKWARD])
+        return Decisions(kept, gathers, reductions)
+
+    def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, int]:
+        """By bucket, how many other units are awaited between the start of its gather and its wait."""
+        waits = [name for what, name, _ in self.lines[phase] if what == "wait"]
+        found: dict[str, int] = {}
+        passed = 0
+        for what, name, _ in self.lines[phase]:
+            if what == "wait":
+                passed += 1
+            elif what == "gather":
+                if name in found:
+                    raise ValueError(f"{self.where}: [{phase.value}] gathers {name!r} twice")
+                if name not in waits[passed:]:
+                    raise ValueError(
+                        f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather is awaited"
+                    )
+                between = [unit_of[other] for other in waits[passed : waits.index(name)]]
+                found[name] = sum(
+                    unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
+                )
+        return found
+
+    def _behind(self, phase: Phase) -> dict[str, Behind]:
+        """By bucket, how many other reductions start between the start of its reduction and its wait."""
+        found: dict[str, Behind] = {}
+        started: dict[str, int] = {}
+        lines = self.lines[phase]
+        total = sum(what == "reduce" and stage == 1 for what, _, stage in lines)
+        for position, (what, name, stage) in enumerate(lines):
+            if stage > 1:
+                continue
+            if what == "reduce":
+                if name in started:
+                    raise ValueError(f"{self.where}: [{phase.value}] reduces {name!r} twice")
+                started[name] = len(started)
+            elif what == "await":
+                if name not in started:
+                    raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
+                later = len(started) - started[name] - 1
+                at_end = all(what == "await" for what, _, stage in lines[position:] if stage == 1)
+                # Between two starts the latest place is right before the second one.
+                found[name] = Behind(total if at_end else later or 1, Why(Limit.FILE), packed=not (at_end or later))
+        for name in started.keys() - found.keys():
+            raise ValueError(f"{self.where}: [{phase.value}] never awaits the reduction of {name!r}")
+        return found

@@ -1,0 +1,428 @@
+"""Finding a schedule: as fast as the memory budget allows.
+
+What can be chosen: how early each gather starts, which buckets stay gathered for the backward, how late reductions are
+awaited. For a bound on memory a schedule is made in one go:
+
+1. Gathers, from the last to the first: each starts as late as still hides it, and not earlier than there is room for it all
+   the way to its use. Where a simulation shows it exposed nevertheless (reductions were in its way), earlier.
+2. Buckets stay for which there is room, those first whose gathers in backward cost most time per byte. Whether this comes
+   before or after 1 is tried.
+3. Reductions are awaited later where that saves time.
+
+Bounds are tried between what the smallest schedule needs and what the largest one would take; of the schedules that fit into
+the budget the fastest is chosen, of equally fast ones the one that communicates least. Since the bounds do not depend on the
+budget, more memory never makes a step slower.
+
+The idea of ranking what stays gathered by time saved per byte is DeepCompile's (https://arxiv.org/abs/2504.09983), which stops
+at the first bucket that does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .arrange import Plan, gathered_bytes
+from .context import Phase
+from .decisions import Ahead, Behind, Decisions, Limit, Why
+from .flow import Category
+from .outline import Outline, Use
+from .simulate import Exposure, OptimizerCost, Stage, Timeline, resting_memory, simulate
+
+__all__ = ["BudgetError", "Solution", "explained", "solve"]
+
+_BOUNDS = 12
+"""Memory bounds that are tried between the smallest schedule and the largest."""
+_ROUNDS = 4
+"""Times that gathers which a simulation shows exposed are moved earlier."""
+
+
+class BudgetError(ValueError):
+    """No schedule keeps to the memory budget."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A schedule and what it leads to.
+
+    Args:
+        decisions: of it.
+        timeline: simulated; without spans.
+        bound: bytes that gathers were allowed to fill memory up to; None: without bound.
+    """
+
+    decisions: Decisions
+    timeline: Timeline
+    bound: int | None = None
+
+
+def solve(
+    plan: Plan,
+    optimizer: OptimizerCost,
+    budget: int | None = None,
+    *,
+    prefetch: int | None = None,
+    reshard: bool | None = None,
+    bounds: int = _BOUNDS,
+) -> Solution:
+    """The fastest schedule within a budget.
+
+    Args:
+        plan: what there is to schedule.
+        optimizer: whose state is in memory, and whose step ends the timeline.
+        budget: bytes of a rank in all; None: no bound.
+        prefetch: how many units ahead gathers start; None: as is best.
+        reshard: whether buckets are gathered again in backward; None: as is best.
+        bounds: memory bounds to try.
+
+    Raises:
+        BudgetError: there is none; the message says what is missing and what would help.
+    """
+    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds)
+
+
+class _Solver:
+    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | None) -> None:
+        self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
+        self.context, self.costs = plan.context, plan.costs
+        self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
+        self.policy = plan.decisions_by_policy()
+        self._tried: dict[object, Timeline] = {}
+
+    def solve(self, budget: int | None, bounds: int) -> Solution:
+        smallest = self._smallest()
+        if budget is not None and smallest.timeline.peak_bytes > budget:
+            raise BudgetError(self._refusal(smallest.timeline, budget))
+        largest = min(self._schedules(None), key=_rank)
+        if budget is None or largest.timeline.peak_bytes <= budget:
+            return largest
+        low, high = smallest.timeline.peak_bytes, largest.timeline.peak_bytes
+        found = [smallest]
+        for step in range(bounds):
+            bound = low + (high - low) * step // bounds
+            if bound > budget:
+                break
+            found += self._schedules(bound)
+        return min((s for s in found if s.timeline.peak_bytes <= budget), key=_rank)
+
+    def timeline(self, decisions: Decisions) -> Timeline:
+        key = _key(decisions)
+        if key not in self._tried:
+            events = self.plan.events(decisions)
+            self._tried[key] = simulate(
+                events, self.context, self.costs, self.resting, self.optimizer, details=False
+            )
+        return self._tried[key]
+
+    def _smallest(self) -> Solution:
+        """The schedule that takes the least memory."""
+        kept = frozenset() if self.reshard is None else self._kept_by_option()
+        distance = self.prefetch or 0
+        gathers = {
+            phase: {use.buckets[0]: Ahead(distance, Why(Limit.BUDGET)) for use in outline.uses}
+            for phase, outline in self.plan.outlines.items()
+        }
+        decisions = Decisions(kept, gathers, self._reductions(0))
+        return Solution(decisions, self.timeline(decisions), 0)
+
+    def _kept_by_option(self) -> frozenset[int]:
+        if self.reshard is False:
+            return self._keepable()
+        return self.policy.kept
+
+    def _keepable(self) -> frozenset[int]:
+        outlines = self.plan.outlines
+        if not self.context.whole_model or Phase.FORWARD not in outlines or Phase.BACKWARD not in outlines:
+            return frozenset()
+        both = ({b for use in outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
+        return frozenset(set.intersection(*both))
+
+    def _reductions(self, in_flight: int) -> dict[int, Behind]:
+        backward = self.plan.outlines.get(Phase.BACKWARD)
+        if backward is None:
+            return {}
+        limit = Limit.POLICY if self.context.overlap[1] else Limit.OVERLAP
+        units = in_flight if self.context.overlap[1] else 0
+        return {g.bucket: Behind(units, Why(limit)) for g in backward.gradients}
+
+    # -- schedules for one bound --------------------------------------------------------------------------------------
+
+    def _schedules(self, bound: int | None) -> Iterator[Solution]:
+        """Those that come into question; their peaks may be above the bound by what a simulation adds."""
+        keep_first = (False, True) if self.reshard is None else (True,)
+        for first in keep_first:
+            best = None
+            for in_flight in (1, 2, 4) if self.context.overlap[1] else (0,):
+                solution = self._schedule(bound, first, in_flight)
+                yield solution
+                exposed = any(e.exposed > 0 for e in solution.timeline.exposures if e.what == "reduce")
+                if not exposed or (best is not None and solution.timeline.seconds >= best.timeline.seconds):
+                    break
+                best = solution
+
+    def _schedule(self, bound: int | None, keep_first: bool, in_flight: int) -> Solution:
+        reductions = self._reductions(in_flight)
+        kept: frozenset[int] = frozenset()
+        why_not: dict[int, Why] = {}
+        if keep_first:
+            kept, why_not = self._keep(bound, {}, reductions)
+        gathers = self._gathers(bound, kept, reductions, {})
+        decisions = Decisions(kept, gathers, reductions, why_not)
+        for _ in range(_ROUNDS):
+            late = {
+                (e.stage, e.bucket) for e in self.timeline(decisions).exposures if e.what == "gather" and e.exposed > 0
+            }
+            earlier = self._gathers(bound, kept, reductions, gathers, late)
+            moved = replace(decisions, gathers=earlier)
+            if _key(moved) == _key(decisions) or self.timeline(moved).seconds >= self.timeline(decisions).seconds:
+                break
+            decisions, gathers = moved, earlier
+        if not keep_first:
+            kept, why_not = self._keep(bound, gathers, reductions)
+            decisions = replace(decisions, kept=kept, why_not_kept=why_not)
+        return Solution(decisions, self.timeline(decisions), bound)
+
+    def _gathers(
+        self,
+        bound: int | None,
+        kept: frozenset[int],
+        reductions: Mapping[int, Behind],
+        before: Mapping[Phase, Mapping[int, Ahead]],
+        late: set[tuple[Stage, int]] | None = None,
+    ) -> dict[Phase, dict[int, Ahead]]:
+        """How early gathers start, one unit earlier than ``before`` for those that came ``late``."""
+        found: dict[Phase, dict[int, Ahead]] = {}
+        for phase, outline in self.plan.outlines.items():
+            uses = [use for use in outline.uses if phase is not Phase.BACKWARD or not set(use.buckets) <= kept]
+            if self.prefetch is not None or not self.context.overlap[0]:
+                limit = Limit.POLICY if self.context.overlap[0] else Limit.OVERLAP
+                units = self.prefetch or 0 if self.context.overlap[0] else 0
+                found[phase] = {use.buckets[0]: Ahead(units, Why(limit)) for use in uses}
+                continue
+            memory = _Room(self, phase, kept, reductions, bound)
+            wanted = self._wanted(outline, uses)
+            stage = Stage.BACKWARD if phase is Phase.BACKWARD else Stage.FORWARD
+            for i, use in enumerate(uses):
+                if (known := before.get(phase, {}).get(use.buckets[0])) is not None:
+                    came_late = late is not None and any((stage, bucket) in late for bucket in use.buckets)
+                    wanted[i] = i - known.units - came_late
+            found[phase] = {}
+            latest = len(uses)
+            for i in range(len(uses) - 1, -1, -1):  # later ones start later
+                wish = max(-1, min(wanted[i], latest, i))
+                start, missing = memory.earliest(uses, i, wish)
+                latest = start
+                limit = Limit.BUDGET if missing else Limit.BEGIN if start < 0 else Limit.NONE
+                found[phase][uses[i].buckets[0]] = Ahead(i - start, Why(limit, missing))
+        return found
+
+    def _wanted(self, outline: Outline, uses: Sequence[Use]) -> list[int]:
+        """For each gather the latest earlier one before whose wait it must start to be there in time; -1: as the graph
+        begins."""
+        at = [0.0]
+        for segment in outline.segments:
+            at.append(at[-1] + segment.seconds)
+        times = [at[use.first] for use in uses]
+        wanted = [0] * len(uses)
+        free = math.inf
+        for i in range(len(uses) - 1, -1, -1):
+            begin = min(times[i], free) - self.plan.gather_seconds(uses[i])
+            free = begin
+            wanted[i] = max((j for j in range(i + 1) if times[j] <= begin), default=-1)
+        return wanted
+
+    def _keep(
+        self, bound: int | None, gathers: Mapping[Phase, Mapping[int, Ahead]], reductions: Mapping[int, Behind]
+    ) -> tuple[frozenset[int], dict[int, Why]]:
+        """Buckets that stay, and why others do not."""
+        if self.reshard is not None:
+            return self._kept_by_option(), {}
+        candidates = self._keepable()
+        if not candidates:
+            return frozenset(), {}
+        forward, backward = self.plan.outlines[Phase.FORWARD], self.plan.outlines[Phase.BACKWARD]
+        room = {
+            phase: _Room(self, phase, frozenset(), reductions, bound, gathers.get(phase, {}))
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        }
+        decisions = Decisions(frozenset(), gathers, reductions)
+        exposed = {e.bucket: e.exposed for e in self.timeline(decisions).exposures if e.stage is Stage.BACKWARD}
+        last = {b: last for use in forward.uses for b, last in zip(use.buckets, use.last, strict=True)}
+        first = {b: use.first for use in backward.uses for b in use.buckets}
+
+        def value(bucket: int) -> tuple[float, float, int]:
+            size = self.context.buckets[bucket].gathered_bytes
+            seconds = self.plan.costs.gather(self.context.buckets[bucket])
+            return exposed.get(bucket, 0.0) / size, seconds / size, last[bucket]
+
+        kept: set[int] = set()
+        why_not: dict[int, Why] = {}
+        for bucket in sorted(candidates, key=value, reverse=True):
+            size = self.context.buckets[bucket].gathered_bytes
+            windows = {
+                Phase.FORWARD: (last[bucket] + 1, len(forward.segments)),
+                Phase.BACKWARD: (0, first[bucket]),
+            }
+            missing = max(room[phase].missing(size, *window) for phase, window in windows.items())
+            if missing > 0:
+                why_not[bucket] = Why(Limit.BUDGET, missing)
+                continue
+            for phase, window in windows.items():
+                room[phase].take(size, *window)
+            kept.add(bucket)
+        return frozenset(kept), why_not
+
+    # -- refusal ------------------------------------------------------------------------------------------------------
+
+    def _refusal(self, smallest: Timeline, budget: int) -> str:
+        parts = sorted(((size, category) for category, size in smallest.peak_parts.items() if size), reverse=True)
+        made_of = ", ".join(f"{category.value} {_gib(size)}" for size, category in parts)
+        where = f"in the {smallest.peak_stage.value}" + (f" of {smallest.peak_at}" if smallest.peak_at else "")
+        help_for = {
+            Category.SAVED: "activation checkpointing, or a smaller batch",
+            Category.TEMPORARY: "a smaller batch",
+            Category.GATHERED: "smaller units (fsdp_unit_modules)",
+            Category.GRADIENTS: "smaller units (fsdp_unit_modules)",
+            Category.SHARDS: "more ranks to shard over",
+            Category.OPTIMIZER: "more ranks to shard over",
+        }
+        helps = dict.fromkeys(help_for[category] for size, category in parts if size * 10 > smallest.peak_bytes)
+        return (
+            f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, without prefetch and with every bucket "
+            f"gathered again, has {_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
+            f"{_gib(smallest.peak_bytes - budget)} too much. What would help: {'; '.join(helps)}."
+        )
+
+
+class _Room:
+    """Memory that is left in a graph, by segment, below a bound.
+
+    Args:
+        gathers: what has been decided about gathers; they take their room.
+    """
+
+    def __init__(
+        self,
+        solver: _Solver,
+        phase: Phase,
+        kept: frozenset[int],
+        reductions: Mapping[int, Behind],
+        bound: int | None,
+        gathers: Mapping[int, Ahead] | None = None,
+    ) -> None:
+        self.bound, self.context = bound, solver.context
+        outlines = solver.plan.outlines
+        outline = outlines[phase]
+        self.outline = outline
+        count = len(outline.segments)
+        level = sum(solver.resting.values())
+        if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
+            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
+        self.used = [0] * count
+        for number, segment in enumerate(outline.segments):
+            self.used[number] += level + segment.rise
+            level += segment.saved + segment.temporary
+        for i, use in enumerate(outline.uses):
+            ahead = gathers[use.buckets[0]].units if gathers and use.buckets[0] in gathers else 0
+            for bucket, last in zip(use.buckets, use.last, strict=True):
+                size = solver.context.buckets[bucket].gathered_bytes
+                begin, end = outline.uses[i - ahead].first if i >= ahead else 0, last + 1
+                if bucket in kept:
+                    begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
+                self.take(size, begin, end)
+        for bucket, (first, last) in outline.wholes.items():
+            self.take(solver.context.buckets[bucket].gathered_bytes, first, last + 1)
+        ready = [g.ready for g in outline.gradients]
+        for i, g in enumerate(outline.gradients):
+            info = solver.context.buckets[g.bucket]
+            size = info.layout.numel * info.exchange.comm_dtype.itemsize
+            following = i + reductions[g.bucket].units
+            end = ready[following] + 1 if following < len(ready) else count
+            # From the start on its result is there too.
+            self.take(size, g.begin if g.begin is not None else g.ready, end)
+            self.take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
+
+    def take(self, size: int, begin: int, end: int) -> None:
+        for number in range(begin, end):
+            self.used[number] += size
+
+    def missing(self, size: int, begin: int, end: int) -> int:
+        """Bytes that are missing for ``size`` more in the segments ``[begin, end)``; negative, or 0: none."""
+        if self.bound is None or begin >= end:
+            return 0
+        return max(self.used[begin:end]) + size - self.bound
+
+    def earliest(self, uses: Sequence[Use], i: int, wish: int) -> tuple[int, int]:
+        """From which earlier use on there is room for gather ``i``, not before ``wish`` (-1: the beginning); and what is
+        missing for one earlier. Takes the room."""
+        size = gathered_bytes(uses[i], self.context)
+        start, missing = i, 0
+        while start > wish:
+            missing = self.missing(size, uses[start - 1].first if start else 0, uses[i].first)
+            if missing > 0:
+                break
+            start, missing = start - 1, 0
+        self.take(size, uses[start].first if start >= 0 else 0, uses[i].first)
+        return start, max(missing, 0)
+
+
+def _rank(solution: Solution) -> tuple[float, float, int]:
+    """Fast, then little communication, then little memory. Times are rounded: what differs by less is equal."""
+    timeline = solution.timeline
+    sent = sum(exposure.seconds for exposure in timeline.exposures)
+    return float(f"{timeline.seconds:.6g}"), float(f"{sent:.6g}"), timeline.peak_bytes
+
+
+def _key(decisions: Decisions) -> object:
+    """What of decisions has an effect."""
+    gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
+    reductions = tuple((bucket, behind.units, behind.packed) for bucket, behind in decisions.reductions.items())
+    return decisions.kept, gathers, reductions
+
+
+def _gib(size: float) -> str:
+    return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.2f} MiB"
+
+
+# -- why is it exposed ------------------------------------------------------------------------------------------------
+
+
+def explained(timeline: Timeline, decisions: Decisions, phases: Mapping[Stage, Phase]) -> Timeline:
+    """The timeline with a reason for everything that is exposed, from what was recorded when it was decided.
+
+    Args:
+        phases: the graphs that ran, by stage.
+    """
+    return replace(
+        timeline, exposures=[replace(e, reason=_reason(e, decisions, phases)) if e.exposed else e for e in timeline.exposures]
+    )
+
+
+def _reason(exposure: Exposure, decisions: Decisions, phases: Mapping[Stage, Phase]) -> str:
+    if exposure.what == "reduce":
+        behind = decisions.reductions.get(exposure.bucket)
+        why = behind.why if behind is not None else None
+    else:
+        aheads = decisions.gathers.get(phases[exposure.stage], {})
+        ahead = aheads.get(exposure.bucket)
+        why = ahead.why if ahead is not None else None
+        not_kept = decisions.why_not_kept.get(exposure.bucket)
+        if exposure.stage is Stage.BACKWARD and not_kept is not None and (why is None or why.limit is not Limit.BUDGET):
+            why = not_kept
+    if why is not None and why.limit is Limit.BUDGET:
+        return f"limited by memory budget (needs {_gib(why.bytes)})" if why.bytes else "limited by memory budget"
+    if why is not None and why.limit is Limit.OVERLAP:
+        return why.limit.value
+    if exposure.queued > exposure.exposed / 2:
+        return f"the network is busy: it waited {_ms(exposure.queued)} for others"
+    what = "before" if exposure.what == "gather" else "after"
+    if exposure.ahead < exposure.seconds / 20:
+        return f"nothing is computed {what} it"
+    if why is not None and why.limit in (Limit.POLICY, Limit.SIZE, Limit.FILE):
+        return f"limited by {why.limit.value}: {_ms(exposure.ahead)} of computation for {_ms(exposure.seconds)}"
+    return f"bandwidth: {_ms(exposure.ahead)} of computation {what} it for {_ms(exposure.seconds)} of communication"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
