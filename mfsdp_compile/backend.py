@@ -29,15 +29,16 @@ from mfsdp_compile.passes.context import (
     set_role,
 )
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.bucket import Bucket, Home
+from mfsdp_compile.runtime.bucket import Bucket, BucketPlan, Home
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
+from mfsdp_compile.runtime.topology import Topology
 
 from .dumps import GraphFolder
 from .inductor import register_lowerings
 from .options import CompileOptions
 
-__all__ = ["mfsdp"]
+__all__ = ["bucket_info", "find_shells", "mfsdp", "prepare"]
 
 
 def mfsdp(
@@ -50,7 +51,7 @@ def mfsdp(
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler as it is."""
     chosen = CompileOptions.of(options, mode)
     gm = compat.copy_graph_module(gm)
-    shells = _find_shells(gm)
+    shells = find_shells(gm)
     if not shells:
         if not ShardedModel.any_exists():
             warnings.warn(
@@ -60,34 +61,8 @@ def mfsdp(
             )
         return _compile_inner(gm, example_inputs, chosen, None)
 
-    buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
-    if chosen.float32_gradients:
-        _check_float32_gradients(buckets)
-    call = _Call(shells, buckets)
-    owners = list(dict.fromkeys(bucket.owner for bucket in buckets))
-    context = Context(
-        tuple(bucket_info(bucket) for bucket in buckets),
-        chosen.schedule,
-        _is_whole_model(buckets),
-        chosen.float32_gradients,
-        (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
-        sum(owner.buffer_bytes() for owner in owners),
-    )
-    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
-        if (home := shells.get(position)) is not None:
-            set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
-    dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
-    prediction = chosen.prediction(buckets[0].flat.device)
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
-    pipeline.rewrite_dynamo_graph(gm, record)
-    for owner in owners:
-        owner.check_complete()
-        owner.compiled_graphs.append(record)
-
-    fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
-    shards = [fake_mode.from_tensor(t, static_shapes=True) for bucket in buckets for t in _tensors(bucket)]
-    others = [value for position, value in enumerate(example_inputs) if position not in shells]
-    compiled = _compile_inner(gm, [*shards, *others], chosen, record)
+    record, call, inputs = prepare(gm, example_inputs, shells, chosen)
+    compiled = _compile_inner(gm, inputs, chosen, record)
 
     def run(*args: Any) -> Any:
         buckets, tensors, rest = call.exchange(args)
@@ -108,6 +83,43 @@ def mfsdp(
             raise
 
     return run
+
+
+def prepare(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], shells: Mapping[int, Home], chosen: CompileOptions
+) -> tuple[pipeline.Record, _Call, list[Any]]:
+    """Rewrite Dynamo's graph, so that it takes shards and gathers them.
+
+    Returns:
+        What passes know and say of the graph, how to call it, and example inputs.
+    """
+    buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+    if chosen.float32_gradients:
+        _check_float32_gradients(buckets)
+    owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    context = Context(
+        tuple(bucket_info(bucket.plan, bucket.topology) for bucket in buckets),
+        chosen.schedule,
+        _is_whole_model(buckets),
+        chosen.float32_gradients,
+        (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
+        sum(owner.buffer_bytes() for owner in owners),
+    )
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        if (home := shells.get(position)) is not None:
+            set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
+    dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
+    prediction = chosen.prediction(buckets[0].flat.device)
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
+    call = _Call(shells, buckets)
+    pipeline.rewrite_dynamo_graph(gm, record)
+    for owner in owners:
+        owner.check_complete()
+        owner.compiled_graphs.append(record)
+    fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
+    shards = [fake_mode.from_tensor(t, static_shapes=True) for bucket in buckets for t in _tensors(bucket)]
+    others = [value for position, value in enumerate(example_inputs) if position not in shells]
+    return record, call, [*shards, *others]
 
 
 class _Call:
@@ -167,29 +179,30 @@ def _tensors(bucket: Bucket) -> list[Tensor]:
     return tensors
 
 
-def _find_shells(gm: fx.GraphModule) -> dict[int, Home]:
+def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     arguments = (compat.graph_argument(node) for node in placeholders)
     return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
 
 
-def bucket_info(bucket: Bucket) -> BucketInfo:
+def bucket_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     """What passes know of a bucket."""
-    plan, topology = bucket.plan, bucket.topology
+    exchange = plan.exchange(topology)
     gathers, resident = topology.gather_group, topology.resident_group
+    resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
     return BucketInfo(
         plan.name,
         plan.unit,
         plan.layout,
-        bucket.exchange,
+        exchange,
         plan.gathered_bytes,
         plan.requires_grad,
-        bucket.resident is not None,
-        bucket.pending is not None,
+        resident is not None,
+        plan.requires_grad and exchange.needs_token,
         plan.main_dtype,
         gathers.stride if gathers is not None else 1,
         tuple(stage.group.stride for stage in topology.stages),
-        bucket.resident.nbytes if bucket.resident is not None else 0,
+        resident_numel * plan.compute_dtype.itemsize,
         resident.size if resident is not None else 1,
         resident.stride if resident is not None else 1,
     )

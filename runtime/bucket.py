@@ -83,6 +83,12 @@ class BucketPlan:
         """The attribute of parameters that holds gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
 
+    def exchange(self, topology: Topology) -> Exchange:
+        """How the bucket becomes whole and is reduced over these ranks."""
+        return Exchange.of(
+            self.layout, topology, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
+        )
+
     @property
     def gathered_bytes(self) -> int:
         return self.layout.numel * self.compute_dtype.itemsize
@@ -184,9 +190,7 @@ class Bucket:
     def set_plan(self, plan: BucketPlan) -> None:
         """Take over another way of exchanging; layout and dtypes of what is at rest stay."""
         self.plan = plan
-        self.exchange = Exchange.of(
-            plan.layout, self.topology, plan.compute_dtype, plan.comm_dtype, plan.reduce_op, plan.scale, plan.inspected
-        )
+        self.exchange = plan.exchange(self.topology)
         # Buckets whose signatures are equal can run each other's compiled graphs.
         self.signature = (
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.resident is None}:"

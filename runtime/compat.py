@@ -47,6 +47,7 @@ try:
         _top_saved_tensors_default_hooks,
     )
     from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -180,6 +181,18 @@ def collectives_started(group: dist.ProcessGroup) -> int:
         return group._get_sequence_number_for_group()
     except RuntimeError:
         return 0
+
+
+@contextlib.contextmanager
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """This process as the first of ``ranks`` that do not exist; collectives return at once, with undefined content."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def new_group_like(name: str) -> dist.ProcessGroup:
@@ -373,6 +386,35 @@ def concrete(size: Any) -> int:
         return size
     hint = size.node.hint
     return int(hint) if hint is not None else 1
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, because a model is planned and not run."""
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes and devices, and no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def trace_with_aot(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    decomposed: bool,
+) -> Callable[..., Any]:
+    """AOTAutograd with Inductor's decompositions, if wanted, for graphs that are looked at and not compiled. What is
+    returned can be called."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor.decomposition import select_decomp_table
+
+    decompositions = select_decomp_table() if decomposed else None
+    trace = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, decompositions=decompositions
+    )
+    return trace(gm, list(inputs))
 
 
 def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:

@@ -27,7 +27,7 @@ from .running import named
 from .topology import Group, Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
 
-__all__ = ["GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
+__all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class ShardedModel:
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules)
-            plan = _Planner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
+            plan = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
             plans.extend((unit, plan.unit(unit)) for unit in units)
             # Versions, because passes and Inductor's choices of kernels differ between them.
             return [f"torch {torch.__version__}", str(topology), *_describe(module, plans, check_values)]
@@ -598,7 +598,7 @@ def _check_shardable(module: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
             )
-        if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor:
+        if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor and not compat.is_fake(param):
             kind = type(param.data).__name__
             sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
             raise ValueError(f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters.{sharded}")
@@ -614,7 +614,7 @@ def _check_shardable(module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class _Planner:
+class BucketPlanner:
     """Decides on buckets: plain data, equal on all ranks."""
 
     topology: Topology

@@ -357,6 +357,14 @@ def test_names_are_escaped() -> None:
     assert f"{evil}1" in json.loads(data)["units"]
 
 
+def test_a_wait_names_what_it_waits_for() -> None:
+    made = report(8)
+    (text,) = re.findall(r'id="data">(.*?)</script>', to_html(made), re.DOTALL)
+    hovers = [span[4] for lane in json.loads(text)["lanes"] for span in lane["spans"] if span[3] == "wait"]
+    exposed = [exposure_text(e) for e in made.timeline.exposures if e.exposed]
+    assert sorted(hover.split("\n")[2] for hover in hovers) == sorted(f"for {text}" for text in exposed)
+
+
 # -- traces -----------------------------------------------------------------------------------------------------------
 
 
@@ -464,10 +472,11 @@ root.dataset.sideways = root.scrollWidth - innerWidth;
 root.dataset.shapes = document.querySelectorAll("#drawing *").length;
 root.dataset.peak = under(document.querySelector("#drawing .dot"));
 root.dataset.span = under(document.querySelector("g[data-stream=compute] text.unit"));
+root.dataset.same = document.querySelector("#drawing .same")?.getAttribute("d").match(/M/g).length;
 const labels = () => document.querySelectorAll("g[data-stream=compute] text.unit").length;
 root.dataset.labels = labels();
 document.querySelector("button[data-view='0']").click();
-setTimeout(() => { root.dataset.zoomed = labels(); }, 300);
+root.dataset.zoomed = labels();
 </script></body>"""
 
 
@@ -509,10 +518,13 @@ def test_a_browser_shows_what_the_text_says(tmp_path: Path) -> None:
     peak = words(root["data-peak"] or "")
     assert peak.startswith(f"{bytes_text(made.timeline.peak_bytes)} at ")
     assert all(f"{c.value} {bytes_text(size)}" in peak for c, size in made.timeline.peak_parts.items())
-    first = next(span for span in made.timeline.spans if span.kind == "compute" and span.name == "embed")
-    assert (root["data-span"] or "").startswith(f"embed {seconds_text(first.end - first.begin)}\n")
-    assert root["data-labels"] == str(2 * len(made.buckets))  # every unit, forward and backward
-    assert root["data-zoomed"] == str(len(made.buckets))
+    spans = [span for span in made.timeline.spans if (span.kind, span.name) == ("compute", "<b>&layers.0")]
+    first = max((span for span in spans if span.stage is Stage.FORWARD), key=lambda span: span.end - span.begin)
+    told = f"<b>&layers.0 {seconds_text(first.end - first.begin)} forward, {seconds_text(first.begin)} to "
+    assert words(root["data-span"] or "").startswith(told)
+    assert root["data-same"] == "5"  # the same unit: computation and a gather in both stages, and a reduction
+    assert int(root["data-labels"] or 0) > len(made.buckets)
+    assert int(root["data-zoomed"] or 0) == len(made.buckets)  # the forward alone
 
 
 @needs_browser

@@ -89,6 +89,8 @@ class Report:
             raise ValueError(f"a budget is a number of bytes above 0, got {self.budget_bytes}")
 
 
+_MANY = 40
+"""Collectives that are exposed; more than these nobody reads without asking."""
 _NUMBER = re.compile(r"(<|[+-])?[\d,]*\.?\d+( ?(%|s|ms|us|B|[KMG]iB))?")
 
 
@@ -131,7 +133,7 @@ def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[
     found = [
         ("step time", f"{seconds_text(timeline.seconds)} (predicted)"),
         ("computation", f"{seconds_text(timeline.compute_seconds)} (predicted)"),
-        ("communication", f"{seconds_text(sent)}, {len(timeline.exposures)} collectives (predicted)"),
+        ("communication", f"{seconds_text(sent)}, {len(timeline.exposures):,} collectives (predicted)"),
         (
             "exposed communication",
             f"{seconds_text(exposed)}, {percent_text(exposed, timeline.seconds)} of the step (predicted)",
@@ -203,7 +205,7 @@ def _left(peak: int, budget: int) -> str:
 
 
 def _exposures(exposures: Sequence[Exposure]) -> Table:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for e in sorted(filter(is_exposed, exposures), key=lambda e: -e.exposed):
         times = (seconds_text(e.seconds), seconds_text(e.hidden), seconds_text(e.exposed))
         rows.append((f"{called(e.name)} {e.what}", e.stage.value, *times, reason_text(e)))
@@ -213,16 +215,16 @@ def _exposures(exposures: Sequence[Exposure]) -> Table:
             hidden.setdefault((e.what, e.stage), []).append(e)
     for (what, stage), some in hidden.items():
         seconds = seconds_text(sum(e.seconds for e in some))
-        name = f"{len(some)} {what}{'s' if len(some) > 1 else ''}"
+        name = f"{len(some):,} {what}{'s' if len(some) > 1 else ''}"
         rows.append((name, stage.value, seconds, seconds, seconds_text(0.0), "hidden behind computation"))
     if exposures:
         sums = (sum(e.seconds for e in exposures), sum(e.hidden for e in exposures), sum(e.exposed for e in exposures))
-        rows.append((f"all {len(exposures)}", "", *map(seconds_text, sums), ""))
+        rows.append((f"all {len(exposures):,}", "", *map(seconds_text, sums), ""))
     about = (
         "Collectives that computation waits for, the longest wait first, and those that it hides, together (predicted)."
     )
     header = ("collective", "stage", "takes", "hidden", "exposed", "because")
-    return Table("exposed communication", header, tuple(rows), about, total=True)
+    return Table("exposed communication", header, tuple(rows), about, total=True, detail=len(rows) > _MANY)
 
 
 def _units(report: Report) -> Table:
@@ -234,7 +236,7 @@ def _units(report: Report) -> Table:
     if rest > 1e-6 * report.timeline.seconds and not any(stage is Stage.OPTIMIZER for stage, _ in rows):
         rows[Stage.OPTIMIZER, "optimizer"] = (rest, None)  # what no unit computes is its step
     lines = list(_alike((called(unit), stage.value, *_times(*times)) for (stage, unit), times in rows.items()))
-    about = "Seconds of each unit in each stage of the step, waits included. Alike units in a row share a line."
+    about = "Seconds of each unit in each stage of the step, waits included. Neighbours that are alike share a line."
     compared = [(predicted, measured) for predicted, measured in rows.values() if measured is not None]
     if not compared:
         lines = [row[:3] for row in [*lines, ("total", "", *_times(sum(p for p, _ in rows.values()), None))]]
@@ -273,10 +275,10 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         gathered = sum(info.gathered_bytes for info in buckets)
         padding = percent_text(padding_numel, content)
         sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
-        lines.append((f"all {len(buckets)}", *sizes, ""))
+        lines.append((f"all {len(buckets):,}", *sizes, ""))
     about = (
         "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "and of the gathered whole. Alike buckets in a row share a line."
+        "and of the gathered whole. Neighbours that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)
@@ -303,4 +305,4 @@ def _alike(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         if len(names) < 3:
             yield from ((name, *rest) for name in names)
         else:
-            yield (f"{names[0]} to {names[-1]}, {len(names)} alike", *rest)
+            yield (f"{names[0]} to {names[-1]}, {len(names):,} alike", *rest)

@@ -18,7 +18,7 @@ from mfsdp_compile.passes.simulate import Exposure, Span, Timeline
 
 from .contents import Report, Table, peak_text, tables
 from .drawing import exposure_of, extent, lanes, peak_of, points, stages
-from .words import BYTES, SECONDS, bytes_text, called, exposure_text, seconds_text
+from .words import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
 
 __all__ = ["to_html"]
 
@@ -97,7 +97,7 @@ def _section(table: Table) -> str:
     about = f'<p class="about">{escape(table.about)}</p>' if table.about else ""
     content = _list(table) if len(table.header) == 1 else _table(table)
     if table.detail and len(table.rows) > _FOLDED_ROWS:
-        content = f"<details><summary>Show {len(table.rows)} lines</summary>{content}</details>"
+        content = f"<details><summary>Show {len(table.rows):,} lines</summary>{content}</details>"
     return f"<section><h2>{escape(table.title.capitalize())}</h2>{about}{content}</section>"
 
 
@@ -115,8 +115,9 @@ def _table(table: Table) -> str:
     rows = []
     for number, row in enumerate(table.rows, start=1):
         cells = "".join(f"<td{c}>{escape(cell)}</td>" for c, cell in zip(classes, row, strict=True))
-        total = ' class="total"' if table.total and number == len(table.rows) else ""
-        rows.append(f"<tr{total}>{cells}</tr>\n")
+        is_total = table.total and number == len(table.rows)
+        css = ' class="total"' if is_total else "" if row[0] else ' class="more"'
+        rows.append(f"<tr{css}>{cells}</tr>\n")
     return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
@@ -143,7 +144,7 @@ def _figure(report: Report) -> Iterator[str]:
     yield '<p id="error">The timeline could not be drawn by this browser; the tables below are complete.</p>'
     yield "<noscript><p>The timeline is drawn by a script, which this browser does not run; the tables are complete.</p></noscript>"
     if timeline.memory is not None:
-        legend = [_key(css, category.value) for category, css in _CATEGORIES.items()]
+        legend = [_key(_CATEGORIES[category], category.value) for category in Category]
         yield f'<div class="bar"><p>{escape(peak_text(timeline))}</p><div class="legend">{"".join(legend)}</div></div>'
     yield f'<div id="tip" hidden></div><script type="application/json" id="data">{_json(_data(report))}</script></section>'
 
@@ -190,7 +191,7 @@ def _hover(span: Span, exposure: Exposure | None) -> str:
         lines = [f"{called(span.name)}{what} {seconds_text(span.end - span.begin)}"]
     lines.append(f"{span.stage.value}, {seconds_text(span.begin)} to {seconds_text(span.end)} (simulated)")
     if exposure is not None:
-        lines.append(exposure_text(exposure))
+        lines.append(f"for {exposure_text(exposure)}" if span.kind == "wait" else overlap_text(exposure))
     return "\n".join(lines)
 
 
@@ -199,7 +200,7 @@ def _memory(timeline: Timeline) -> dict[str, Any] | None:
         return None
     found = points(timeline.memory)
     return {
-        "categories": [[category.value, css] for category, css in _CATEGORIES.items()],
+        "categories": [[category.value, _CATEGORIES[category]] for category in Category],
         "seconds": [point.seconds for point in found],
         "parts": [list(column) for column in zip(*(point.parts for point in found), strict=True)],
         "peak": [peak_of(timeline.memory), timeline.peak_bytes, f"peak {bytes_text(timeline.peak_bytes)}"],

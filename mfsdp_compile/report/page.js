@@ -103,27 +103,28 @@
     const waits = [];
     for (const [begin, end, unit, kind] of visible(row)) {
       const from = Math.max(x(begin), LEFT), to = Math.min(x(end), width - RIGHT);
-      const css = kind === "wait" ? kind : `${kind} shade${unit % 3}`;
+      const css = `${kind} shade${unit % 3}`;
       if (to <= LEFT || from >= width - RIGHT) continue;
-      if (kind === "wait") waits.push([from, to]);
+      if (kind === "wait") {
+        waits.push([from, to]);
+        continue;
+      }
       if (to - from < 1) {
-        if (run && from - run.to < 0.7) run = { ...run, to, css: run.css === css ? css : "several" };
-        else { flush(); run = { from, to, css }; }
+        if (run && run.kind === kind && from - run.to < 0.7) run.to = to;
+        else { flush(); run = { from, to, kind, css }; }
         continue;
       }
       flush();
       draw(css, from, to - from > 4 ? to - 0.7 : to);
-      const text = kind === "wait" ? "" : fitting(data.units[unit], to - from);
+      const text = fitting(data.units[unit], to - from);
       if (text) labels.push([(from + to) / 2, text]);
     }
     flush();
     let last = -1;
-    for (const [from, to] of waits) { // on top: these are what one looks for
+    for (const [from, to] of waits) { // last, so on top: these are what one looks for
       if (to - last > 1) draw("wait", from, last = Math.max(to, from + 1));
     }
-    for (const css of Object.keys(paths).sort((a, b) => (a === "wait") - (b === "wait"))) {
-      add(group, "path", { class: css, d: paths[css] });
-    }
+    for (const [css, d] of Object.entries(paths)) add(group, "path", { class: css, d });
     for (const [middle, text] of labels) {
       const attributes = { class: "unit", x: middle.toFixed(1), y: row.y + row.height / 2 + 4, "text-anchor": "middle" };
       add(group, "text", attributes, text);
@@ -167,7 +168,7 @@
       const text = mark ? `${plain(mark)} ${name}` : "0";
       add(parent, "text", { x: LEFT - 8, y: y(mark * size) + 4, "text-anchor": "end" }, text);
     }
-    add(parent, "text", { x: LEFT, y: memoryTop - 6 }, "memory");
+    add(parent, "text", { x: LEFT + 6, y: memoryTop - 6 }, "memory");
     const found = levels();
     const right = width - RIGHT;
     let below = found.map(() => 0);
@@ -224,6 +225,7 @@
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.setAttribute("height", height);
     svg.replaceChildren();
+    tip.hidden = true;
     if (memory) drawMemory(svg);
     for (const row of rows) drawRow(svg, row);
     drawStages(svg);
@@ -233,6 +235,7 @@
   };
 
   let waiting = false;
+  /** With the next picture of the screen: for what comes in quick succession. */
   const redraw = () => {
     if (waiting) return;
     waiting = true;
@@ -241,17 +244,20 @@
 
   // -- moving about ------------------------------------------------------------------------------------------------------
 
-  const show = (begin, end) => {
+  const show = (begin, end, drawing = draw) => {
     const length = Math.min(Math.max(end - begin, whole * 1e-5), whole);
     const from = Math.min(Math.max(begin, 0), whole - length);
     view = [from, from + length];
     hide();
-    redraw();
+    drawing();
   };
-  const zoom = (factor, time = (view[0] + view[1]) / 2) => {
-    show(time - (time - view[0]) * factor, time + (view[1] - time) * factor);
+  const zoom = (factor, time = (view[0] + view[1]) / 2, drawing = draw) => {
+    show(time - (time - view[0]) * factor, time + (view[1] - time) * factor, drawing);
   };
-  const move = (part) => show(view[0] + part * (view[1] - view[0]), view[1] + part * (view[1] - view[0]));
+  const move = (part, drawing = draw) => {
+    const far = part * (view[1] - view[0]);
+    show(view[0] + far, view[1] + far, drawing);
+  };
   const place = (event) => {
     const frame = svg.getBoundingClientRect();
     return [event.clientX - frame.left, event.clientY - frame.top];
@@ -268,10 +274,10 @@
     const sideways = event.deltaX && Math.abs(event.deltaX) > Math.abs(event.deltaY);
     if (event.ctrlKey || event.metaKey || event.shiftKey) {
       event.preventDefault();
-      zoom(1.0015 ** (event.deltaY || event.deltaX), timeAt(place(event)[0]));
+      zoom(1.0015 ** (event.deltaY || event.deltaX), timeAt(place(event)[0]), redraw);
     } else if (sideways) {
       event.preventDefault();
-      move(event.deltaX / width);
+      move(event.deltaX / width, redraw);
     }
   }, { passive: false });
   svg.addEventListener("dblclick", (event) => zoom(0.4, timeAt(place(event)[0])));
@@ -294,7 +300,7 @@
   svg.addEventListener("pointermove", (event) => {
     if (!dragged) return hover(event);
     const far = ((dragged.px - event.clientX) / (width - LEFT - RIGHT)) * (dragged.view[1] - dragged.view[0]);
-    show(dragged.view[0] + far, dragged.view[1] + far);
+    show(dragged.view[0] + far, dragged.view[1] + far, redraw);
   });
   svg.addEventListener("pointerleave", () => hide());
 
@@ -369,5 +375,5 @@
   };
 
   draw();
-  new ResizeObserver(redraw).observe(figure);
+  new ResizeObserver(() => { if (figure.clientWidth !== width) redraw(); }).observe(figure);
 })();

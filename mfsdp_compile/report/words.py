@@ -21,6 +21,7 @@ __all__ = [
     "exposure_text",
     "flops_text",
     "is_exposed",
+    "overlap_text",
     "percent_text",
     "reason_text",
     "seconds_text",
@@ -143,11 +144,15 @@ def is_exposed(exposure: Exposure) -> bool:
 
 def exposure_text(exposure: Exposure) -> str:
     """``layers.17 gather 1.90 ms, hidden 1.20 ms, exposed 0.70 ms: limited by memory budget``."""
-    text = f"{called(exposure.name)} {exposure.what} {seconds_text(exposure.seconds)}"
+    return f"{called(exposure.name)} {exposure.what} {seconds_text(exposure.seconds)}, {overlap_text(exposure)}"
+
+
+def overlap_text(exposure: Exposure) -> str:
+    """How much of a collective computation hides, and why not more."""
     if not is_exposed(exposure):
-        return f"{text}, hidden"
+        return "hidden behind computation"
     hidden, exposed = seconds_text(exposure.hidden), seconds_text(exposure.exposed)
-    return f"{text}, hidden {hidden}, exposed {exposed}: {reason_text(exposure)}"
+    return f"hidden {hidden}, exposed {exposed}: {reason_text(exposure)}"
 
 
 def reason_text(exposure: Exposure) -> str:

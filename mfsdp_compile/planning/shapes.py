@@ -1,0 +1,193 @@
+"""What can be planned: models of known shape, Hugging Face configurations, and whatever a factory builds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
+
+__all__ = ["SHAPES", "Workload", "workload"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and what one rank computes with it in a step.
+
+    Args:
+        name: of it.
+        build: makes the model; called where tensors have no values.
+        unit_modules: as for :func:`~mfsdp_compile.fully_shard_model`.
+        inputs: makes the arguments of its forward, ``(args, kwargs)``, for one rank's batch.
+        loss: makes a scalar of what forward returns.
+        batch, length: sequences of one rank, and tokens in each.
+        dtype: that the model computes in.
+        checkpoint: activation checkpointing of units: ``"none"``; ``"full"``: their inputs are saved, and everything else
+            is computed again; ``"selective"``: attention and every second matrix product are saved too, which is what
+            torchtitan calls selective op checkpointing.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    unit_modules: Any
+    inputs: Callable[[int, int], tuple[Sequence[Any], Mapping[str, Any]]]
+    loss: Callable[[Any], Tensor] = lambda output: output
+    batch: int = 1
+    length: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    checkpoint: str = "none"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    model: type[nn.Module]
+    unit: type[nn.Module]
+    config: Any
+    length: int = 8192
+    source: str = field(default="", repr=False)
+
+
+_LLAMA3 = "https://arxiv.org/abs/2407.21783, table 3"
+
+SHAPES: Mapping[str, _Shape] = {
+    "demo": _Shape(Llama, Block, LlamaConfig(), 128, "mfsdp demo"),
+    "llama2-7b": _Shape(
+        Llama, Block, LlamaConfig(32000, 4096, 32, 32, 32, 11008), 4096, "https://arxiv.org/abs/2307.09288"
+    ),
+    "llama3-8b": _Shape(Llama, Block, LlamaConfig(128256, 4096, 32, 32, 8, 14336, 500_000.0), 8192, _LLAMA3),
+    "llama3-70b": _Shape(Llama, Block, LlamaConfig(128256, 8192, 80, 64, 8, 28672, 500_000.0), 8192, _LLAMA3),
+    "llama3-405b": _Shape(Llama, Block, LlamaConfig(128256, 16384, 126, 128, 8, 53248, 500_000.0), 8192, _LLAMA3),
+    "gpt3-175b": _Shape(Gpt, GptBlock, GptConfig(50257, 12288, 96, 96, 2048), 2048, "https://arxiv.org/abs/2005.14165"),
+    "mixtral-8x7b": _Shape(
+        MoeLlama,
+        MoeBlock,
+        MoeConfig(32000, 4096, 32, 32, 8, 14336, 1e6, experts=8, chosen=2),
+        4096,
+        "https://arxiv.org/abs/2401.04088",
+    ),
+    "deepseek-moe-16b": _Shape(
+        MoeLlama,
+        MoeBlock,
+        MoeConfig(102400, 2048, 27, 16, 16, 1408, experts=64, chosen=6, shared=2),
+        4096,
+        "https://arxiv.org/abs/2401.06066; all layers with experts",
+    ),
+}
+"""Models by name. ``source`` says where the sizes come from."""
+
+CHECKPOINT = ("none", "selective", "full")
+
+
+def workload(
+    model: str,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpoint: str = "none",
+    unit_modules: Any = None,
+) -> Workload:
+    """From what ``mfsdp plan --model`` takes.
+
+    Args:
+        model: a name of :data:`SHAPES`; ``hf:`` and a folder or file with a Hugging Face configuration, or a name of
+            :data:`SHAPES`; or ``package.module:name``: a function that returns a model, which takes tokens and targets and returns a
+            loss; or a :class:`Workload`, which says more.
+        batch, length: of one rank; a length of None is the model's own.
+        dtype: that the model computes in.
+        checkpoint: see :class:`Workload`.
+        unit_modules: overrides what is known of the model.
+
+    Raises:
+        ValueError: there is no such model; the message says what there is.
+    """
+    if checkpoint not in CHECKPOINT:
+        raise ValueError(f"checkpoint takes one of {', '.join(CHECKPOINT)}, got {checkpoint!r}")
+    if batch < 1 or (length is not None and length < 1):
+        raise ValueError(f"batch and length must be at least 1, got {batch} and {length}")
+    given = {"batch": batch, "dtype": dtype, "checkpoint": checkpoint}
+    name = model.removeprefix("hf:")
+    if name in SHAPES:
+        shape = SHAPES[name]
+        found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
+        found = replace(found, length=length or shape.length, **given)
+    elif model.startswith("hf:"):
+        found = replace(_hugging_face(name), **given)
+        found = replace(found, length=length or found.length)
+    elif ":" in model:
+        found = _from_factory(model, given, length)
+    else:
+        raise ValueError(
+            f"no model is called {model!r}. Known: {', '.join(SHAPES)}; or give hf:FOLDER with a config.json, or "
+            "package.module:name of a function that makes one"
+        )
+    return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
+
+
+def _tokens(vocabulary: int) -> Callable[[int, int], tuple[Sequence[Any], Mapping[str, Any]]]:
+    def inputs(batch: int, length: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        return [torch.zeros(batch, length, dtype=torch.int64) for _ in range(2)], {}
+
+    return inputs
+
+
+def _hugging_face(path: str) -> Workload:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"hf:{path} needs the package transformers: pip install 'mfsdp-compile[models]'") from error
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"hf:{path}: there is no such file, nor a config.json in such a folder; names are not looked up in the hub. "
+            f"Models that are known by name: {', '.join(SHAPES)}"
+        )
+    values = json.loads(file.read_text())
+    if "model_type" not in values:
+        raise ValueError(f"{file} is no configuration of transformers: it has no model_type")
+    config = transformers.AutoConfig.for_model(**values)
+    config.use_cache = False
+
+    def build() -> nn.Module:
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def inputs(batch: int, length: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        return [], {"input_ids": tokens, "labels": tokens}
+
+    length = min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
+    name = values.get("_name_or_path") or os.path.basename(os.path.abspath(path))
+    return Workload(name, build, "auto", inputs, lambda output: output.loss, length=length)
+
+
+def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Workload:
+    module_name, _, attribute = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from error
+    if isinstance(factory, Workload):
+        return replace(factory, **given, length=length or factory.length)
+    if not callable(factory):
+        raise ValueError(f"{path} is a {type(factory).__name__}, and neither a function nor a Workload")
+    found = Workload(path, factory, "auto", _tokens(0), _sum_of_floats)
+    return replace(found, **given, length=length or found.length)
+
+
+def _sum_of_floats(output: Any) -> Tensor:
+    """A loss for a model that returns something else: the sum of what it returns."""
+    from torch.utils._pytree import tree_leaves
+
+    floats = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    scalars = [t for t in floats if t.dim() == 0]
+    return scalars[0] if scalars else torch.stack([t.float().mean() for t in floats]).sum()
