@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .context import Context, Phase
 from .costs import CostModel
 from .decisions import Decisions, gather_by_policy, reduction_by_policy
-from .flow import Category, Collective, gather_of, reduction_of
+from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
 
@@ -44,6 +44,18 @@ class Plan:
             if info.trainable
             for copied in (False, True)
         }
+
+        self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
+        self._starts: list[list[Event]] = []
+        self._waits: list[list[Event]] = []
+        for info, gather in zip(buckets, self._gathers, strict=True):
+            # What is sent is made for it, if it is a cast of the shard.
+            sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather is not None and gather.before else 0
+            cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
+            gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
+            whole = Allocate(Category.GATHERED, info.gathered_bytes)
+            self._starts.append([*cast, whole, Start(gather)] if gather is not None else [])
+            self._waits.append([Wait(gather), *gone] if gather is not None else [])
 
     def gather_seconds(self, use: Use) -> float:
         return sum(gather.seconds for bucket in use.buckets if (gather := self._gathers[bucket]) is not None)
@@ -102,19 +114,26 @@ class Plan:
             before[first].append(Allocate(Category.GATHERED, size))
             after[last].append(Free(Category.GATHERED, size))
         self._place_reductions(outline.gradients, decisions, before, after)
-        return self._joined(outline, before, after)
+        return self._joined(phase, before, after)
 
-    def _joined(self, outline: Outline, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
-        numbers = {info.unit: number for number, info in reversed(list(enumerate(self.context.buckets)))}
+    def _joined(self, phase: Phase, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
         events: list[Event] = []
+        for first, segment, last in zip(before, self._segments[phase], after, strict=False):
+            events += first
+            events += segment
+            events += last
+        return events + before[-1]
+
+    def _of_segments(self, outline: Outline) -> list[list[Event]]:
+        """What each segment does by itself."""
+        units: dict[str, list[Event]] = {}
+        for number, info in enumerate(self.context.buckets):
+            units.setdefault(info.unit, []).append(Enter(number))
+        found: list[list[Event]] = []
         current = None
-        for number, segment in enumerate(outline.segments):
-            events += before[number]
-            if outline.units[number] != current:
-                current = outline.units[number]
-                events += [Enter(bucket) for bucket, info in enumerate(self.context.buckets) if info.unit == current] or (
-                    [Enter(numbers[current])] if current in numbers else []
-                )
+        for unit, segment in zip(outline.units, outline.segments, strict=True):
+            events: list[Event] = list(units.get(unit, ())) if unit != current else []
+            current = unit
             if segment.rise:
                 events.append(Allocate(Category.TEMPORARY, segment.rise))
             events.append(Compute(segment.seconds, segment.flops))
@@ -123,8 +142,8 @@ class Plan:
             for category, size in ((Category.SAVED, segment.saved), (Category.TEMPORARY, segment.temporary)):
                 if size:
                     events.append(Allocate(category, size) if size > 0 else Free(category, -size))
-            events += after[number]
-        return events + before[len(outline.segments)]
+            found.append(events)
+        return found
 
     def _place_gathers(
         self,
@@ -147,27 +166,12 @@ class Plan:
             for use in started:
                 for bucket in use.buckets:
                     if not (phase is Phase.BACKWARD and bucket in kept):
-                        before[place] += self._start(bucket)
+                        before[place] += self._starts[bucket]
             for bucket, last in zip(uses[i].buckets, uses[i].last, strict=True) if i >= 0 else ():
                 if not (phase is Phase.BACKWARD and bucket in kept):
-                    before[place] += self._wait(bucket)
+                    before[place] += self._waits[bucket]
                     if bucket not in kept:
                         after[last].append(Free(Category.GATHERED, context.buckets[bucket].gathered_bytes))
-
-    def _start(self, bucket: int) -> list[Event]:
-        gather, sent = self._gather(bucket)
-        whole = Allocate(Category.GATHERED, self.context.buckets[bucket].gathered_bytes)
-        return [Allocate(Category.GATHERED, sent), whole, Start(gather)] if sent else [whole, Start(gather)]
-
-    def _wait(self, bucket: int) -> list[Event]:
-        gather, sent = self._gather(bucket)
-        return [Wait(gather), Free(Category.GATHERED, sent)] if sent else [Wait(gather)]
-
-    def _gather(self, bucket: int) -> tuple[Collective, int]:
-        """A bucket's gather, and the bytes of what it sends, if that is made for it: a cast of the shard."""
-        info, gather = self.context.buckets[bucket], self._gathers[bucket]
-        assert gather is not None
-        return gather, info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
 
     def _place_reductions(
         self,

@@ -83,7 +83,7 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Exposure:
     """A collective, and how much of it computation waits for.
 
@@ -273,11 +273,11 @@ def events_of(flow: Flow) -> list[Event]:
 
 
 class _Running(NamedTuple):
-    """A collective under way: when it ends, how much had been computed when it was started, and its exposure."""
+    """A collective under way: when it ends, and how much had been computed when it was started."""
 
     end: float
     computed: float
-    position: int
+    exposure: Exposure
 
 
 class _Clock:
@@ -292,6 +292,7 @@ class _Clock:
         self.busy: list[tuple[float, float]] = []  # collectives, for what they take from computation
         self.residents: dict[int, _Running] = {}
         self.spans: list[Span] = []
+        self._computing = -1  # position of the last span of computation
         self.exposures: list[Exposure] = []
         self.units: dict[tuple[Stage, str], float] = {}
         self.live = dict.fromkeys(Category, 0)
@@ -332,8 +333,9 @@ class _Clock:
         if not slow or not self.busy:
             self.now += seconds
             return
-        self.busy = [interval for interval in self.busy if interval[1] > self.now]
-        for begin, end in sorted(self.busy):
+        if self.busy[0][1] <= self.now:
+            self.busy = [interval for interval in self.busy if interval[1] > self.now]
+        for begin, end in self.busy if len(self.busy) < 2 else sorted(self.busy):
             if end <= self.now:
                 continue
             before = max(0.0, begin - self.now)
@@ -358,12 +360,11 @@ class _Clock:
         info = self.context.buckets[collective.bucket]
         self.span(collective.what, collective.what, info.name, stage, begin, end)
         seconds, queued = collective.seconds, begin - self.now
-        self.exposures.append(
-            Exposure(
-                collective.what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin
-            )
+        exposure = Exposure(
+            collective.what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin
         )
-        return _Running(end, self.computed, len(self.exposures) - 1)
+        self.exposures.append(exposure)
+        return _Running(end, self.computed, exposure)
 
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
@@ -377,11 +378,12 @@ class _Clock:
     def span(self, stream: str, kind: str, name: str, stage: Stage, begin: float, end: float) -> None:
         if not self.details or end <= begin:
             return
-        last = self.spans[-1] if self.spans else None
-        if kind == "compute" and last is not None and (last.kind, last.name, last.stage) == (kind, name, stage):
-            if last.end == begin:
-                self.spans[-1] = Span(stream, kind, name, stage, last.begin, end)
+        if stream == "compute":
+            last = self.spans[self._computing] if self._computing >= 0 else None
+            if last is not None and (last.kind, last.name, last.stage, last.end) == (kind, name, stage, begin):
+                self.spans[self._computing] = replace(last, end=end)
                 return
+            self._computing = len(self.spans)
         self.spans.append(Span(stream, kind, name, stage, begin, end))
 
     def run(self, stage: Stage, events: Iterable[Event]) -> None:
@@ -402,7 +404,7 @@ class _Clock:
                     self.await_(stage, unit, resident)
             elif isinstance(event, Start):
                 collective = event.collective
-                self.work(stage, unit, collective.before)
+                self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage)
             else:
                 self.await_(stage, unit, running.pop(event.collective))
@@ -415,10 +417,9 @@ class _Clock:
             self.units[stage, unit] = self.units.get((stage, unit), 0.0) + self.now - begun
 
     def await_(self, stage: Stage, unit: str, running: _Running) -> None:
-        exposed = self.stand_still(stage, unit, running.end)
-        found = self.exposures[running.position]
-        ahead = self.computed - running.computed
-        self.exposures[running.position] = replace(found, exposed=exposed, ahead=ahead)
+        exposure = running.exposure
+        exposure.exposed = self.stand_still(stage, unit, running.end)
+        exposure.ahead = self.computed - running.computed
 
     def stand_still(self, stage: Stage, unit: str, until: float) -> float:
         if until <= self.now:
@@ -434,6 +435,7 @@ class _Clock:
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
         self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
+        self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun
         self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
 
     def timeline(self) -> Timeline:

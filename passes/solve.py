@@ -23,6 +23,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from .arrange import Plan, gathered_bytes
 from .context import Phase
 from .decisions import Ahead, Behind, Decisions, Limit, Why
@@ -39,7 +41,15 @@ _ROUNDS = 4
 
 
 class BudgetError(ValueError):
-    """No schedule keeps to the memory budget."""
+    """No schedule keeps to the memory budget.
+
+    Args:
+        needed: bytes that the smallest schedule has in memory.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class _Solver:
     def solve(self, budget: int | None, bounds: int) -> Solution:
         smallest = self._smallest()
         if budget is not None and smallest.timeline.peak_bytes > budget:
-            raise BudgetError(self._refusal(smallest.timeline, budget))
+            raise BudgetError(self._refusal(smallest.timeline, budget), smallest.timeline.peak_bytes)
         largest = min(self._schedules(None), key=_rank)
         if budget is None or largest.timeline.peak_bytes <= budget:
             return largest
@@ -319,7 +329,7 @@ class _Room:
         level = sum(solver.resting.values())
         if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
             level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
-        self.used = [0] * count
+        self.used = np.zeros(count, dtype=np.int64)
         for number, segment in enumerate(outline.segments):
             self.used[number] += level + segment.rise
             level += segment.saved + segment.temporary
@@ -344,14 +354,13 @@ class _Room:
             self.take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
 
     def take(self, size: int, begin: int, end: int) -> None:
-        for number in range(begin, end):
-            self.used[number] += size
+        self.used[begin:end] += size
 
     def missing(self, size: int, begin: int, end: int) -> int:
         """Bytes that are missing for ``size`` more in the segments ``[begin, end)``; negative, or 0: none."""
         if self.bound is None or begin >= end:
             return 0
-        return max(self.used[begin:end]) + size - self.bound
+        return int(self.used[begin:end].max()) + size - self.bound
 
     def earliest(self, uses: Sequence[Use], i: int, wish: int) -> tuple[int, int]:
         """From which earlier use on there is room for gather ``i``, not before ``wish`` (-1: the beginning); and what is

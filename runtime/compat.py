@@ -59,6 +59,7 @@ try:
     from torch.fx.graph import _BoxedCodeGen
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
     from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
@@ -92,6 +93,7 @@ __all__ = [
     "StorageInfo",
     "TensorMeta",
     "TorchDispatchMode",
+    "TorchFunctionMode",
     "all_gather",
     "all_gather_out",
     "all_reduce",
@@ -396,6 +398,13 @@ def is_fake(tensor: Tensor) -> bool:
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes and devices, and no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def backend_failed() -> type[Exception]:
+    """What Dynamo raises where a backend does; that is its ``inner_exception``."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return BackendCompilerFailed
 
 
 def trace_with_aot(

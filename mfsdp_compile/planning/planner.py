@@ -1,0 +1,331 @@
+"""Strategies, meshes and numbers of ranks, tried on paper.
+
+A model is traced once (:mod:`.tracing`); everything else is arithmetic in closed form: layouts, collectives, a schedule within
+the memory budget, and its simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mfsdp_compile.backend import bucket_info
+from mfsdp_compile.options import OPTIMIZERS
+from mfsdp_compile.passes.arrange import Plan
+from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
+from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.decisions import Decisions
+from mfsdp_compile.passes.flow import Category
+from mfsdp_compile.passes.hardware import Hardware
+from mfsdp_compile.passes.outline import Gradients, Outline, Use
+from mfsdp_compile.passes.simulate import OptimizerCost, Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
+from mfsdp_compile.runtime.topology import Group, Topology
+
+from .shapes import Workload
+from .tracing import Trace, trace
+
+__all__ = ["Candidate", "Forecast", "Job", "Planned", "plan"]
+
+PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to shard over some ranks.
+
+    Args:
+        strategy: over the inner ranks.
+        inner, outer: numbers of ranks; ``outer`` > 1 is HSDP.
+        outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
+    """
+
+    strategy: ShardingStrategy
+    inner: int
+    outer: int = 1
+    outer_shards: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.inner * self.outer
+
+    def topology(self) -> Topology:
+        """The ranks as passes know them: inner ranks are neighbours."""
+        inner = Group("inner", self.inner, 0)
+        outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
+        every = Group("every", self.world, 0) if outer is not None else inner
+        outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
+        mesh: Any = None
+        return Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+
+    def __str__(self) -> str:
+        names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
+        name = names[int(self.strategy)]
+        if self.outer == 1:
+            return name
+        return f"{'HFSDP' if self.outer_shards else 'HSDP'} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned for.
+
+    Args:
+        work: the model and one rank's batch.
+        hardware: of the machines.
+        budget: bytes of a rank's memory; None: the device's, but for a reserve.
+        optimizer: whose state is in memory.
+        precision: dtypes of shards and gradients.
+        prefetch, reshard: fixed parts of the schedule; None: as is best.
+        fused: whether the inner compiler fuses kernels.
+        overlap: whether gathers, and reductions, may run while the model computes.
+    """
+
+    work: Workload
+    hardware: Hardware
+    budget: int | None = None
+    optimizer: OptimizerCost = OPTIMIZERS["adamw"]
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    prefetch: int | None = None
+    reshard: bool | None = None
+    fused: bool = True
+    overlap: tuple[bool, bool] = (True, True)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that schedules are made for."""
+        reserve = SchedulePolicy().budget_reserve if self.budget is not None else DEVICE_RESERVE
+        return int((self.budget or self.hardware.memory_bytes) * (1 - reserve))
+
+
+DEVICE_RESERVE = 0.08
+"""Of a device's memory: the CUDA context, NCCL's buffers, fragmentation. 6 GiB of an H100."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What comes of a candidate.
+
+    Args:
+        candidate: the way to shard.
+        context: buckets on these ranks.
+        timeline: of a step of one rank; None if it does not fit.
+        decisions: about the schedule; None if it does not fit.
+        needed: bytes at the peak; of the smallest schedule if it does not fit.
+        needed_parts: what these are.
+        refusal: why it does not fit.
+    """
+
+    candidate: Candidate
+    context: Context
+    timeline: Timeline | None
+    decisions: Decisions | None
+    needed: int
+    refusal: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.timeline is not None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A plan.
+
+    Args:
+        job: what was planned for.
+        rows: of the candidates.
+        best: the fastest that fits, by tokens per second and rank; None if none does.
+        smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
+        traced: the model.
+    """
+
+    job: Job
+    rows: Sequence[Planned]
+    best: Planned | None
+    smallest_world: int | None
+    traced: Trace
+
+    def tokens_per_second(self, row: Planned) -> float:
+        """Of one rank."""
+        return self.traced.tokens / row.timeline.seconds if row.timeline is not None else 0.0
+
+    def mfu(self, row: Planned) -> float:
+        """Model floating-point operations utilisation: of three times the forward's matrix products and attention, masked
+        parts of attention not counted, and nothing that is computed again."""
+        if row.timeline is None:
+            return 0.0
+        dtype = str(self.job.work.dtype).removeprefix("torch.")
+        return 3 * self.traced.forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
+
+
+MAX_WORLD = 65_536
+
+
+def candidates(world: int, hardware: Hardware) -> Iterator[Candidate]:
+    """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
+    upwards."""
+    for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
+        yield Candidate(strategy, world)
+    inner = hardware.ranks_per_node
+    while inner < world:
+        if world % inner == 0:
+            for outer_shards in (False, True):
+                yield Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, world // inner, outer_shards)
+        inner *= 8
+
+
+def plan(job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = None) -> Forecast:
+    """Plan a job.
+
+    Args:
+        job: what is planned for.
+        worlds: numbers of ranks to try.
+        chosen: ways to shard; None: see :func:`candidates`.
+
+    Raises:
+        ValueError: a number of ranks is below 1.
+        RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
+    """
+    if not worlds or min(worlds) < 1:
+        raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
+    traced = trace(job.work, job.hardware, job.fused)
+    tried = chosen or [candidate for world in worlds for candidate in candidates(world, job.hardware)]
+    rows = [planned(job, traced, candidate) for candidate in tried]
+    fitting = [row for row in rows if row.timeline is not None]
+    best = min(fitting, key=_preference, default=None)
+    return Forecast(job, rows, best, _smallest_world(job, traced), traced)
+
+
+def _preference(row: Planned) -> tuple[float, float, int]:
+    """Fast; of those within a thousandth of the same time, the one that communicates least, then that takes least memory."""
+    assert row.timeline is not None
+    sent = sum(exposure.seconds for exposure in row.timeline.exposures)
+    return float(f"{row.timeline.seconds:.3g}"), sent, row.timeline.peak_bytes
+
+
+def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = False) -> Planned:
+    """What comes of one way to shard.
+
+    Args:
+        details: spans and memory over time too.
+    """
+    problem = problem_of(job, traced, candidate)
+    try:
+        solution: Solution = solve(
+            problem, job.optimizer, job.usable, prefetch=job.prefetch, reshard=job.reshard, bounds=_BOUNDS
+        )
+    except BudgetError as error:
+        return Planned(candidate, problem.context, None, None, error.needed, str(error))
+    timeline = solution.timeline
+    if details:
+        resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
+        events = problem.events(solution.decisions)
+        timeline = simulate(events, problem.context, problem.costs, resting, job.optimizer)
+        timeline = explained(timeline, solution.decisions, PHASES)
+    return Planned(candidate, problem.context, timeline, solution.decisions, timeline.peak_bytes)
+
+
+_BOUNDS = 4
+
+
+def _smallest_world(job: Job, traced: Trace) -> int | None:
+    """By memory alone, with parameters sharded over all ranks."""
+    world = 1
+    while world <= MAX_WORLD:
+        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world)
+        problem = problem_of(job, traced, candidate)
+        try:
+            solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
+        except BudgetError:
+            world *= 2
+            continue
+        return world
+    return None
+
+
+# -- a model on other ranks -------------------------------------------------------------------------------------------
+
+
+def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
+    """The traced model, its buckets laid out for a candidate's ranks."""
+    topology = candidate.topology()
+    precision = Precision(
+        job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
+    )
+    planner = BucketPlanner(topology, precision, GradientPolicy(), None, frozenset())
+    infos_like = {
+        name: [bucket_info(bucket_plan, topology) for bucket_plan in planner.unit(unit)]
+        for name, unit in traced.units.items()
+    }
+    infos: list[BucketInfo] = []
+    sources: list[list[int]] = []  # of each bucket: which buckets were traced in its place
+    unit_buckets: dict[str, list[int]] = {}
+    like: dict[str, str] = {}
+    for number, bucket in enumerate(traced.buckets):
+        unit_buckets.setdefault(bucket.unit, []).append(number)
+        like[bucket.unit] = bucket.like
+    for unit in sorted(unit_buckets, key=traced.order.index):
+        own = infos_like[like[unit]]
+        for position, info in enumerate(own):
+            names = {slot.name for slot in info.layout.slots}
+            name = unit if len(own) == 1 else f"{unit}#{position}"
+            infos.append(replace(info, name=name, unit=unit))
+            sources.append([n for n in unit_buckets[unit] if traced.buckets[n].parameters & names])
+    policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
+    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes)
+    outlines = {phase: _on_ranks(outline, infos, sources) for phase, outline in traced.outlines.items()}
+    return Plan(outlines, context, CostModel(job.hardware, job.fused))
+
+
+def _on_ranks(outline: Outline, infos: Sequence[BucketInfo], sources: Sequence[Sequence[int]]) -> Outline:
+    """The outline with other buckets: each is used from the first use of what was traced in its place to the last."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for use in outline.uses:
+        for bucket, end in zip(use.buckets, use.last, strict=True):
+            first[bucket], last[bucket] = use.first, end
+    gradients = {g.bucket: g for g in outline.gradients}
+    uses: list[Use] = []
+    wholes: dict[int, tuple[int, int]] = {}
+    reduced: list[Gradients] = []
+    for number, (info, traced) in enumerate(zip(infos, sources, strict=True)):
+        if used := [bucket for bucket in traced if bucket in first]:
+            begin, end = min(first[b] for b in used), max(last[b] for b in used)
+            if info.exchange.gather_group:
+                previous = uses[-1] if uses else None
+                if previous is not None and infos[previous.buckets[0]].unit == info.unit and previous.first == begin:
+                    uses[-1] = Use((*previous.buckets, number), begin, (*previous.last, end))
+                else:
+                    uses.append(Use((number,), begin, (end,)))
+            elif info.main_dtype != info.exchange.dtype and not info.has_resident:
+                wholes[number] = (begin, end)
+        if computed := [gradients[bucket] for bucket in traced if bucket in gradients]:
+            begins = [g.begin for g in computed if g.begin is not None]
+            reduced.append(
+                Gradients(
+                    number,
+                    min(begins) if begins else None,
+                    max(g.ready for g in computed),
+                    0 if begins else info.layout.numel * info.exchange.dtype.itemsize,
+                )
+            )
+    return replace(
+        outline,
+        uses=tuple(sorted(uses, key=lambda use: use.first)),
+        wholes=wholes,
+        gradients=tuple(sorted(reduced, key=lambda g: g.ready)),
+    )
+
+
+def peak_parts(row: Planned) -> dict[Category, int]:
+    """What is in memory at the peak."""
+    return dict(row.timeline.peak_parts) if row.timeline is not None else {}
+
+
+def node_count(world: int, hardware: Hardware) -> int:
+    return math.ceil(world / hardware.ranks_per_node)

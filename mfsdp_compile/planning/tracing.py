@@ -1,8 +1,8 @@
 """From a model without values to outlines of its graphs: the way that ``torch.compile(backend="mfsdp")`` goes, but for the
 last step.
 
-Equal units that follow on one another are traced three times, not a hundred: the first, one that stands for all in the
-middle, and the last. The outline is stretched afterwards.
+Equal units that follow on one another are traced four times, not a hundred: the first two, one that stands for all others,
+and the last. The outline is stretched afterwards.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend import find_shells, prepare
 from mfsdp_compile.options import CompileOptions
 from mfsdp_compile.passes import pipeline, roles
-from mfsdp_compile.passes.context import Phase, phase_of
+from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.flow import flow_of
 from mfsdp_compile.passes.hardware import Hardware
@@ -94,22 +94,27 @@ def trace(work: Workload, hardware: Hardware, fused: bool) -> Trace:
             "A plan is made with a process group of ranks that do not exist, and there is a real one already: plan in a "
             "process of its own."
         )
-    with _fake_group(), compat.fake_mode():
-        with _default_dtype(work.dtype):
+    with _fake_group() as mesh, compat.fake_mode():
+        with _default_dtype(work.dtype), _NoValues():
             model = work.build()
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
         sizes = (sum(b.nbytes for b in model.buffers()), sum(p.numel() for u in whole for p, _ in u.params))
-        runs = _shorten(model, classes)
+        runs, names = _shorten(model, classes)
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         units = {unit.name: unit for unit in find_units(model, classes)}
-        outlines, buckets, flops = _outlines(model, classes, work, hardware, fused)
+        outlines, buckets = _outlines(model, mesh, classes, work, hardware, fused)
+    outlines = {
+        phase: replace(outline, units=tuple(names.get(unit, unit) for unit in outline.units))
+        for phase, outline in outlines.items()
+    }
+    buckets = [replace(bucket, unit=names.get(bucket.unit, bucket.unit)) for bucket in buckets]
     for run in runs:
         outlines, buckets = _stretch(outlines, buckets, run)
-    stretched = sum(segment.flops for segment in outlines[Phase.FORWARD].segments) if runs else flops
-    return Trace(outlines, buckets, units, order, *sizes, work.batch * work.length, stretched)
+    flops = sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
+    return Trace(outlines, buckets, units, order, *sizes, work.batch * work.length, flops)
 
 
 def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
@@ -118,12 +123,21 @@ def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
 
 
 @contextlib.contextmanager
-def _fake_group() -> Iterator[None]:
+def _fake_group() -> Iterator[DeviceMesh]:
     with compat.fake_process_group(_RANKS):
         try:
-            yield
+            yield init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("fsdp",))
         finally:
             torch.compiler.reset()
+
+
+class _NoValues(compat.TorchFunctionMode):
+    """Initialisation that does nothing: most of the time that making a large model without values takes."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("normal_", "uniform_", "fill_", "zero_") and args:
+            return args[0]
+        return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -136,10 +150,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+class _Traced(BaseException):
+    """All that was wanted is there. No Exception, of which Dynamo makes a report that takes longer than going on."""
+
+
 def _outlines(
-    model: nn.Module, classes: Sequence[type[nn.Module]], work: Workload, hardware: Hardware, fused: bool
-) -> tuple[dict[Phase, Outline], list[TracedBucket], float]:
-    mesh = init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("fsdp",))
+    model: nn.Module,
+    mesh: DeviceMesh,
+    classes: Sequence[type[nn.Module]],
+    work: Workload,
+    hardware: Hardware,
+    fused: bool,
+) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
     sharded = fully_shard_model(model, mesh, fsdp_unit_modules=list(classes), check_values=False)
     outlines: dict[Phase, Outline] = {}
     found: list[pipeline.Record] = []
@@ -151,7 +173,7 @@ def _outlines(
         shells = find_shells(gm)
         if not shells:
             return gm.forward
-        record, call, inputs = prepare(gm, example_inputs, shells, options)
+        record, _, inputs = prepare(gm, example_inputs, shells, options)
         found.append(record)
 
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -164,26 +186,26 @@ def _outlines(
                 flow = flow_of(graph_module.graph, record.context, costs, user_outputs=count, saved=saved)
                 saved = flow.saved
                 outlines[phase] = outline_of(flow, record.context)
-            return graphs
+            raise _Traced  # nothing that comes after is needed
 
-        run = compat.trace_with_aot(gm, inputs, partition, decomposed=fused)
-
-        def called(*args: Any) -> Any:
-            _, tensors, rest = call.exchange(args)
-            return run(*tensors, *rest)
-
-        return called
+        if not record.context.whole_model:
+            raise RuntimeError(
+                f"torch.compile breaks {work.name} into several graphs, and a plan needs one that holds the whole model. "
+                "mfsdp_compile.explain(model, *inputs) on a sharded model says where it breaks, and why."
+            )
+        return compat.trace_with_aot(gm, inputs, partition, decomposed=fused)
 
     args, kwargs = work.inputs(work.batch, work.length)
-    work.loss(torch.compile(sharded, backend=backend)(*args, **kwargs))
-    if len(found) != 1 or Phase.BACKWARD not in outlines:
-        raise RuntimeError(
-            f"torch.compile makes {len(found)} graphs of {work.name}, and a plan needs one that holds the whole model. "
-            "mfsdp_compile.explain(model, *inputs) on a sharded model says where it breaks, and why."
-        )
+    try:
+        with contextlib.suppress(_Traced):
+            work.loss(torch.compile(sharded, backend=backend)(*args, **kwargs))
+    except compat.backend_failed() as failed:
+        raise failed.inner_exception from None
+    if Phase.BACKWARD not in outlines:
+        raise RuntimeError(f"{work.name} has no trainable parameters, or its output does not depend on them")
     infos = found[0].context.buckets
     buckets = [TracedBucket(i.unit, i.unit, frozenset(slot.name for slot in i.layout.slots)) for i in infos]
-    return outlines, buckets, sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
+    return outlines, buckets
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------------
@@ -224,42 +246,46 @@ class _Run:
     """Equal units that follow on one another.
 
     Args:
-        before, middle, after: names of the units that were traced.
-        names: of all that ``middle`` stands for, in order.
+        first: name of the first one, which was traced.
+        names: of those in the middle, in order. The first of them was traced, and stands for all.
     """
 
-    before: str
-    middle: str
-    after: str
+    first: str
     names: tuple[str, ...]
 
 
-_TRACED = 3
+_TRACED = 4
+"""Units that are left of a run: one that stands for others must have its like on both sides, and behind the first one there
+is often more to release."""
 
 
-def _shorten(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[_Run]:
-    """Take equal units out of lists of modules, so that three of each run are left."""
-    runs = []
+def _shorten(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[list[_Run], dict[str, str]]:
+    """Take equal units out of lists of modules, so that four of each run are left.
+
+    Returns:
+        The runs, and what units that are left, by their names now, were called before.
+    """
+    runs: list[_Run] = []
+    names: dict[str, str] = {}
     for name, owner in list(model.named_modules()):
         if not isinstance(owner, nn.ModuleList):
             continue
         children = list(owner)
         if not all(isinstance(child, tuple(classes)) for child in children):
             continue
-        kept: list[nn.Module] = []
+        kept: list[int] = []
         for start, stop in _equal(children):
             if stop - start > _TRACED:
-                at = len(kept)
-                names = tuple(f"{name}.{i}" for i in range(start + 1, stop - 1))
-                runs.append(_Run(f"{name}.{at}", f"{name}.{at + 1}", f"{name}.{at + 2}", names))
-                kept += [children[start], children[start + 1], children[stop - 1]]
+                runs.append(_Run(f"{name}.{start}", tuple(f"{name}.{i}" for i in range(start + 2, stop - 1))))
+                kept += [start, start + 1, start + 2, stop - 1]
             else:
-                kept += children[start:stop]
+                kept += range(start, stop)
+        names |= {f"{name}.{now}": f"{name}.{before}" for now, before in enumerate(kept)}
         if len(kept) < len(children):
             del owner[:]
-            owner.extend(kept)
+            owner.extend(children[i] for i in kept)
     _tell_config(model, runs)
-    return runs
+    return runs, names
 
 
 def _tell_config(model: nn.Module, runs: Sequence[_Run]) -> None:
@@ -272,75 +298,74 @@ def _tell_config(model: nn.Module, runs: Sequence[_Run]) -> None:
 
 def _equal(children: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
     """Runs ``[start, stop)`` of modules that are equal but for their values and their place."""
+    kinds = [_kind(child) for child in children]
+    # Settings that count the modules are no difference.
+    counting = {key for key in kinds[0][1] if all(kind[1].get(key) == i for i, kind in enumerate(kinds))} if kinds else ()
+    for _, settings in kinds:
+        for key in counting:
+            settings.pop(key)
     start = 0
-    kinds = [_kind(child, index) for index, child in enumerate(children)]
     for index in range(1, len(children) + 1):
         if index == len(children) or kinds[index] != kinds[start]:
             yield start, index
             start = index
 
 
-def _kind(module: nn.Module, index: int) -> Any:
+def _kind(module: nn.Module) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """What a module is, and its settings."""
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
-    buffers = [(name, b.shape, b.dtype) for name, b in module.named_buffers()]
-    settings = [
-        (name, key, value)
+    tensors += [(name, b.shape, b.dtype, False) for name, b in module.named_buffers()]
+    settings = {
+        (name, key): value
         for name, part in module.named_modules()
-        for key, value in sorted(vars(part).items())
-        if isinstance(value, (bool, int, float, str)) and not (isinstance(value, int) and value == index)
-    ]
-    return str(module), tensors, buffers, [s for s in settings if not s[1].endswith("_idx")]
+        for key, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str))
+    }
+    return (str(module), tensors), settings
 
 
 def _stretch(
     outlines: Mapping[Phase, Outline], buckets: Sequence[TracedBucket], run: _Run
 ) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
     """As if all units of a run had been traced."""
-    own = [number for number, bucket in enumerate(buckets) if bucket.unit == run.middle]
-    count = len(run.names)
-    # The first copy keeps the numbers; the others come at the end. Names of the units after the run move on.
-    first = int(run.after.rpartition(".")[2])
-    prefix = run.after.rpartition(".")[0]
-    renamed = {run.middle: run.names[0]}
-    for bucket in buckets:
-        owner, _, index = bucket.unit.rpartition(".")
-        if owner == prefix and index.isdigit() and int(index) >= first:
-            renamed[bucket.unit] = f"{prefix}.{int(index) + count - 1}"
-    numbers = {(number, 0): number for number in own}
-    found = [replace(bucket, unit=renamed.get(bucket.unit, bucket.unit)) for bucket in buckets]
-    for copy in range(1, count):
+    own = [number for number, bucket in enumerate(buckets) if bucket.unit == run.names[0]]
+    numbers = {(number, 0): number for number in own}  # the first copy keeps them; the others come at the end
+    found = list(buckets)
+    for copy, name in enumerate(run.names[1:], 1):
         for number in own:
             numbers[number, copy] = len(found)
-            found.append(replace(buckets[number], unit=run.names[copy]))
-    stretched = {phase: _repeat(outline, run, renamed, numbers) for phase, outline in outlines.items()}
+            found.append(replace(buckets[number], unit=name))
+    stretched = {phase: _repeat(outline, run, numbers) for phase, outline in outlines.items()}
+    left, traced = (
+        sum(segment.saved + segment.temporary for outline in of.values() for segment in outline.segments)
+        for of in (stretched, outlines)
+    )
+    if left != traced:
+        raise RuntimeError(
+            f"{run.names[0]} saves for its backward what others release: it cannot stand for {len(run.names)} units."
+        )
     return stretched, found
 
 
-def _repeat(
-    outline: Outline, run: _Run, renamed: Mapping[str, str], numbers: Mapping[tuple[int, int], int]
-) -> Outline:
-    """The segments of the middle unit, as often as it stands for others."""
-    places = [i for i, unit in enumerate(outline.units) if unit == run.middle]
+def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int]) -> Outline:
+    """The segments of the unit that stands for others, as often as it does."""
+    places = [i for i, unit in enumerate(outline.units) if unit == run.names[0]]
     begin, end = places[0], places[-1] + 1
     if places != list(range(begin, end)):
         raise RuntimeError(
-            f"{run.middle} computes in between with the parameters of another unit: it cannot stand for others. Plan with "
-            "fewer layers, or name the units with unit_modules."
+            f"{run.names[0]} computes in between with the parameters of another unit: it cannot stand for others. Name the "
+            "units with unit_modules."
         )
     count, length = len(run.names), end - begin
-    backwards = outline.units.index(run.after) < begin
+    backwards = outline.units.index(run.first) > begin
     own = {number for number, _ in numbers}
-
-    def units(copy: int) -> str:
-        return run.names[count - 1 - copy if backwards else copy]
 
     def moved(place: int) -> int:
         return place if place < end else place + (count - 1) * length
 
     segments = [*outline.segments[:begin], *outline.segments[begin:end] * count, *outline.segments[end:]]
-    labels = [renamed.get(unit, unit) for unit in outline.units[:begin]]
-    labels += [units(copy) for copy in range(count) for _ in range(length)]
-    labels += [renamed.get(unit, unit) for unit in outline.units[end:]]
+    order = run.names[::-1] if backwards else run.names
+    labels = [*outline.units[:begin], *(name for name in order for _ in range(length)), *outline.units[end:]]
     uses: list[Use] = []
     gradients: list[Gradients] = []
     wholes: dict[int, tuple[int, int]] = {}
