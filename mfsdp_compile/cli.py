@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from mfsdp_compile import __version__
 from mfsdp_compile.convert import commands as convert
+from mfsdp_compile.planning import commands as planning
 
 __all__ = ["main"]
 
@@ -24,10 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hang = commands.add_parser("hang", help="which rank keeps a job waiting, from what ranks have written")
     hang.add_argument("folder", help="what MFSDP_DEBUG_DIR was set to")
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine, for predictions of step times"))
+    planning.add_arguments(
+        commands.add_parser("plan", help="memory and step time of a training run on machines that are not here")
+    )
     convert.add_commands(commands)
     given = parser.parse_args(arguments)
     if hasattr(given, "handler"):
         return convert.run(given)
+    if given.command == "plan":
+        return planning.run(given)
+
     if given.command == "doctor":
         from mfsdp_compile import doctor as the_doctor
 

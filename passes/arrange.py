@@ -216,3 +216,19 @@ class Plan:
             # In the order of the reductions: the start of each, then what is awaited when it has started.
             after[g.ready] += [*ahead[i], *pack, *behind[i]]
         before[-1] += ahead[-1]
+
+    def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
+        """Starts and waits in order, a line each, by graph."""
+        names = [info.name for info in self.context.buckets]
+        found: dict[Phase, list[str]] = {}
+        for phase in self.outlines:
+            lines = found.setdefault(phase, [])
+            for event in self._events(phase, decisions):
+                if isinstance(event, (Start, Wait)):
+                    collective = event.collective
+                    what = collective.what
+                    if isinstance(event, Wait):
+                        what = "wait" if what == "gather" else "await"
+                    stage = f", stage {collective.stage + 1}" if collective.stage else ""
+                    lines.append(f"{what:6}  {names[collective.bucket]}{stage}")
+        return found

@@ -97,6 +97,7 @@ class Exposure:
         queued: seconds that it waited for others on its group before it could start.
         ahead: seconds of computation between its start and its wait.
         issued, begin: when it is started, and when it begins to run.
+        during: the unit that computes when it is started.
         reason: in words, where something is exposed; whoever scheduled it knows.
     """
 
@@ -111,6 +112,7 @@ class Exposure:
     ahead: float
     issued: float = 0.0
     begin: float = 0.0
+    during: str = ""
     reason: str = ""
 
     @property
@@ -351,7 +353,7 @@ class _Clock:
             self.now = end
         self.now += seconds
 
-    def launch(self, collective: Collective, stage: Stage) -> _Running:
+    def launch(self, collective: Collective, stage: Stage, unit: str) -> _Running:
         """Start a collective now."""
         begin = max(self.now, self.free_at.get(collective.group, 0.0))
         end = begin + collective.seconds
@@ -361,7 +363,7 @@ class _Clock:
         self.span(collective.what, collective.what, info.name, stage, begin, end)
         seconds, queued = collective.seconds, begin - self.now
         exposure = Exposure(
-            collective.what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin
+            collective.what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin, unit
         )
         self.exposures.append(exposure)
         return _Running(end, self.computed, exposure)
@@ -373,7 +375,7 @@ class _Clock:
                 seconds = collective_seconds("all_gather", info.resident_bytes, ring, self.costs.hardware)
                 self.work(Stage.FORWARD, info.unit, self.costs.cast(info))
                 collective = Collective("gather", number, 0, 0.0, seconds, "residents")
-                self.residents[number] = self.launch(collective, Stage.FORWARD)
+                self.residents[number] = self.launch(collective, Stage.FORWARD, "")
 
     def span(self, stream: str, kind: str, name: str, stage: Stage, begin: float, end: float) -> None:
         if not self.details or end <= begin:
@@ -405,7 +407,7 @@ class _Clock:
             elif isinstance(event, Start):
                 collective = event.collective
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
-                running[collective] = self.launch(collective, stage)
+                running[collective] = self.launch(collective, stage, unit)
             else:
                 self.await_(stage, unit, running.pop(event.collective))
 

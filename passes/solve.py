@@ -160,7 +160,7 @@ class _Solver:
 
     def _schedules(self, bound: int | None) -> Iterator[Solution]:
         """Those that come into question; their peaks may be above the bound by what a simulation adds."""
-        keep_first = (False, True) if self.reshard is None else (True,)
+        keep_first = (False, True) if self.reshard is None and bound is not None else (True,)
         for first in keep_first:
             best = None
             for in_flight in (1, 2, 4) if self.context.overlap[1] else (0,):

@@ -330,7 +330,7 @@ class ShardedModel:
         """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
         if group is not None:
             self._note(collective, lambda: [(collective, group.name)])
-            tracing.expect(lambda: self._range_names("eagerly", [(collective, group.name)]))
+            tracing.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
         self._order.start(f"{collective} ({self._name})", self._agree_on_order, details)
         self.started += 1
 
@@ -350,7 +350,7 @@ class ShardedModel:
         # What the journal keeps must not keep the model.
         launches = functools.partial(_launches, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", launches)
-        tracing.expect(lambda: self._range_names(f"{phase} graph", launches()))
+        tracing.expect(lambda: self._named_launches(f"{phase} graph", launches()))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
 
     @property
@@ -358,14 +358,14 @@ class ShardedModel:
         """Phase and schedule of every compiled graph that has run, also of those that came out of a compile cache."""
         return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
 
-    def _range_names(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[str]:
+    def _named_launches(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[tracing.Launch]:
         """What collectives are called in traces."""
         counts: dict[str, int] = {}
         for what, group in launches:
             if group not in counts:
                 counts[group] = compat.collectives_started(compat.process_group(group))
             counts[group] += 1
-            yield f"mfsdp step {self.steps}, {where}, {self._name}: {what} ({counts[group]} of group {group})"
+            yield tracing.Launch(self.steps, where, self._name, what, counts[group], group)
 
     def _note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
         journal.note(self.steps, self._name, what, self.topology.group_names, launches)

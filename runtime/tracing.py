@@ -1,11 +1,13 @@
-"""Names of collectives in traces of ``torch.profiler``.
+"""What happens where a collective is started, compiled or not: names in traces of ``torch.profiler``, and times.
 
 A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a sharded
 model lies in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group 0)``:
-step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.hang` knows it by.
+step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.hang` knows it by. While somebody listens
+(:func:`listening`), they are told.
 
 Compiled code starts collectives by itself. They are met where every call of their operators passes, compiled or not: at a
-dispatch key of torch that is used for nothing else here. That is only done while a profiler runs, and costs nothing else.
+dispatch key of torch that is used for nothing else here. That is only done while a profiler runs or somebody listens, and
+costs nothing else.
 """
 
 from __future__ import annotations
@@ -13,37 +15,71 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from . import compat
 
-__all__ = ["expect", "stop"]
+__all__ = ["Launch", "expect", "listening", "stop"]
 
 _OPERATORS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
 
 _library: Any = None
+_listener: Callable[[Launch], None] | None = None
+
+
+class Launch(NamedTuple):
+    """A collective that is started.
+
+    Args:
+        step: optimizer steps before it.
+        where: ``"forward graph"``, ``"backward graph"``, ``"inference graph"`` or ``"eagerly"``.
+        model: whose it is.
+        what: such as ``"gather layers.3"``.
+        number, group: which of the group's it is.
+    """
+
+    step: int
+    where: str
+    model: str
+    what: str
+    number: int
+    group: str
+
+    def __str__(self) -> str:
+        return f"mfsdp step {self.step}, {self.where}, {self.model}: {self.what} ({self.number} of group {self.group})"
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.names: deque[str] = deque()
+        self.launches: deque[Launch] = deque()
 
 
 _thread = _Thread()
 
 
-def expect(names: Callable[[], Iterable[str]]) -> None:
-    """This thread is about to start collectives of these names, in this order; asked for if a profiler runs."""
+def expect(launches: Callable[[], Iterable[Launch]]) -> None:
+    """This thread is about to start these collectives, in this order; asked for if a profiler runs or somebody listens."""
     global _library
-    if not compat.profiler_runs():
+    if _listener is None and not compat.profiler_runs():
         stop()
         return
     if _library is None:
         _library = compat.stand_around_collectives(_OPERATORS, _range)
-    _thread.names = deque(names())
+    _thread.launches = deque(launches())
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """Have ``listener`` called at the start of every collective of sharded models, on the thread that starts it."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
 
 
 def stop() -> None:
@@ -55,6 +91,9 @@ def stop() -> None:
 
 
 def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
-    if not _thread.names:  # the model's own, or somebody else's
+    if not _thread.launches:  # the model's own, or somebody else's
         return contextlib.nullcontext()
-    return torch.profiler.record_function(_thread.names.popleft())
+    launch = _thread.launches.popleft()
+    if _listener is not None:
+        _listener(launch)
+    return torch.profiler.record_function(str(launch)) if compat.profiler_runs() else contextlib.nullcontext()

@@ -6,7 +6,6 @@ the memory budget, and its simulation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +16,10 @@ from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
 from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.decisions import Decisions
-from mfsdp_compile.passes.flow import Category
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.passes.simulate import OptimizerCost, Stage, Timeline, resting_memory, simulate
-from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.passes.solve import BudgetError, explained, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Group, Topology
@@ -83,6 +81,7 @@ class Job:
         prefetch, reshard: fixed parts of the schedule; None: as is best.
         fused: whether the inner compiler fuses kernels.
         overlap: whether gathers, and reductions, may run while the model computes.
+        solved: False: the schedule that a model has without a budget, each gather one unit ahead.
     """
 
     work: Workload
@@ -94,6 +93,7 @@ class Job:
     reshard: bool | None = None
     fused: bool = True
     overlap: tuple[bool, bool] = (True, True)
+    solved: bool = True
 
     @property
     def usable(self) -> int:
@@ -116,7 +116,6 @@ class Planned:
         timeline: of a step of one rank; None if it does not fit.
         decisions: about the schedule; None if it does not fit.
         needed: bytes at the peak; of the smallest schedule if it does not fit.
-        needed_parts: what these are.
         refusal: why it does not fit.
     """
 
@@ -215,22 +214,33 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
         details: spans and memory over time too.
     """
     problem = problem_of(job, traced, candidate)
-    try:
-        solution: Solution = solve(
-            problem, job.optimizer, job.usable, prefetch=job.prefetch, reshard=job.reshard, bounds=_BOUNDS
-        )
-    except BudgetError as error:
-        return Planned(candidate, problem.context, None, None, error.needed, str(error))
-    timeline = solution.timeline
+    if job.solved:
+        try:
+            solution = solve(
+                problem, job.optimizer, job.usable, prefetch=job.prefetch, reshard=job.reshard, bounds=_BOUNDS
+            )
+        except BudgetError as error:
+            return Planned(candidate, problem.context, None, None, error.needed, str(error))
+        decisions, timeline = solution.decisions, solution.timeline
+    else:
+        decisions = problem.decisions_by_policy()
+        timeline = _simulated(job, problem, decisions, details=False)
+        if timeline.peak_bytes > job.usable:
+            return Planned(candidate, problem.context, None, None, timeline.peak_bytes, "its peak is above the budget")
     if details:
-        resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
-        events = problem.events(solution.decisions)
-        timeline = simulate(events, problem.context, problem.costs, resting, job.optimizer)
-        timeline = explained(timeline, solution.decisions, PHASES)
-    return Planned(candidate, problem.context, timeline, solution.decisions, timeline.peak_bytes)
+        timeline = explained(_simulated(job, problem, decisions, details=True), decisions, PHASES)
+    return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
 
 
-_BOUNDS = 4
+def _simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
+    resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
+    return simulate(
+        problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=details
+    )
+
+
+_BOUNDS = 3
+"""Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
 def _smallest_world(job: Job, traced: Trace) -> int | None:
@@ -320,12 +330,3 @@ def _on_ranks(outline: Outline, infos: Sequence[BucketInfo], sources: Sequence[S
         wholes=wholes,
         gradients=tuple(sorted(reduced, key=lambda g: g.ready)),
     )
-
-
-def peak_parts(row: Planned) -> dict[Category, int]:
-    """What is in memory at the peak."""
-    return dict(row.timeline.peak_parts) if row.timeline is not None else {}
-
-
-def node_count(world: int, hardware: Hardware) -> int:
-    return math.ceil(world / hardware.ranks_per_node)

@@ -229,12 +229,11 @@ def _exposures(exposures: Sequence[Exposure]) -> Table:
 
 def _units(report: Report) -> Table:
     rows: dict[tuple[Stage, str], tuple[float, float | None]] = {
-        key: (seconds, None) for key, seconds in report.timeline.units.items()
+        key: (seconds, None)
+        for key, seconds in report.timeline.units.items()
+        if not report.measured or key[0] is Stage.OPTIMIZER  # borders that are measured may part units otherwise
     }
-    rest = report.timeline.seconds - sum(report.timeline.units.values())
-    rows |= {(time.stage, time.unit): (time.predicted, time.measured) for time in report.measured}
-    if rest > 1e-6 * report.timeline.seconds and not any(stage is Stage.OPTIMIZER for stage, _ in rows):
-        rows[Stage.OPTIMIZER, "optimizer"] = (rest, None)  # what no unit computes is its step
+    rows = {(time.stage, time.unit): (time.predicted, time.measured) for time in report.measured} | rows
     lines = list(_alike((called(unit), stage.value, *_times(*times)) for (stage, unit), times in rows.items()))
     about = "Seconds of each unit in each stage of the step, waits included. Neighbours that are alike share a line."
     compared = [(predicted, measured) for predicted, measured in rows.values() if measured is not None]

@@ -1,0 +1,277 @@
+"""Predictions for a model that is compiled, and what was measured beside them."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from mfsdp_compile.passes.context import Context, Phase
+from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.pipeline import Prediction, Record
+from mfsdp_compile.passes.simulate import Exposure, Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solve import explained
+from mfsdp_compile.runtime import tracing
+
+from .report import PassRow, Report, UnitTime, headline, write
+from .wrapper import unwrapped
+
+__all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
+
+_STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD}
+_PHASES = {stage: phase for phase, stage in _STAGES.items()}
+
+
+# -- predicted --------------------------------------------------------------------------------------------------------
+
+
+def predicted(model: nn.Module) -> Timeline:
+    """A training step of a compiled model, simulated: from the graphs that run, with their schedule as it is.
+
+    Args:
+        model: sharded, compiled with ``options={"report": True}``, and run once.
+
+    Raises:
+        RuntimeError: nothing has been compiled, or it came out of a compile cache, which knows no graphs.
+    """
+    return _Compiled(model).timeline
+
+
+class _Compiled:
+    """The last training graphs of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrapped(model, "report")
+        records: list[Record] = self.model.sharded.compiled_graphs
+        wanted = {Phase.FORWARD, Phase.BACKWARD}
+        whole = [r for r in records if r.context.whole_model and wanted <= r.events.keys()]
+        if not whole:
+            raise RuntimeError(_why_nothing(records))
+        self.record = whole[-1]
+        prediction = self.record.prediction
+        assert prediction is not None
+        self.prediction: Prediction = prediction
+        self.context: Context = self.record.context
+        events = {_STAGES[phase]: self.record.events[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        resting = resting_memory(self.context.buckets, prediction.optimizer, self.context.other_bytes)
+        found = simulate(events, self.context, prediction.costs, resting, prediction.optimizer)
+        self.timeline = explained(found, self.record.decisions, _PHASES)
+
+
+def _why_nothing(records: Sequence[Record]) -> str:
+    start = "There is nothing to report on: "
+    if not records:
+        return f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training step."
+    failed = [f"{phase.value}: {why}" for r in records for phase, why in r.unpredicted.items()]
+    if failed:
+        return f"{start}the graphs could not be followed ({'; '.join(failed)}). Please report this."
+    if not any(r.context.whole_model for r in records):
+        return (
+            f"{start}no graph holds the whole model; mfsdp_compile.explain(model, *inputs) says where it breaks. Compile with "
+            "fullgraph=True."
+        )
+    if all(not r.schedules for r in records):
+        return f"{start}the graphs came out of a compile cache. Compile with options={{'report': True}}."
+    return f"{start}no backward has been compiled: run a training step."
+
+
+def schedule_of(model: nn.Module) -> ScheduleText:
+    """The schedule of a compiled model, to be saved, edited and given as ``options={"schedule": path}``.
+
+    Args:
+        model: sharded, compiled, and run once; what came out of a compile cache will do.
+
+    Raises:
+        RuntimeError: nothing has been compiled.
+    """
+    sharded = unwrapped(model, "schedule_of").sharded
+    lines: dict[Phase, Sequence[str]] = {}
+    for phase, found in sharded.begun_graphs:
+        lines[Phase(phase)] = found
+    if not lines:
+        raise RuntimeError("The model has not been compiled and run: there is no schedule yet.")
+    return ScheduleText.of(lines)
+
+
+# -- measured ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times of collectives' starts, which are the borders between units: on CUDA from events on the stream of the
+    computation, else from a clock.
+
+    Args:
+        starts: of each collective: where it was started, what it is, seconds since the beginning.
+        seconds: of all.
+    """
+
+    starts: Sequence[tuple[str, str, float]]
+    seconds: float
+
+
+def measure(model: nn.Module, step: Callable[[], Any], repeats: int = 5) -> list[Measurement]:
+    """Run ``step``, which computes a loss with the model and calls ``backward()``, and note when collectives start.
+
+    Costs a clock's reading, or an event, per collective. Collective: every rank must.
+
+    Args:
+        repeats: how often to run it; once more before that, unmeasured.
+    """
+    device = next(iter(unwrapped(model, "measure").sharded.buckets)).flat.device
+    step()
+    return [_measured(step, device) for _ in range(repeats)]
+
+
+def _measured(step: Callable[[], Any], device: torch.device) -> Measurement:
+    marks: list[tuple[tracing.Launch, Any]] = []
+    mark, since = _clock(device)
+    with tracing.listening(lambda launch: marks.append((launch, mark()))):
+        begin = mark()
+        step()
+        end = mark()
+    return Measurement([(launch.where, launch.what, since(begin, at)) for launch, at in marks], since(begin, end))
+
+
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """What marks a moment of the computation, and the seconds between two marks."""
+    if device.type != "cuda":
+        return time.perf_counter, lambda first, second: second - first
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def since(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        second.synchronize()
+        return first.elapsed_time(second) / 1e3
+
+    return mark, since
+
+
+def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measurement]) -> list[UnitTime]:
+    """Times between the starts of collectives, by the unit that computes there: as predicted, and the median measured.
+
+    Raises:
+        RuntimeError: other collectives were measured than predicted.
+    """
+    residents = sum(info.resident_bytes > 0 for info in context.buckets)  # the runtime's; they come before the graphs
+    starts = timeline.exposures[residents:]
+    expected = [(f"{e.stage.value} graph", e.what, e.name) for e in starts]
+    end = timeline.seconds - sum(s for (stage, _), s in timeline.units.items() if stage is Stage.OPTIMIZER)
+    times: dict[tuple[Stage, str], tuple[float, list[float]]] = {}
+    for one in measured:
+        found = [(where, *_split(what)) for where, what, _ in one.starts]
+        if found != expected:
+            pairs = itertools.zip_longest(found, expected, fillvalue=("nothing",))
+            other, wanted = next((" ".join(a), " ".join(b)) for a, b in pairs if a != b)
+            raise RuntimeError(f"the step that was measured has {other}, where {wanted} was predicted")
+    before = 0.0
+    last: Exposure | None = None
+    for position in range(len(starts) + 1):
+        e = starts[position] if position < len(starts) else None
+        at = e.issued if e is not None else end
+        stage = e.stage if e is not None else Stage.BACKWARD
+        unit = (e.during or e.unit) if e is not None else (last.during if last is not None else "")
+        if last is not None and e is not None and last.stage is not e.stage:
+            stage, unit = last.stage, f"after {last.during}"  # nothing starts there until the backward begins
+        found_times = [_interval(one, position) for one in measured]
+        so_far, all_measured = times.get((stage, unit), (0.0, [0.0] * len(measured)))
+        times[stage, unit] = so_far + at - before, [a + b for a, b in zip(all_measured, found_times, strict=True)]
+        before, last = at, e
+    return [UnitTime(stage, unit, seconds, median(each)) for (stage, unit), (seconds, each) in times.items()]
+
+
+def _interval(one: Measurement, position: int) -> float:
+    """Seconds up to a start, from the one before; after the last one up to the end."""
+    begin = one.starts[position - 1][2] if position else 0.0
+    return (one.starts[position][2] if position < len(one.starts) else one.seconds) - begin
+
+
+def _split(what: str) -> tuple[str, str]:
+    """``("reduce", "layers.0")`` from ``"reduce layers.0, stage 2"``."""
+    kind, _, name = what.partition(" ")
+    return kind, name.partition(",")[0]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(
+    model: nn.Module,
+    folder: Path | str | None = None,
+    *,
+    measured: Sequence[Measurement] = (),
+    title: str = "Training step",
+    name: str = "report",
+) -> Report:
+    """What a compiled model's training step is predicted to do, why, and how that compares with what was measured.
+
+    Args:
+        model: sharded, compiled with ``options={"report": True}``, and run once.
+        folder: to write ``report.html``, ``report.txt`` and ``report.trace.json`` to; None: nothing is written.
+        measured: from :func:`measure`.
+        title: of the report.
+        name: of the files.
+
+    Returns:
+        the report; ``mfsdp_compile.report.to_text`` prints it.
+
+    Raises:
+        RuntimeError: there is nothing to report on; the message says why.
+        OSError: the files cannot be written.
+    """
+    compiled = _Compiled(model)
+    record, context, timeline = compiled.record, compiled.context, compiled.timeline
+    notes = ["Predicted figures come from the cost model of the hardware named below, not from this machine."]
+    times: list[UnitTime] = []
+    if measured:
+        try:
+            times = _by_unit(timeline, context, measured)
+        except RuntimeError as error:
+            notes.append(f"What was measured is not compared: {error}.")
+    rows = [
+        PassRow(phase.value if phase is not None else "dynamo", r.name, r.seconds, r.lines, r.changes)
+        for phase, reports in record.reports.items()
+        for r in reports
+    ]
+    verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
+    made = Report(
+        title,
+        headline(timeline, context.policy.memory_budget),
+        timeline,
+        context.buckets,
+        {phase.value: lines for phase, lines in record.schedules.items()},
+        rows,
+        list(dict.fromkeys(verdicts)),
+        times,
+        _environment(compiled),
+        notes,
+        context.policy.memory_budget,
+    )
+    if folder is not None:
+        write(made, folder, name)
+    return made
+
+
+def _environment(compiled: _Compiled) -> Mapping[str, str]:
+    sharded, prediction = compiled.model.sharded, compiled.prediction
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(sharded.buckets[0].flat.device),
+        "sharding": str(sharded.topology),
+        "hardware of the prediction": prediction.costs.hardware.name,
+        "inner compiler": "inductor" if prediction.costs.fused else "aot_eager",
+        "optimizer of the prediction": prediction.optimizer.name,
+        "policy": str(compiled.context.policy),
+    }

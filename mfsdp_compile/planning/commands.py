@@ -1,0 +1,194 @@
+"""``mfsdp plan``: a training run on paper, for any number of ranks, on a laptop."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from mfsdp_compile.options import OPTIMIZERS, parse_bytes
+from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.hardware import hardware, known_hardware
+from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
+
+from .planner import DEVICE_RESERVE, Forecast, Job, Planned, plan, planned, problem_of
+from .shapes import CHECKPOINT, SHAPES, workload
+
+__all__ = ["add_arguments", "report_of", "run"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Predicts memory, step time and exposed communication of a training run, from a model that is never made and ranks "
+        "that do not exist. Every number is simulated."
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"one of {', '.join(SHAPES)}; hf: and a folder with a Hugging Face config.json; or package.module:factory",
+    )
+    parser.add_argument(
+        "--world", default="8", help="numbers of ranks, with commas, such as 8,64,512 (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100-ib",
+        help=f"one of {', '.join(known_hardware())}; or a file of `mfsdp calibrate` (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--budget", help=f"of a rank's memory, such as 70GiB (default: the device's, less {DEVICE_RESERVE:.0%})"
+    )
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
+    parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", choices=CHECKPOINT, default="none", help="activation checkpointing (default: %(default)s)"
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
+    parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
+    parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
+    parser.add_argument("--details", action="store_true", help="print the report of the best plan too")
+
+
+def run(given: argparse.Namespace) -> int:
+    """For the command line. Returns the process's exit code: 0; 1 if nothing fits; 2 if the arguments are wrong."""
+    gc.disable()  # what is made here is needed to the end, and looking through it takes a fifth of the time
+    try:
+        return _run(given, Console())
+    finally:
+        gc.freeze()  # nor need it be looked through when Python ends
+
+
+def _run(given: argparse.Namespace, console: Console) -> int:
+    try:
+        worlds = _worlds(given.world)
+        work = workload(
+            given.model,
+            batch=given.batch,
+            length=given.seq,
+            dtype=DTYPES[given.dtype],
+            checkpoint=given.checkpoint,
+        )
+        budget = parse_bytes(given.budget, "--budget") if given.budget else None
+        job = Job(work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer])
+    except ValueError as error:
+        print(f"mfsdp plan: {error}", file=sys.stderr)
+        return 2
+    with console.status(f"tracing {work.name}"):
+        try:
+            forecast = plan(job, worlds)
+        except RuntimeError as error:
+            print(f"mfsdp plan: {error}", file=sys.stderr)
+            return 2
+    _show(console, forecast)
+    if forecast.best is None:
+        return 1
+    best = planned(job, forecast.traced, forecast.best.candidate, details=True)
+    report = report_of(forecast, best)
+    if given.details:
+        console.print(to_text(report), highlight=False, markup=False)
+    if given.html:
+        path = Path(given.html)
+        files = write(report, path.parent, path.stem)
+        console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
+    if given.schedule:
+        assert best.decisions is not None
+        ScheduleText.of(problem_of(job, forecast.traced, best.candidate).lines(best.decisions)).save(given.schedule)
+        console.print(f"schedule: {given.schedule}", highlight=False)
+    return 0
+
+
+def _worlds(text: str) -> list[int]:
+    try:
+        worlds = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--world takes numbers of ranks with commas, such as 8,64,512, got {text!r}") from None
+    if min(worlds) < 1:
+        raise ValueError(f"--world takes numbers of at least 1, got {text!r}")
+    return worlds
+
+
+def _show(console: Console, forecast: Forecast) -> None:
+    job, traced = forecast.job, forecast.traced
+    console.print(
+        f"[bold]{job.work.name}[/]: {traced.parameters / 1e9:.2f} billion parameters in {len(traced.order)} units, "
+        f"{job.work.batch} x {job.work.length:,} tokens per rank in {job.work.dtype}, checkpointing {job.work.checkpoint}, "
+        f"{job.optimizer.name}",
+        highlight=False,
+    )
+    console.print(
+        f"on {job.hardware.name}, {bytes_text(job.usable)} of a rank's memory to be used; all figures are simulated, tok/s are "
+        "tokens per second of one rank, kept is how many buckets stay gathered for the backward",
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("ranks", "sharding", "GiB", "step", "tok/s", "MFU", "exposed", "kept", ""):
+        table.add_column(name, justify="left" if name in ("sharding", "") else "right", no_wrap=True)
+    for row in forecast.rows:
+        table.add_row(*_cells(forecast, row), style=None if row.fits else "dim")
+    console.print(table)
+    if forecast.best is None:
+        fewest = min(forecast.rows, key=lambda row: row.needed)
+        console.print(f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}", highlight=False)
+    if forecast.smallest_world is not None:
+        console.print(f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}", highlight=False)
+    else:
+        console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
+
+
+def _cells(forecast: Forecast, row: Planned) -> list[str]:
+    start = [f"{row.candidate.world:,}", str(row.candidate), f"{row.needed / (1 << 30):,.1f}"]
+    if row.timeline is None or row.decisions is None:
+        return [*start, "", "", "", "", "", "too much"]
+    exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
+    return [
+        *start,
+        f"{row.timeline.seconds:.3g} s",
+        f"{forecast.tokens_per_second(row):,.0f}",
+        f"{forecast.mfu(row):.1%}",
+        exposed,
+        str(len(row.decisions.kept)),
+        "best" if row is forecast.best else "",
+    ]
+
+
+def report_of(forecast: Forecast, row: Planned) -> Report:
+    """The report of one of a forecast's rows, with its timeline in full."""
+    job, traced = forecast.job, forecast.traced
+    assert row.timeline is not None
+    assert row.decisions is not None
+    shown = replace(row, timeline=row.timeline)
+    numbers = [
+        ("sharding", f"{row.candidate} over {row.candidate.world:,} ranks"),
+        ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
+        ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
+    ]
+    lines = problem_of(job, traced, row.candidate).lines(row.decisions)
+    source = dict(job.hardware.sources)
+    return Report(
+        f"Plan of {job.work.name} on {row.candidate.world:,} ranks of {job.hardware.name}",
+        [*headline(row.timeline, job.usable), *numbers],
+        row.timeline,
+        row.context.buckets,
+        {phase.value: found for phase, found in lines.items()},
+        environment={
+            "model": f"{job.work.name}, {traced.parameters:,} parameters, {job.work.dtype}",
+            "batch": f"{job.work.batch} x {job.work.length:,} tokens per rank, checkpointing {job.work.checkpoint}",
+            "hardware": job.hardware.name,
+            "optimizer": job.optimizer.name,
+            "torch": torch.__version__,
+            **{f"source of {name}": text for name, text in source.items()},
+        },
+        notes=["Every number is simulated: nothing was run on the machines that this plan is for."],
+        budget_bytes=job.usable,
+    )
