@@ -22,9 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import forecasting, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.checkpoint.manifest import read_manifest
+from mfsdp_compile.report.words import bytes_text, change_text, seconds_text
 
 from .llama import Block, Llama, LlamaConfig
 from .measuring import collectives
@@ -88,6 +89,7 @@ class _Outcome:
     collectives: dict[str, int] = field(default_factory=dict)
     layouts: list[str] = field(default_factory=list)
     schedules: dict[str, list[str]] = field(default_factory=dict)
+    report: list[str] = field(default_factory=list)
 
 
 def run(config: DemoConfig) -> int:
@@ -133,7 +135,7 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     model = fully_shard_model(whole, fsdp_unit_modules=[unit])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=config.lr, foreach=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warmup)
-    call = model if config.eager else torch.compile(model, backend="mfsdp")
+    call = model if config.eager else torch.compile(model, backend="mfsdp", options={"report": True})
     checkpoints = config.checkpoints
     outcome = _Outcome(whole_bytes=whole_bytes)
     if config.resume:
@@ -143,11 +145,12 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
         schedule.load_state_dict(restored.extra["schedule"])
         outcome.start = restored.step
 
+    def batch(step: int) -> tuple[Tensor, ...]:
+        parts = text.batch(step, config.batch * config.ranks)
+        return tuple(part.chunk(config.ranks)[rank].to(device) for part in parts)
+
     def train_step(step: int) -> Tensor:
-        tokens, targets = (
-            part.chunk(config.ranks)[rank].to(device) for part in text.batch(step, config.batch * config.ranks)
-        )
-        loss = loss_of(call, tokens, targets)
+        loss = loss_of(call, *batch(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if step == outcome.start:
@@ -172,13 +175,37 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
     outcome.first_step_seconds = outcome.seconds[0]
     _add_optimizer_bytes(outcome, optimizer, whole_bytes)
     outcome.collectives = _count_collectives(lambda: train_step(outcome.start + config.steps))
+    if not config.eager:
+        _report(config, rank, model, lambda: loss_of(call, *batch(0)).backward(), outcome)
     outcome.layouts = [f"{bucket.plan.name}: {bucket.plan.layout}" for bucket in model.sharded.buckets]
     for record in model.sharded.compiled_graphs:
         for phase, lines in record.schedules.items():
             outcome.schedules.setdefault(phase.value, lines)
-    for phase_name, lines in model.sharded.begun_graphs:  # came out of a compile cache: without what is between them
-        outcome.schedules.setdefault(phase_name, lines)
     return outcome
+
+
+def _report(config: DemoConfig, rank: int, model: nn.Module, compute: Callable[[], Any], outcome: _Outcome) -> None:
+    """Compare the step with what was predicted, unit by unit, and write the report."""
+
+    def step() -> None:
+        compute()
+        model.zero_grad()
+
+    measured = forecasting.measure(model, step)
+    if rank:
+        return
+    made = forecasting.report(
+        model,
+        config.out,
+        measured=measured,
+        title=f"mfsdp demo: {config.model} on {config.ranks} ranks",
+    )
+    predicted, seconds = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+    outcome.report = [
+        f"predicted peak memory {bytes_text(made.timeline.peak_bytes)} per rank; forward and backward "
+        f"{seconds_text(predicted)} predicted, {seconds_text(seconds)} measured ({change_text(predicted, seconds)})",
+        *(line for line in made.notes if "not compared" in line),
+    ]
 
 
 def _train_alone(
@@ -345,6 +372,10 @@ def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: l
             console.print(f"[bold]schedule of the {phase}[/]")
             for line in _shortened(outcome.schedules[phase]):
                 console.print(f"  {line}", highlight=False)
+    if outcome.report:
+        for line in outcome.report:
+            console.print(line, highlight=False)
+        console.print(f"report: [bold]{config.out}/report.html[/], report.txt, and report.trace.json for Perfetto")
     if (saved := config.checkpoints.latest()) is not None:
         size = sum(file.stat().st_size for file in saved.iterdir())
         console.print(
