@@ -109,7 +109,8 @@ def prepare(
         if (home := shells.get(position)) is not None:
             set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
-    prediction = chosen.prediction(buckets[0].flat.device)
+    is_real = compat.is_real_group(buckets[0].topology.every.name)
+    prediction = chosen.prediction(buckets[0].flat.device, is_real)
     record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
     call = _Call(shells, buckets)
     pipeline.rewrite_dynamo_graph(gm, record)

@@ -65,10 +65,14 @@ class CompileOptions:
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
         return None if None in found else found
 
-    def prediction(self, device: torch.device) -> Prediction:
-        """What times and memory are predicted with, for tensors on ``device``."""
-        machine = self.hardware or hardware(default_hardware(device))
-        return Prediction(CostModel(machine, self.inner == "inductor"), self.optimizer, self.text)
+    def prediction(self, device: torch.device, holds_inputs: bool) -> Prediction:
+        """What times and memory are predicted with, for tensors on ``device``.
+
+        Args:
+            holds_inputs: whether the process group at hand keeps what a collective reads until it has been awaited.
+        """
+        machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
+        return Prediction(CostModel(machine, fused, fused or holds_inputs), self.optimizer, self.text)
 
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:

@@ -33,7 +33,7 @@ from . import roles
 from .context import BucketInfo, Kind, role_of
 from .hardware import Hardware
 
-__all__ = ["CostModel", "Kernel", "Ring", "collective_seconds", "kernels", "value_bytes"]
+__all__ = ["CostModel", "Kernel", "Ring", "collective_seconds", "is_alias", "kernels", "value_bytes"]
 
 _aten = torch.ops.aten
 
@@ -87,10 +87,13 @@ class CostModel:
     Args:
         hardware: of it.
         fused: whether the inner compiler fuses kernels, and computes gradients where they are packed.
+        holds_inputs: whether what a collective reads is kept until it has been awaited: by Inductor's code, and by the work
+            objects of gloo and NCCL; not by process groups of ranks that do not exist.
     """
 
     hardware: Hardware
     fused: bool
+    holds_inputs: bool = True
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -214,14 +217,19 @@ def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
 def _producers(node: fx.Node) -> Iterable[fx.Node]:
     """What computes a node's inputs, views looked through."""
     for source in node.all_input_nodes:
-        while roles.is_view(source) and source.all_input_nodes:
+        while is_alias(source) and source.all_input_nodes:
             source = source.all_input_nodes[0]
         yield source
 
 
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node's value lies where its first input does: a view, or what torch calls an unsafe one."""
+    return roles.is_view(node) or node.target is _aten._unsafe_view.default
+
+
 def is_compute(node: fx.Node) -> bool:
     """Whether a node is computation of the model: no collective, nothing that belongs to one, no view."""
-    if node.op != "call_function" or roles.is_view(node) or roles.is_collective(node):
+    if node.op != "call_function" or is_alias(node) or roles.is_collective(node):
         return False
     role = role_of(node)
     if role is not None and role.kind in _OF_COLLECTIVES:

@@ -82,10 +82,17 @@ class Why:
 
 @dataclass(frozen=True)
 class Ahead:
-    """How early a gather starts: before the wait of the gather that is ``units`` units earlier; 0: right at its use."""
+    """How early a gather starts.
+
+    Args:
+        units: before the wait of the gather that is this many units earlier; 0: right at its use.
+        why: not earlier.
+        reduction: number of a bucket: right before its gradients are packed, and not where ``units`` says.
+    """
 
     units: int
     why: Why
+    reduction: int | None = None
 
 
 @dataclass(frozen=True)
@@ -238,7 +245,8 @@ class ScheduleText:
                     )
             unit_of = dict(zip(names, units, strict=True))
             gathers[phase] = {
-                names.index(name): Ahead(count, Why(Limit.FILE)) for name, count in self._ahead(phase, unit_of).items()
+                names.index(name): Ahead(count, Why(Limit.FILE), names.index(before) if before is not None else None)
+                for name, (count, before) in self._ahead(phase, unit_of).items()
             }
             reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
         kept: frozenset[int] = frozenset()
@@ -247,12 +255,14 @@ class ScheduleText:
             kept = frozenset(gathers[Phase.FORWARD]) & used - frozenset(gathers[Phase.BACKWARD])
         return Decisions(kept, gathers, reductions)
 
-    def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, int]:
-        """By bucket, how many other units are awaited between the start of its gather and its wait."""
-        waits = [name for what, name, _ in self.lines[phase] if what == "wait"]
-        found: dict[str, int] = {}
+    def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
+        """By bucket, how many other units are awaited between the start of its gather and its wait; and the bucket whose
+        reduction starts next, if that comes before any wait."""
+        lines = self.lines[phase]
+        waits = [name for what, name, _ in lines if what == "wait"]
+        found: dict[str, tuple[int, str | None]] = {}
         passed = 0
-        for what, name, _ in self.lines[phase]:
+        for position, (what, name, _) in enumerate(lines):
             if what == "wait":
                 passed += 1
             elif what == "gather":
@@ -263,9 +273,14 @@ class ScheduleText:
                         f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather is awaited"
                     )
                 between = [unit_of[other] for other in waits[passed : waits.index(name)]]
-                found[name] = sum(
+                units = sum(
                     unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
                 )
+                # What the graph begins with starts at once, not at its use.
+                begins = not units and all(what == "gather" for what, _, _ in lines[:position])
+                following = next((line for line in lines[position:] if line[0] in ("wait", "reduce")), None)
+                reduces = following is not None and following[0] == "reduce" and not begins
+                found[name] = units or int(begins), following[1] if reduces and following is not None else None
         return found
 
     def _behind(self, phase: Phase) -> dict[str, Behind]:

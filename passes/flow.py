@@ -22,7 +22,7 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import BucketInfo, Context, Kind, role_of
-from .costs import CostModel, Kernel, kernels
+from .costs import CostModel, Kernel, is_alias, kernels
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
@@ -184,7 +184,7 @@ class _Reader:
             values = self.roots[source]
             index = node.args[1]
             return [values[index]] if isinstance(index, int) and index < len(values) else values
-        if source is not None and (roles.is_view(node) or self._passes_on(node)):
+        if source is not None and (is_alias(node) or self._passes_on(node)):
             return self.roots[source]
         return [self._allocate(node, value) for value in _tensors(node)]
 
@@ -251,10 +251,11 @@ class _Reader:
             if isinstance(value, fx.Node):
                 kept.update(id(storage) for storage in self.roots[value])
         for node in self.graph.nodes:
-            if node.op != "call_function" or roles.is_view(node):
+            if node.op != "call_function" or is_alias(node):
                 continue
             at = self.place[node]
-            if roles.is_collective(node) or node.target is torch.ops.mfsdp.reduce_if_due.default:
+            launches = roles.is_collective(node) or node.target is torch.ops.mfsdp.reduce_if_due.default
+            if launches and self.costs.holds_inputs:
                 at = max([at, *(self.place[user] for user in node.users)])
             for source in node.all_input_nodes:
                 for storage in self.roots[source]:
@@ -341,7 +342,7 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
 
 def _origin(node: fx.Node) -> fx.Node:
     """What a view is a view of."""
-    while roles.is_view(node) and node.all_input_nodes:
+    while is_alias(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
@@ -366,7 +367,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if roles.is_view(user):
+            if is_alias(user):
                 pending.append(user)
             else:
                 found[user] = None

@@ -48,13 +48,17 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     groups = _groups(graph, context)
     decisions = decisions_of(graph)
     aheads = decisions.gathers.get(phase_of(graph), {}) if decisions is not None else {}
+    packs = {reduction.bucket: reduction.pack for reduction in roles.reductions(graph)}
     moved = {node for group in groups for node in group.nodes}
     top = next(node for node in graph.nodes if node.op != "placeholder" and node not in moved)
     lines = []
     for i, group in enumerate(groups):
         decided = next((aheads[gather.bucket] for gather in group.gathers if gather.bucket in aheads), None)
         ahead = decided or gather_by_policy(context.policy, group.bytes, context.overlap[0])
-        anchor, when = _start_before(groups, i, ahead, top)
+        if ahead.reduction in packs:
+            anchor, when = packs[ahead.reduction], f"before {context.buckets[ahead.reduction].name} is reduced"
+        else:
+            anchor, when = _start_before(groups, i, ahead, top)
         for node in group.nodes:
             anchor.prepend(node)
         lines.append(f"{group.name}: {group.bytes:,} B, started {when}")

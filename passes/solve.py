@@ -108,12 +108,13 @@ class _Solver:
         if budget is None or largest.timeline.peak_bytes <= budget:
             return largest
         low, high = smallest.timeline.peak_bytes, largest.timeline.peak_bytes
-        found = [smallest]
+        found: list[Solution] = []
         for step in range(bounds):
             bound = low + (high - low) * step // bounds
             if bound > budget:
                 break
             found += self._schedules(bound)
+        found.append(self._with_reasons(smallest, budget))
         return min((s for s in found if s.timeline.peak_bytes <= budget), key=_rank)
 
     def timeline(self, decisions: Decisions) -> Timeline:
@@ -130,11 +131,29 @@ class _Solver:
         kept = frozenset() if self.reshard is None else self._kept_by_option()
         distance = self.prefetch or 0
         gathers = {
-            phase: {use.buckets[0]: Ahead(distance, Why(Limit.BUDGET)) for use in outline.uses}
+            phase: {
+                use.buckets[0]: Ahead(distance, Why(Limit.BUDGET, gathered_bytes(use, self.context)))
+                for use in outline.uses
+            }
             for phase, outline in self.plan.outlines.items()
         }
         decisions = Decisions(kept, gathers, self._reductions(0))
         return Solution(decisions, self.timeline(decisions), 0)
+
+    def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
+        """With what is missing for each gather to start a unit earlier."""
+        decisions = smallest.decisions
+        wanted = self._gathers(budget, decisions.kept, decisions.reductions, {})
+        gathers = {
+            phase: {
+                bucket: replace(ahead, why=wanted[phase][bucket].why)
+                if bucket in wanted[phase] and wanted[phase][bucket].units == ahead.units
+                else ahead
+                for bucket, ahead in of.items()
+            }
+            for phase, of in decisions.gathers.items()
+        }
+        return replace(smallest, decisions=replace(decisions, gathers=gathers))
 
     def _kept_by_option(self) -> frozenset[int]:
         if self.reshard is False:

@@ -185,6 +185,11 @@ def collectives_started(group: dist.ProcessGroup) -> int:
         return 0
 
 
+def is_real_group(name: str) -> bool:
+    """Whether the ranks of a process group exist."""
+    return dist.get_backend(_resolve_process_group(name)) != "fake"
+
+
 @contextlib.contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
     """This process as the first of ``ranks`` that do not exist; collectives return at once, with undefined content."""
