@@ -61,6 +61,7 @@ def fully_shard_model(
     grad_reduce_in_fp32: bool | None = None,
     whole_params: Callable[[str, nn.Parameter], bool] | None = None,
     optimizer_block_size: int = 1,
+    bucket_bytes: int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -106,6 +107,10 @@ def fully_shard_model(
         whole_params: called with every parameter and its name; those for which it is true lie whole on one rank where that
             costs little padding, for optimizers that work on whole matrices. :func:`fully_shard` asks for it by itself
             when it is given a Muon.
+        bucket_bytes: a unit that is larger than this when it is gathered is parted into several buckets: computation begins
+            when the first of them is there, reductions start when the first one's gradients are complete, and less is in
+            memory at a time; but smaller messages use a network worse. ``mfsdp plan --bucket`` tells what is gained. None: a
+            unit is one bucket.
         optimizer_block_size: elements that an optimizer quantises together (256 for most 8-bit optimizers); no such
             block is parted between ranks. A power of two.
 
@@ -153,7 +158,7 @@ def fully_shard_model(
         GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
         Overlap(overlap_param_gather, overlap_grad_reduce),
         check_values,
-        LayoutPolicy(block_numel=optimizer_block_size),
+        LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes),
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)

@@ -182,9 +182,11 @@ class Plan:
     ) -> None:
         context, policy = self.context, self.context.policy
         sizes = [context.buckets[g.bucket].gathered_bytes for g in gradients]
-        # What happens right before, and right after, the start of each reduction; the last: at the end.
+        # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
+        # the end.
+        starts: list[list[Event]] = [[] for _ in gradients]
         ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
-        behind: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
+        behind: list[list[Event]] = [[] for _ in gradients]
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
             how = decisions.reductions.get(g.bucket) or reduction_by_policy(policy, sizes[i:], context.overlap[1])
@@ -193,7 +195,7 @@ class Plan:
             for stage, collective in enumerate(stages):
                 scatters = info.exchange.collectives[stage] == "reduce_scatter"
                 result = held // info.exchange.group_sizes[stage] if scatters else held
-                start = behind[i] if stage == 0 else place
+                start = starts[i] if stage == 0 else place
                 start += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 following = i + (how.units * (stage + 1) if how.units else 0)
                 if following >= len(gradients):
@@ -213,8 +215,7 @@ class Plan:
             pack: list[Event] = [packed] if g.begin is None else []
             if g.elsewhere:
                 pack.append(Free(Category.TEMPORARY, g.elsewhere))
-            # In the order of the reductions: the start of each, then what is awaited when it has started.
-            after[g.ready] += [*ahead[i], *pack, *behind[i]]
+            after[g.ready] += [*ahead[i], *pack, *starts[i], *behind[i]]
         before[-1] += ahead[-1]
 
     def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:

@@ -69,6 +69,12 @@ class SchedulePolicy:
                 raise TypeError(f"{name} takes a whole number{also}, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} cannot be negative, got {value}")
+        if isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool):
+            raise NotImplementedError(
+                f"reshard_after_forward={self.reshard_after_forward}: to keep parameters parted over {self.reshard_after_forward} "
+                "ranks between forward and backward is not implemented. HSDP with inner groups of that size gathers over so "
+                "few ranks always; 'auto' with a memory_budget keeps whole what there is room for."
+            )
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward != "auto":
             raise TypeError(f"reshard_after_forward takes True, False or 'auto', got {self.reshard_after_forward!r}")
         if self.memory_budget is not None and self.memory_budget <= 0:

@@ -39,7 +39,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["ALIGNMENT_BYTES", "BucketLayout", "LayoutPolicy", "ParamSpec", "Slot", "plan_layouts"]
+__all__ = ["ALIGNMENT_BYTES", "BucketLayout", "LayoutPolicy", "ParamSpec", "Slot", "in_parts", "plan_layouts"]
 
 ALIGNMENT_BYTES = 256
 """Start of a parameter inside its bucket. 256 bytes is what the CUDA allocator gives a tensor of its own: kernels that
@@ -59,14 +59,19 @@ class LayoutPolicy:
             another collective costs: below it, a second bucket is dearer than the padding it saves.
         block_numel: parameters and shards start at multiples of this many elements, so that no block of an optimizer
             that quantises its state in blocks is parted. A power of two.
+        bucket_bytes: a unit that is larger than this, gathered, is parted into several buckets, in the order in which its
+            modules were made. None: a unit is one bucket, as far as padding allows.
     """
 
     alignment_bytes: int = ALIGNMENT_BYTES
     max_padding: float = 0.02
     free_padding_bytes: int = 1 << 20
     block_numel: int = 1
+    bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
         for name in ("alignment_bytes", "block_numel"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
@@ -220,6 +225,27 @@ class BucketLayout:
             f"{len(self.slots)} parameters, {content:,} elements of {self.itemsize} B over {self.world_size} ranks: "
             f"{self.shard_numel:,} each, padding {self.padding:,} ({share:.2%})"
         )
+
+
+def in_parts(params: Sequence[ParamSpec], itemsize: int, most: int | None) -> list[Sequence[ParamSpec]]:
+    """Parameters that follow on one another, in parts of at most ``most`` bytes; one that is larger is a part by itself.
+
+    Args:
+        itemsize: bytes per element.
+        most: None: all are one part.
+    """
+    if most is None:
+        return [params]
+    parts: list[list[ParamSpec]] = []
+    size = 0
+    for param in params:
+        own = param.numel * itemsize
+        if not parts or size + own > most:
+            parts.append([])
+            size = 0
+        parts[-1].append(param)
+        size += own
+    return list(parts)
 
 
 def plan_layouts(

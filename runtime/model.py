@@ -20,7 +20,7 @@ from .agreement import agree, everyones, forget_failure, report_failure, value_d
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .journal import journal
-from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
+from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
 from .running import named
@@ -630,8 +630,10 @@ class BucketPlanner:
             groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtype, requires_grad), specs in groups.items():
-            for layout in plan_layouts(specs, dtype.itemsize, self.topology.shards, self.layout_policy):
-                plans.append(self._bucket(unit, layout, dtype, requires_grad))
+            most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
+            for part in in_parts(specs, dtype.itemsize, most):
+                for layout in plan_layouts(part, dtype.itemsize, self.topology.shards, self.layout_policy):
+                    plans.append(self._bucket(unit, layout, dtype, requires_grad))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
         return plans

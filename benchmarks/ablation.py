@@ -1,0 +1,265 @@
+"""What scheduling is worth: the same step without overlap, with gathers one unit ahead, and with the solver. Simulated.
+
+    python benchmarks/ablation.py --out benchmarks/results/ablation.txt
+
+Four ways, on paper, for each model, number of ranks and network: every collective waited for at once; each gather one unit
+ahead of its use and each reduction awaited when the next one has started, which is what a model gets without a memory budget;
+the solver, with the device's memory as its budget, as when a model is compiled with ``options={"memory_budget": ...}``; and the
+solver on a network that takes no time, which is what computation alone takes.
+
+The criterion: the solver leaves at most half as much communication exposed as one unit ahead does, wherever memory allows.
+Where it does not hold, it is said why:
+
+memory          without a memory budget it would hold; so much memory it takes
+no order can    more than half of that is exposed in every order of the same collectives, kept buckets or not: the first gather has
+                nothing before it, the last reduction nothing after it, and what a forward gathers, or a backward reduces, may
+                take longer than what it computes meanwhile (:func:`least_exposed`)
+missed          there may be a better schedule; in any case where one unit ahead fits and is faster
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from published import GIB, about, quiet, save
+
+from mfsdp_compile.passes.arrange import Plan
+from mfsdp_compile.passes.context import Phase
+from mfsdp_compile.passes.decisions import Decisions
+from mfsdp_compile.passes.hardware import Hardware, Link, hardware
+from mfsdp_compile.passes.simulate import Stage, Start, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solve import BudgetError, solve
+from mfsdp_compile.planning import Candidate, Job, Workload, workload
+from mfsdp_compile.planning.planner import problem_of
+from mfsdp_compile.planning.tracing import Trace, trace
+from mfsdp_compile.policy import ShardingStrategy
+
+NETWORKS = ("h100-ib", "h100-eth")
+"""Machines that compute alike: 400 and 100 Gb/s per GPU between nodes."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job.
+
+    Args:
+        ranks: that all parameters are sharded over.
+        batch, length: of one rank.
+        why: it is looked at.
+    """
+
+    model: str
+    ranks: int
+    batch: int
+    length: int
+    checkpoint: str
+    why: str
+
+    @property
+    def work(self) -> Workload:
+        return workload(self.model, batch=self.batch, length=self.length, checkpoint=self.checkpoint)
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.ranks} ranks, {self.batch} x {self.length:,}, checkpointing {self.checkpoint}"
+
+
+COMPARED = ("one ahead", "solved")
+
+SETTINGS = (
+    Setting("llama3-8b", 8, 2, 8192, "selective", "one node"),
+    Setting("llama3-8b", 64, 1, 8192, "selective", "usual"),
+    Setting("llama3-8b", 64, 1, 2048, "none", "much communication"),
+    Setting("llama3-8b", 64, 1, 2048, "selective", "much communication"),
+    Setting("llama3-70b", 256, 1, 8192, "full", "usual"),
+    Setting("llama3-70b", 512, 1, 8192, "full", "usual; layers have two buckets at 512 ranks"),
+    Setting("llama3-70b", 256, 1, 2048, "full", "much communication"),
+    Setting("deepseek-moe-16b", 64, 2, 4096, "selective", "usual"),
+    Setting("deepseek-moe-16b", 64, 1, 4096, "full", "usual"),
+    Setting("deepseek-moe-16b", 64, 1, 2048, "selective", "much communication"),
+    Setting("mixtral-8x7b", 16, 4, 4096, "full", "usual"),
+    Setting("mixtral-8x7b", 16, 1, 2048, "full", "much communication"),
+    Setting("mixtral-8x7b", 64, 1, 4096, "full", "usual"),
+)
+"""Every setting that was tried."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of scheduling a setting: what comes of it.
+
+    Args:
+        needed: bytes at the peak.
+        usable: bytes that there are.
+    """
+
+    name: str
+    timeline: Timeline
+    needed: int
+    usable: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.usable
+
+    @property
+    def exposed(self) -> float:
+        return self.timeline.exposed_seconds
+
+
+# -- schedules --------------------------------------------------------------------------------------------------------
+
+
+def simulated(job: Job, problem: Plan, decisions: Decisions) -> Timeline:
+    resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
+    return simulate(problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=False)
+
+
+def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
+    candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
+    job = Job(setting.work, machine)
+    free = Link(math.inf, 0.0)
+    infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
+    for name, overlap in (("no overlap", (False, False)), ("one ahead", (True, True))):
+        problem = problem_of(replace(job, overlap=overlap), traced, candidate)
+        timeline = simulated(job, problem, problem.decisions_by_policy())
+        yield Way(name, timeline, timeline.peak_bytes, job.usable)
+    for name, on in (("solved", machine), ("infinite", infinite)):
+        problem = problem_of(replace(job, hardware=on), traced, candidate)
+        yield solved(name, job, problem, job.usable)
+    yield solved("unbounded", job, problem_of(job, traced, candidate), None)
+
+
+def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
+    try:
+        timeline = solve(problem, job.optimizer, budget).timeline
+    except BudgetError as error:
+        timeline = simulated(job, problem, problem.decisions_by_policy())
+        return Way(name, timeline, error.needed, job.usable)
+    return Way(name, timeline, timeline.peak_bytes, job.usable)
+
+
+def least_exposed(problem: Plan) -> float:
+    """Seconds that are exposed in any order of collectives, if buckets may stay for the backward and memory is no matter.
+
+    Gathers run one after the other. Those up to a use are over when it comes, so that at least their time is exposed that is
+    longer than what can be computed before that use, slowed down by the network. The same holds for reductions, from the
+    gradients of each bucket to the end of the backward. A gather that backward repeats can be spared; a forward's first one
+    and a reduction cannot.
+    """
+    costs, buckets = problem.costs, problem.context.buckets
+    slow = 1 + costs.hardware.compute_slowdown
+    copies = {
+        stage: sum(event.collective.before for event in events if isinstance(event, Start))
+        for stage, events in problem.events(problem.decisions_by_policy()).items()
+    }  # casts of shards, and of gradients that are computed elsewhere
+    forward, backward = problem.outlines[Phase.FORWARD], problem.outlines[Phase.BACKWARD]
+    computed = copies[Stage.FORWARD] - sum(costs.cast(buckets[bucket]) for bucket in forward.uses[0].buckets)
+    before = [computed]
+    for segment in forward.segments:
+        before.append(before[-1] + segment.seconds)
+    gathered = early = 0.0
+    for use in forward.uses:
+        gathered += problem.gather_seconds(use)
+        early = max(early, gathered - slow * before[use.first])
+    after = [copies[Stage.BACKWARD]]
+    for segment in reversed(backward.segments):
+        after.append(after[-1] + segment.seconds)
+    after.reverse()
+    reduced = late = 0.0
+    for gradients in reversed(backward.gradients):
+        info = buckets[gradients.bucket]
+        reduced += sum(costs.reduction(info, stage) for stage in range(len(info.exchange.groups)))
+        late = max(late, reduced - slow * after[gradients.ready + 1])
+    return early + late
+
+
+def verdict(found: Mapping[str, Way], least: float) -> str:
+    """Whether the criterion holds, and if not, why."""
+    if not found["solved"].fits:
+        return "does not fit in any schedule"
+    if not found["one ahead"].fits:
+        return "one ahead does not fit: nothing to compare with"
+    other, ours, unbounded = found["one ahead"], found["solved"], found["unbounded"]
+    half = other.exposed / 2
+    if ours.exposed <= half:
+        return "holds"
+    if ours.timeline.seconds > other.timeline.seconds:
+        return "missed: one ahead fits, and is faster"
+    if unbounded.exposed <= half:
+        return f"memory: would hold with {unbounded.needed / GIB:.1f} GiB"
+    return "no order can" if least > half else "missed"
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def rows(setting: Setting) -> Iterator[tuple[str, str]]:
+    """Lines, and the verdict of those that have one."""
+    yield f"{setting} ({setting.why})", ""
+    traced = trace(setting.work, hardware(NETWORKS[0]), True)
+    for name in NETWORKS:
+        machine = hardware(name)
+        found = {way.name: way for way in ways(setting, traced, machine)}
+        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
+        least = least_exposed(problem_of(Job(setting.work, machine), traced, candidate))
+        said = verdict(found, least)
+        for way in found.values():
+            if way.name == "unbounded":
+                continue
+            timeline = way.timeline
+            start = f"  {name:9} {way.name:11}"
+            if not way.fits:
+                yield f"{start} needs {way.needed / GIB:.1f} GiB of {way.usable / GIB:.1f}", ""
+                continue
+            sent = sum(exposure.seconds for exposure in timeline.exposures)
+            mfu = 3 * traced.forward_flops / timeline.seconds / machine.flops_of("bfloat16")
+            yield (
+                (
+                    f"{start} {timeline.seconds:8.3f} {timeline.compute_seconds:8.3f} {sent:8.3f} {way.exposed * 1e3:9.1f} "
+                    f"{way.exposed / timeline.seconds:7.2%} {way.needed / GIB:6.1f} {mfu:6.1%}"
+                ),
+                "",
+            )
+        yield f"  {name:9} criterion   {said}", said
+        if all(found[way].fits for way in COMPARED):
+            more = (f"{way} {max(0.0, found[way].exposed - least) * 1e3:.1f}" for way in COMPARED)
+            yield f"  {name:9} exposed in any order {least * 1e3:.1f} ms; above that {', '.join(more)}", ""
+    yield "", ""
+
+
+def lines() -> Iterator[str]:
+    yield (
+        f"  {'network':9} {'schedule':11} {'step, s':>8} {'compute':>8} {'sent, s':>8} {'exposed':>9} {'':7} {'GiB':>6} "
+        f"{'MFU':>6}"
+    )
+    yield "  exposed in milliseconds and in percent of the step; sent is how long all collectives take"
+    yield ""
+    counts: dict[str, int] = {}
+    for setting in SETTINGS:
+        for line, said in rows(setting):
+            if said:
+                kind = said.partition(":")[0]
+                counts[kind] = counts.get(kind, 0) + 1
+            yield line
+    yield f"criterion, by cells: {', '.join(f'{kind} {count}' for kind, count in counts.items())}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", default="", help="a text file to write")
+    out = parser.parse_args().out
+    quiet()
+    text = [*about(), ""]
+    print("\n".join(text))
+    for line in lines():
+        print(line, flush=True)
+        text.append(line)
+    if out:
+        save(out, text)
+
+
+if __name__ == "__main__":
+    main()
