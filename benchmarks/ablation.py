@@ -38,7 +38,7 @@ from mfsdp_compile.planning.tracing import Trace, trace
 from mfsdp_compile.policy import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
-"""Machines that compute alike: 400 and 100 Gb/s per GPU between nodes."""
+"""Machines that compute alike: 400 and 100 Gb/s per GPU between nodes. One node uses neither."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ SETTINGS = (
     Setting("llama3-8b", 64, 1, 2048, "none", "much communication"),
     Setting("llama3-8b", 64, 1, 2048, "selective", "much communication"),
     Setting("llama3-70b", 256, 1, 8192, "full", "usual"),
-    Setting("llama3-70b", 512, 1, 8192, "full", "usual; layers have two buckets at 512 ranks"),
+    Setting("llama3-70b", 512, 1, 8192, "full", "usual; a layer has two buckets at 512 ranks"),
     Setting("llama3-70b", 256, 1, 2048, "full", "much communication"),
     Setting("deepseek-moe-16b", 64, 2, 4096, "selective", "usual"),
     Setting("deepseek-moe-16b", 64, 1, 4096, "full", "usual"),
@@ -200,7 +200,7 @@ def rows(setting: Setting) -> Iterator[tuple[str, str]]:
     """Lines, and the verdict of those that have one."""
     yield f"{setting} ({setting.why})", ""
     traced = trace(setting.work, hardware(NETWORKS[0]), True)
-    for name in NETWORKS:
+    for name in NETWORKS if setting.ranks > hardware(NETWORKS[0]).ranks_per_node else NETWORKS[:1]:
         machine = hardware(name)
         found = {way.name: way for way in ways(setting, traced, machine)}
         candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)

@@ -70,7 +70,7 @@ class GraphFolder:
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
         lines = _told(report) if report is not None else []
         if phase is None and report is None:  # markers are for our passes alone; parameters are whole here
-            marked = compat.copy_dynamo_graph(graph.owning_module)
+            marked = compat.copy_graph_module(graph.owning_module)
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
             graph = marked.graph
         text, constants = readable.source(graph, [f"{kind.capitalize()} graph of {self._subject}, {what}.", "", *lines])

@@ -53,7 +53,7 @@ class CompileOptions:
     schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
     text: ScheduleText | None = None
     hardware: Hardware | None = None
-    optimizer: OptimizerCost = OptimizerCost()
+    optimizer: OptimizerCost = field(default_factory=OptimizerCost)
     report: bool = False
     float32_gradients: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
@@ -151,7 +151,12 @@ class CompileOptions:
         return f"options {', '.join(changed)}" if changed else "default options"
 
 
-_UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}, **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)}}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+}
 
 
 def parse_bytes(value: Any, where: str) -> int:
@@ -187,7 +192,9 @@ def _optimizer(given: Any) -> OptimizerCost:
     if isinstance(given, OptimizerCost):
         return given
     if given not in OPTIMIZERS:
-        raise ValueError(f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}")
+        raise ValueError(
+            f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}"
+        )
     return OPTIMIZERS[given]
 
 

@@ -54,8 +54,9 @@ class Plan:
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
             whole = Allocate(Category.GATHERED, info.gathered_bytes)
-            self._starts.append([*cast, whole, Start(gather)] if gather is not None else [])
-            self._waits.append([Wait(gather), *gone] if gather is not None else [])
+            at_start, at_wait = ([], gone) if costs.holds_inputs else (gone, [])
+            self._starts.append([*cast, whole, Start(gather), *at_start] if gather is not None else [])
+            self._waits.append([Wait(gather), *at_wait] if gather is not None else [])
 
     def gather_seconds(self, use: Use) -> float:
         return sum(gather.seconds for bucket in use.buckets if (gather := self._gathers[bucket]) is not None)
@@ -197,12 +198,16 @@ class Plan:
                 result = held // info.exchange.group_sizes[stage] if scatters else held
                 start = starts[i] if stage == 0 else place
                 start += [Allocate(Category.GRADIENTS, result), Start(collective)]
+                if not self.costs.holds_inputs:
+                    start.append(Free(Category.GRADIENTS, held))
                 following = i + (how.units * (stage + 1) if how.units else 0)
                 if following >= len(gradients):
                     place = ahead[-1]
                 else:
                     place = ahead[following] if how.packed and following > i else behind[following]
-                place += [Wait(collective), Free(Category.GRADIENTS, held)]
+                place.append(Wait(collective))
+                if self.costs.holds_inputs:
+                    place.append(Free(Category.GRADIENTS, held))
                 held = result
             final = info.layout.shard_numel * info.main_dtype.itemsize
             place += [Free(Category.GRADIENTS, held), Allocate(Category.GRADIENTS, final)]

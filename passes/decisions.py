@@ -156,7 +156,10 @@ def reduction_by_policy(policy: SchedulePolicy, sizes: Sequence[int], overlap: b
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 _HEAD = "# mfsdp schedule"
-_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)(?:,?\s+stage (\d+))?(?:\s{2,}.*)?$")
+_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)((?:,?\s+stage \d+)?(?:\s{2,}.*)?)")
+_STAGE = re.compile(r"\bstage (\d+)")
+_COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
+_NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself")
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,8 @@ class ScheduleText:
         found: dict[Phase, list[tuple[str, str, int]]] = {}
         current: list[tuple[str, str, int]] | None = None
         for number, raw in enumerate(text.split("\n"), 1):
-            line = raw.split("#")[0].strip()
-            if not line or re.fullmatch(r"\d+ operators", line):
+            line = _COMMENT.sub("", raw).strip()
+            if not line or _NO_DECISION.fullmatch(line):
                 continue
             if section := re.fullmatch(r"\[(\w+)\]", line):
                 names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
@@ -205,7 +208,8 @@ class ScheduleText:
                     f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
                     "bucket."
                 )
-            current.append((match[1], match[2], int(match[3] or 1)))
+            stage = _STAGE.search(match[3])
+            current.append((match[1], match[2], int(stage[1]) if stage else 1))
         return ScheduleText(found, where)
 
     @staticmethod

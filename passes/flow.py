@@ -320,7 +320,7 @@ class _Reader:
             )
             for stage, (start, wait) in enumerate(reduction.stages):
                 collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
-                ready = max(place[node] for node in gradients)
+                ready = max(place[node] for node in reduction.pack.all_input_nodes)  # views too: that is where it starts
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
 
 

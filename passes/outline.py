@@ -111,7 +111,7 @@ class _Outliner:
             bucket = storage.bucket
             if bucket is None or storage.end is None:
                 continue
-            if storage.category is Category.GRADIENTS and bucket in packs and storage.begin < packs[bucket].ready:
+            if storage.category is Category.GRADIENTS and bucket in packs and storage.begin <= packs[bucket].ready:
                 self.begins[bucket] = min(self.begins.get(bucket, storage.begin), storage.begin)
             elif storage.category is Category.GATHERED and bucket not in gathered:
                 self.casts[bucket] = (storage.begin, storage.end)

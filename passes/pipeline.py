@@ -97,7 +97,7 @@ class Record:
     observer: Observer | None = None
     prediction: Prediction | None = None
     user_outputs: int = 0
-    decisions: Decisions = Decisions()
+    decisions: Decisions = field(default_factory=Decisions)
     solution: Solution | None = None
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)

@@ -412,6 +412,11 @@ def backend_failed() -> type[Exception]:
     return BackendCompilerFailed
 
 
+def inner_exception(failed: Exception) -> Exception:
+    """What a backend raised, from what Dynamo raised then."""
+    return failed.inner_exception  # type: ignore[attr-defined]
+
+
 def trace_with_aot(
     gm: fx.GraphModule,
     inputs: Sequence[Any],

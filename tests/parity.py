@@ -44,7 +44,10 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
     """A sharded model, and what to call in its place in the given mode."""
     units = units if units is not None else [type(model).block] if hasattr(type(model), "block") else "auto"
     sharded = fully_shard_model(
-        model, fsdp_unit_modules=units, mixed_precision_policy=options.pop("precision", MixedPrecisionPolicy())
+        model,
+        fsdp_unit_modules=units,
+        mixed_precision_policy=options.pop("precision", MixedPrecisionPolicy()),
+        bucket_bytes=options.pop("bucket_bytes", None),
     )
     if mode == EAGER:
         return sharded, sharded

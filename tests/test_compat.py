@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import mfsdp_compile
@@ -349,3 +350,72 @@ def test_hooks_on_saved_tensors_are_taken_off_and_put_back() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, pack), compat.without_hook(print):
             assert compat.saved_tensor_hooks_active()
     assert not compat.saved_tensor_hooks_active()
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_fake_tensors_are_told_from_others() -> None:
+    with compat.fake_mode():
+        fake = torch.empty(1 << 50)  # a petabyte
+    assert compat.is_fake(fake)
+    assert not compat.is_fake(torch.empty(1))
+
+
+def test_fake_groups_are_told_from_others_and_leave_nothing() -> None:
+    with compat.fake_process_group(16):
+        assert dist.get_world_size() == 16
+        assert not compat.is_real_group(dist.group.WORLD.group_name)
+    assert not dist.is_initialized()
+
+
+def test_sizes_have_numbers() -> None:
+    found = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        found.extend(compat.concrete(v) for v in example_inputs if not isinstance(v, torch.Tensor))
+        return gm.forward
+
+    torch.compile(lambda x: x * x.shape[0], backend=backend, dynamic=True)(torch.ones(7))
+    torch._dynamo.reset()
+    assert found == [7]
+    assert compat.concrete(3) == 3
+
+
+def test_formulas_count_products() -> None:
+    formula = compat.flop_formula(torch.ops.aten.mm.default)
+    assert formula is not None
+    assert formula(torch.ones(2, 3), torch.ones(3, 5), out_val=torch.ones(2, 5)) == 2 * 2 * 3 * 5
+    assert compat.flop_formula(torch.ops.aten.add.Tensor) is None
+
+
+def test_traces_end_with_the_partition() -> None:
+    """What a plan needs of torch: a joint graph, decomposed, and a way out before anything is compiled."""
+
+    class Enough(BaseException):
+        pass
+
+    seen = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.append([str(node.target) for node in joint.graph.nodes])
+        raise Enough
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        return compat.trace_with_aot(gm, example_inputs, partition, decomposed=True)
+
+    with pytest.raises(Enough):
+        torch.compile(torch.nn.functional.silu, backend=backend)(torch.ones(3, requires_grad=True))
+    torch._dynamo.reset()
+    assert any("sigmoid" in target or "exp" in target for target in seen[0])
+    assert not any("silu" in target for target in seen[0])
+
+
+def test_what_a_backend_raised_is_found_again() -> None:
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(compat.backend_failed()) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    torch._dynamo.reset()
+    assert isinstance(compat.inner_exception(caught.value), KeyError)

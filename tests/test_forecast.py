@@ -125,7 +125,9 @@ def test_an_impossible_budget_is_refused() -> None:
     model = fully_shard_model(Llama(LlamaConfig()), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "40MiB"})
-    with pytest.raises(Exception, match=r"memory_budget of 39\.60 MiB cannot be kept.*too much.*activation checkpointing"):
+    with pytest.raises(
+        Exception, match=r"memory_budget of 39\.60 MiB cannot be kept.*too much.*activation checkpointing"
+    ):
         call(tokens, targets)
     torch.compiler.reset()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "100MiB"})
@@ -146,7 +148,7 @@ def test_a_budget_needs_the_whole_model_in_one_graph() -> None:
     model = fully_shard_model(Broken(LlamaConfig()), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "1GiB"})
-    with pytest.raises(Exception, match="memory_budget needs the whole model in one graph.*leave memory_budget out"):
+    with pytest.raises(Exception, match=r"memory_budget needs the whole model in one graph.*leave memory_budget out"):
         call(tokens, targets)
 
 
@@ -178,7 +180,9 @@ def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
 
     assert text.count("gather  layers.2\nwait    layers.1") == 1  # of the forward: one unit ahead
     edited = text.replace("gather  layers.2\nwait    layers.1", "wait    layers.1")
-    edited = edited.replace("gather  layers.1\nwait    layers.0", "gather  layers.1\ngather  layers.2\nwait    layers.0", 1)
+    edited = edited.replace(
+        "gather  layers.1\nwait    layers.0", "gather  layers.1\ngather  layers.2\nwait    layers.0", 1
+    )
     path = tmp_path / "edited.sched"
     path.write_text(edited)
     ahead, step = compiled(schedule=str(path))
@@ -272,7 +276,7 @@ def test_a_report_says_why_there_is_none() -> None:
         call(tokens, targets)
     with pytest.raises(RuntimeError, match="run a training step"):
         forecasting.report(model)
-    with pytest.raises(TypeError, match="not sharded|fully_shard_model"):
+    with pytest.raises(TypeError, match=r"not sharded|fully_shard_model"):
         forecasting.report(nn.Linear(2, 2))
 
 
@@ -282,5 +286,5 @@ def test_other_collectives_than_predicted_are_told() -> None:
     record = model.sharded.compiled_graphs[-1]
     (one,) = forecasting.measure(model, step, repeats=1)
     fewer = forecasting.Measurement(one.starts[1:], one.seconds)
-    with pytest.raises(RuntimeError, match="gather layers.0, where forward graph gather root:before was predicted"):
+    with pytest.raises(RuntimeError, match=r"gather layers\.0, where forward graph gather root:before was predicted"):
         forecasting._by_unit(timeline, record.context, [fewer])

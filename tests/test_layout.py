@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import time
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mfsdp_compile.runtime import layout as layouts
-from mfsdp_compile.runtime.layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, plan_layouts
+from mfsdp_compile.runtime.layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 
 SIZES = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 100, 101, 128, 257])
 SHAPES = st.lists(SIZES, min_size=0, max_size=3).map(tuple)
@@ -201,6 +202,21 @@ def test_world_of_65536_ranks_is_planned_in_milliseconds() -> None:
 def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> None:
     with pytest.raises(ValueError, match=r"overlaps|cuts|beyond"):
         BucketLayout(4, 2, shard_numel, tuple(slots), alignment_bytes=16)
+
+
+@given(PARAMS, ITEMSIZES, st.sampled_from([None, 1, 100, 4096, 1 << 30]))
+def test_parts_keep_order_and_are_no_larger_than_asked(
+    params: list[ParamSpec], itemsize: int, most: int | None
+) -> None:
+    parts = in_parts(params, itemsize, most)
+    assert [param for part in parts for param in part] == params
+    sizes = [sum(param.numel for param in part) * itemsize for part in parts]
+    assert most is not None or len(parts) == 1
+    for part, size in zip(parts, sizes, strict=True):
+        assert most is None or size <= most or len([p for p in part if p.numel]) == 1
+    if most is not None:  # nothing that fits together is parted
+        for part, after in itertools.pairwise(parts):
+            assert sum(p.numel for p in (*part, after[0])) * itemsize > most
 
 
 def test_names_must_be_unique() -> None:

@@ -57,7 +57,8 @@ def traced_llama(layers: int, **options: Any) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "strategy", [ZERO3, *(pytest.param(s, marks=pytest.mark.long) for s in (ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD))]
+    "strategy",
+    [ZERO3, *(pytest.param(s, marks=pytest.mark.long) for s in (ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD))],
 )
 def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     """Ten layers, of which the planner traces four, against the graphs of all ten."""

@@ -14,7 +14,8 @@ from parity import AOT_EAGER, EAGER
 from pool import on_ranks
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, forecasting, fully_shard_model
+from mfsdp_compile.passes.decisions import ScheduleText
 
 MODES = [EAGER, AOT_EAGER]
 
@@ -57,6 +58,48 @@ def test_microbatches_accumulate() -> None:
     compiled = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, microbatches=3)
     parity.assert_close(eager, alone)
     parity.assert_bitwise(eager, compiled)
+
+
+@on_ranks(2)
+def test_units_in_several_buckets_train_alike() -> None:
+    """Each parameter in a bucket of its own, or two to a bucket: sums over two ranks are the same to the bit."""
+    data = parity.batches(steps=2)
+    for factory in (zoo.Plain, zoo.FrozenParameters):
+        whole = parity.train_sharded(factory, EAGER, data, parity.sgd)
+        for most in (1, 600):
+            eager = parity.train_sharded(factory, EAGER, data, parity.sgd, bucket_bytes=most)
+            compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, bucket_bytes=most)
+            parity.assert_bitwise(eager, compiled)
+            assert len(eager.model.sharded.buckets) > len(whole.model.sharded.buckets)
+            for name, param in whole.params.items():
+                assert torch.equal(param, eager.params[name]), name
+
+
+@on_ranks(2)
+def test_schedules_change_no_numbers() -> None:
+    """Kept buckets, early gathers, budgets and schedules from files: the same bits as ever, at every rank."""
+    data = parity.batches(steps=2)
+    usual = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd)
+    text = str(forecasting.schedule_of(usual.model))
+    forward, backward = text.split("[backward]")
+    for options in (
+        {"reshard_after_forward": False},
+        {"prefetch": 0, "keep_last": False},
+        {"prefetch": 3, "reductions_in_flight": 4},
+        {"prefetch": "auto", "reshard_after_forward": "auto"},
+        {"memory_budget": "1GiB"},
+        {"schedule": ScheduleText.parse(text, "as it was")},
+        {"schedule": ScheduleText.parse(f"{forward}[backward]{_without_last_gather(backward)}", "one kept")},
+    ):
+        torch.compiler.reset()
+        other = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, **options)
+        parity.assert_bitwise(usual, other)
+
+
+def _without_last_gather(text: str) -> str:
+    lines = text.split("\n")
+    name = [line.split()[1] for line in lines if line.startswith("gather")][-1]
+    return "\n".join(line for line in lines if line.split() not in (["gather", name], ["wait", name]))
 
 
 @pytest.mark.long

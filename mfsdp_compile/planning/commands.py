@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.hardware import hardware, known_hardware
 from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
 
-from .planner import DEVICE_RESERVE, Forecast, Job, Planned, plan, planned, problem_of
+from .planner import DEVICE_RESERVE, Forecast, Job, Planned, bucket_sizes, knee_bytes, plan, planned, problem_of
 from .shapes import CHECKPOINT, SHAPES, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
@@ -54,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", choices=CHECKPOINT, default="none", help="activation checkpointing (default: %(default)s)"
     )
+    parser.add_argument(
+        "--bucket",
+        help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes for the best plan",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
@@ -80,19 +83,22 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             checkpoint=given.checkpoint,
         )
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
-        job = Job(work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer])
+        most = parse_bytes(given.bucket, "--bucket") if given.bucket not in (None, "auto") else None
+        job = Job(work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer], bucket_bytes=most)
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2
     with console.status(f"tracing {work.name}"):
         try:
-            forecast = plan(job, worlds)
+            forecast = plan(job, worlds, parts=given.bucket is not None)
         except RuntimeError as error:
             print(f"mfsdp plan: {error}", file=sys.stderr)
             return 2
     _show(console, forecast)
     if forecast.best is None:
         return 1
+    if given.bucket == "auto":
+        _show_buckets(console, forecast)
     best = planned(job, forecast.traced, forecast.best.candidate, details=True)
     report = report_of(forecast, best)
     if given.details:
@@ -139,11 +145,40 @@ def _show(console: Console, forecast: Forecast) -> None:
     console.print(table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
-        console.print(f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}", highlight=False)
+        console.print(
+            f"Nothing fits. {fewest.candidate} on {fewest.candidate.world} ranks: {fewest.refusal}", highlight=False
+        )
     if forecast.smallest_world is not None:
-        console.print(f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}", highlight=False)
+        console.print(
+            f"Smallest number of ranks that fits, by powers of two: {forecast.smallest_world}", highlight=False
+        )
     else:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
+
+
+def _show_buckets(console: Console, forecast: Forecast) -> None:
+    assert forecast.best is not None
+    candidate = forecast.best.candidate
+    knee = knee_bytes(candidate, forecast.job.hardware)
+    console.print(f"{candidate} on {candidate.world:,} ranks, with units parted into buckets", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("at most", "buckets", "GiB", "step", "exposed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for most, row in bucket_sizes(forecast.job, forecast.traced, candidate):
+        limit = bytes_text(most) if most is not None else "a unit"
+        cells = [limit, f"{len(row.context.buckets):,}", f"{row.needed / (1 << 30):,.1f}"]
+        if row.timeline is not None:
+            exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
+            cells += [f"{row.timeline.seconds:.4g} s", exposed]
+        table.add_row(*cells)
+    console.print(table)
+    small = sum(info.gathered_bytes < knee for info in forecast.best.context.buckets)
+    advice = f": {small} buckets are smaller, and would gain from larger units" if small > 2 else ""
+    console.print(
+        f"A gather reaches nine tenths of this network's bandwidth from {bytes_text(knee)} on{advice}. "
+        "fully_shard_model(bucket_bytes=...) parts units.",
+        highlight=False,
+    )
 
 
 def _cells(forecast: Forecast, row: Planned) -> list[str]:

@@ -7,27 +7,39 @@ the memory budget, and its simulation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mfsdp_compile.backend import bucket_info
 from mfsdp_compile.options import OPTIMIZERS
 from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.passes.simulate import OptimizerCost, Stage, Timeline, resting_memory, simulate
 from mfsdp_compile.passes.solve import BudgetError, explained, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Group, Topology
 
 from .shapes import Workload
 from .tracing import Trace, trace
 
-__all__ = ["Candidate", "Forecast", "Job", "Planned", "plan"]
+__all__ = [
+    "Candidate",
+    "Forecast",
+    "Job",
+    "Planned",
+    "bucket_sizes",
+    "candidates",
+    "knee_bytes",
+    "plan",
+    "planned",
+    "problem_of",
+]
 
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
 
@@ -82,18 +94,21 @@ class Job:
         fused: whether the inner compiler fuses kernels.
         overlap: whether gathers, and reductions, may run while the model computes.
         solved: False: the schedule that a model has without a budget, each gather one unit ahead.
+        bucket_bytes: units that are larger are parted into several buckets; see
+            :func:`~mfsdp_compile.fully_shard_model`. None: a unit is one bucket.
     """
 
     work: Workload
     hardware: Hardware
     budget: int | None = None
     optimizer: OptimizerCost = OPTIMIZERS["adamw"]
-    precision: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prefetch: int | None = None
     reshard: bool | None = None
     fused: bool = True
     overlap: tuple[bool, bool] = (True, True)
     solved: bool = True
+    bucket_bytes: int | None = None
 
     @property
     def usable(self) -> int:
@@ -162,6 +177,37 @@ class Forecast:
         return 3 * self.traced.forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
 
 
+def bucket_sizes(job: Job, traced: Trace, candidate: Candidate) -> list[tuple[int | None, Planned]]:
+    """What comes of parting units into smaller buckets: of halves, quarters and so on of the largest one, as long as they are
+    above the knee of the network (:func:`knee_bytes`).
+
+    Args:
+        traced: with ``parts``.
+
+    Returns:
+        bytes that a bucket has at most, and the plan; the first one is without.
+    """
+    whole = planned(replace(job, bucket_bytes=None), traced, candidate)
+    rows: list[tuple[int | None, Planned]] = [(None, whole)]
+    most = max(info.gathered_bytes for info in whole.context.buckets) // 2
+    while most >= knee_bytes(candidate, job.hardware) and len(rows) <= _HALVINGS:
+        rows.append((most, planned(replace(job, bucket_bytes=most), traced, candidate)))
+        most //= 2
+    return rows
+
+
+_HALVINGS = 4
+
+
+def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
+    """Bytes that a gather must have to reach nine tenths of the network's bandwidth: below the knee, merge units; far above
+    it, parting them costs little."""
+    ring = Ring(candidate.inner)
+    fixed = collective_seconds("all_gather", 0, ring, hardware)
+    by_byte = (collective_seconds("all_gather", 1 << 30, ring, hardware) - fixed) / (1 << 30)
+    return int(9 * fixed / by_byte)
+
+
 MAX_WORLD = 65_536
 
 
@@ -178,13 +224,16 @@ def candidates(world: int, hardware: Hardware) -> Iterator[Candidate]:
         inner *= 8
 
 
-def plan(job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = None) -> Forecast:
+def plan(
+    job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = None, *, parts: bool = False
+) -> Forecast:
     """Plan a job.
 
     Args:
         job: what is planned for.
         worlds: numbers of ranks to try.
         chosen: ways to shard; None: see :func:`candidates`.
+        parts: trace so that :func:`bucket_sizes` can be asked afterwards.
 
     Raises:
         ValueError: a number of ranks is below 1.
@@ -192,7 +241,7 @@ def plan(job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = N
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
-    traced = trace(job.work, job.hardware, job.fused)
+    traced = trace(job.work, job.hardware, job.fused, parts=parts or job.bucket_bytes is not None)
     tried = chosen or [candidate for world in worlds for candidate in candidates(world, job.hardware)]
     rows = [planned(job, traced, candidate) for candidate in tried]
     fitting = [row for row in rows if row.timeline is not None]
@@ -234,9 +283,7 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
 
 def _simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
     resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
-    return simulate(
-        problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=details
-    )
+    return simulate(problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=details)
 
 
 _BOUNDS = 3
@@ -267,7 +314,8 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     precision = Precision(
         job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
     )
-    planner = BucketPlanner(topology, precision, GradientPolicy(), None, frozenset())
+    layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
+    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset())
     infos_like = {
         name: [bucket_info(bucket_plan, topology) for bucket_plan in planner.unit(unit)]
         for name, unit in traced.units.items()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
+from mfsdp_compile.runtime import compat
 
 __all__ = ["SHAPES", "Workload", "workload"]
 
@@ -186,8 +187,6 @@ def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Wo
 
 def _sum_of_floats(output: Any) -> Tensor:
     """A loss for a model that returns something else: the sum of what it returns."""
-    from torch.utils._pytree import tree_leaves
-
-    floats = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    floats = [t for t in compat.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     scalars = [t for t in floats if t.dim() == 0]
     return scalars[0] if scalars else torch.stack([t.float().mean() for t in floats]).sum()

@@ -78,13 +78,15 @@ class Trace:
     forward_flops: float
 
 
-def trace(work: Workload, hardware: Hardware, fused: bool) -> Trace:
+def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False) -> Trace:
     """Trace a model.
 
     Args:
         work: the model, and what a rank computes with it.
         hardware: whose times outlines have.
         fused: whether the inner compiler fuses kernels (Inductor).
+        parts: note for every parameter by itself where it is used, so that plans can part units into smaller buckets. Takes
+            longer, and plans take longer.
 
     Raises:
         RuntimeError: there is a process group already, or torch.compile makes several graphs of the model.
@@ -105,7 +107,7 @@ def trace(work: Workload, hardware: Hardware, fused: bool) -> Trace:
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         units = {unit.name: unit for unit in find_units(model, classes)}
-        outlines, buckets = _outlines(model, mesh, classes, work, hardware, fused)
+        outlines, buckets = _outlines(model, mesh, classes, work, hardware, fused, 1 if parts else None)
     outlines = {
         phase: replace(outline, units=tuple(names.get(unit, unit) for unit in outline.units))
         for phase, outline in outlines.items()
@@ -161,8 +163,11 @@ def _outlines(
     work: Workload,
     hardware: Hardware,
     fused: bool,
+    bucket_bytes: int | None,
 ) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
-    sharded = fully_shard_model(model, mesh, fsdp_unit_modules=list(classes), check_values=False)
+    sharded = fully_shard_model(
+        model, mesh, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes
+    )
     outlines: dict[Phase, Outline] = {}
     found: list[pipeline.Record] = []
     costs = CostModel(hardware, fused)
@@ -200,7 +205,7 @@ def _outlines(
         with contextlib.suppress(_Traced):
             work.loss(torch.compile(sharded, backend=backend)(*args, **kwargs))
     except compat.backend_failed() as failed:
-        raise failed.inner_exception from None
+        raise compat.inner_exception(failed) from None
     if Phase.BACKWARD not in outlines:
         raise RuntimeError(f"{work.name} has no trainable parameters, or its output does not depend on them")
     infos = found[0].context.buckets
@@ -216,8 +221,9 @@ def _checkpoint(model: nn.Module, classes: Sequence[type[nn.Module]], how: str) 
 
     for module in model.modules():
         if isinstance(module, tuple(classes)):
+            unit: Any = module
             options = {"context_fn": _save_some} if how == "selective" else {}
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+            unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
 
 
 def _save_some() -> Any:
@@ -290,7 +296,7 @@ def _shorten(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[list
 
 def _tell_config(model: nn.Module, runs: Sequence[_Run]) -> None:
     """Configurations of transformers say how many layers there are; models ask them."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if runs and hasattr(config, "num_hidden_layers") and hasattr(config, "to_dict"):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         config.num_hidden_layers = max(len(found) for found in lists)
@@ -300,7 +306,9 @@ def _equal(children: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
     """Runs ``[start, stop)`` of modules that are equal but for their values and their place."""
     kinds = [_kind(child) for child in children]
     # Settings that count the modules are no difference.
-    counting = {key for key in kinds[0][1] if all(kind[1].get(key) == i for i, kind in enumerate(kinds))} if kinds else ()
+    counting = (
+        {key for key in kinds[0][1] if all(kind[1].get(key) == i for i, kind in enumerate(kinds))} if kinds else ()
+    )
     for _, settings in kinds:
         for key in counting:
             settings.pop(key)
