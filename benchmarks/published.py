@@ -3,13 +3,14 @@
     python benchmarks/published.py --out benchmarks/results/published.txt
 
 A figure is here if its source states what a prediction needs: model, GPUs, ranks, batch, length, checkpointing, and whether
-the model was compiled. The second table has figures whose source does not state the network; one is assumed there. Hardware
-files and the cost model are what the package ships: nothing is fitted to these figures. Where a source states that its
-machine differs from the file (memory, network), the stated number takes the file's place.
+the model was compiled. The second table has figures whose source leaves one of these open, mostly the network; it is assumed
+there. Hardware files and the cost model are what the package ships: nothing is fitted to these figures. Where a source states
+that its machine differs from the file (memory, network), the stated number takes the file's place.
 
 Predicted are this package's buckets, each gather one unit ahead of its use as in FSDP, with ``fused=True`` for compiled runs
-and ``fused=False`` for eager ones. Memory is what is allocated; sources give what torch's allocator had reserved, which is
-more.
+and ``fused=False`` for eager ones. "serial" is the prediction if nothing overlapped: a published figure below it is not
+explained by communication that was not hidden. Memory is what is allocated; sources give what torch's allocator had reserved,
+which is more.
 """
 
 from __future__ import annotations
@@ -297,8 +298,8 @@ def traced(figure: Figure) -> Trace:
     return trace(work_of(figure), figure.machine, figure.compiled)
 
 
-def predicted(source: Source, figure: Figure) -> tuple[float, float]:
-    """Tokens per second and GPU, and GiB at the peak."""
+def predicted(source: Source, figure: Figure) -> tuple[float, float, float]:
+    """Tokens per second and GPU, the same if nothing overlapped, and GiB at the peak."""
     like = replace(figure, ranks=0, inner=0, tokens=0.0, gib=0.0, note="")  # what a trace depends on
     job = Job(
         work_of(figure),
@@ -310,9 +311,14 @@ def predicted(source: Source, figure: Figure) -> tuple[float, float]:
         solved=False,
     )
     inner = figure.inner or figure.ranks
-    found = planned(job, traced(like), Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, figure.ranks // inner))
-    assert found.timeline is not None
-    return figure.batch * figure.length / found.timeline.seconds, found.timeline.peak_bytes / GIB
+    candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, figure.ranks // inner)
+    timeline, serial = (
+        planned(replace(job, overlap=(overlap, overlap)), traced(like), candidate).timeline for overlap in (True, False)
+    )
+    assert timeline is not None
+    assert serial is not None
+    tokens = figure.batch * figure.length
+    return tokens / timeline.seconds, tokens / serial.seconds, timeline.peak_bytes / GIB
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
@@ -321,20 +327,20 @@ def predicted(source: Source, figure: Figure) -> tuple[float, float]:
 def table(sources: Sequence[Source]) -> Iterator[str]:
     yield (
         f"{'model':11} {'GPUs':>14} {'batch':>8} {'saves':9} {'run':8} {'tok/s':>7} {'predicted':>9} {'error':>7} "
-        f"{'GiB':>6} {'predicted':>9} {'error':>7}  note"
+        f"{'serial':>7} {'GiB':>6} {'predicted':>9} {'error':>7}  note"
     )
     errors: list[float] = []
     for source in sources:
         yield source.name + (f"; assumed: {source.assumed}" if source.assumed else "")
         for figure in source.figures:
-            tokens, gib = predicted(source, figure)
+            tokens, serial, gib = predicted(source, figure)
             errors.append(tokens / figure.tokens - 1)
             memory = f"{figure.gib or '':>6} {gib:9.1f} {f'{gib / figure.gib - 1:+.1%}' if figure.gib else '':>7}"
             gpus = f"{figure.ranks} {figure.machine.name}"
             yield (
                 f"{figure.model:11} {gpus:>14} {f'{figure.batch} x {figure.length}':>8} {figure.checkpoint:9} "
                 f"{'compiled' if figure.compiled else 'eager':8} {figure.tokens:7,.0f} {tokens:9,.0f} {errors[-1]:+7.1%} "
-                f"{memory}  {figure.note}"
+                f"{serial:7,.0f} {memory}  {figure.note}"
             ).rstrip()
         yield ""
     yield (

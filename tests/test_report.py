@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -480,10 +481,10 @@ root.dataset.zoomed = labels();
 </script></body>"""
 
 
-def in_browser(made: Report, folder: Path) -> Page:
-    """The page as it is when its scripts have run, and one that asks and clicks."""
+def in_browser(text: str, folder: Path) -> Page:
+    """A report's page as it is when its scripts have run, and one that asks and clicks."""
     path = folder / "page.html"
-    path.write_text(to_html(made).replace("</body>", ASKING), encoding="utf-8")
+    path.write_text(text.replace("</body>", ASKING), encoding="utf-8")
     quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
     done = subprocess.run(
         [
@@ -503,7 +504,7 @@ def in_browser(made: Report, folder: Path) -> Page:
 @needs_browser
 def test_a_browser_shows_what_the_text_says(tmp_path: Path) -> None:
     made = report(12, width=512, prefix="<b>&layers.")
-    page = in_browser(made, tmp_path)
+    page = in_browser(to_html(made), tmp_path)
     (root,) = page.attributes["html"]
     assert root.get("data-error") is None
     assert page.cells == cells(tables(made))
@@ -531,6 +532,31 @@ def test_a_browser_shows_what_the_text_says(tmp_path: Path) -> None:
 def test_a_browser_draws_thousands_of_spans_as_few_shapes(tmp_path: Path) -> None:
     made = report(1000)
     assert len(made.timeline.spans) > 4000
-    (root,) = in_browser(made, tmp_path).attributes["html"]
+    (root,) = in_browser(to_html(made), tmp_path).attributes["html"]
     assert root.get("data-error") is None
     assert int(root["data-shapes"] or 0) < 1000
+
+
+@needs_browser
+@pytest.mark.processes
+def test_the_demo_s_report_in_a_browser_is_its_text(tmp_path: Path) -> None:
+    arguments = ["demo", "--steps", "2", "--batch", "2", "--length", "32", "--parity-steps", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mfsdp_compile.cli", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"COLUMNS": "200"},
+    )
+    folder = tmp_path / "demo-out"
+    assert "report: demo-out/report.html" in done.stdout, done.stderr  # in two steps a loss need not fall
+    text = (folder / "report.txt").read_text()
+    page = in_browser((folder / "report.html").read_text(), tmp_path)
+    (root,) = page.attributes["html"]
+    assert root.get("data-error") is None
+    assert [cell for cell in page.cells if words(cell) not in words(text)] == []
+    assert len(page.cells) > 200
+    assert "measured" in page.cells
+    assert "not compared" not in text
+    assert json.loads((folder / "report.trace.json").read_text())["traceEvents"]

@@ -51,6 +51,10 @@ def _about(table: Table, width: int) -> list[str]:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
+_BELOW = 6
+"""Columns by which a text is indented that has no room in its row."""
+
+
 def _table(table: Table, width: int) -> Iterator[str]:
     if len(table.header) == 1:
         for (line,) in table.rows:
@@ -65,10 +69,16 @@ def _table(table: Table, width: int) -> Iterator[str]:
         if number and table.total and number == len(rows) - 1:
             yield "  " + "-" * min(width - 2, before + min(sizes[-1], last) - 2)
         cells = [c.rjust(n) if right else c.ljust(n) for c, n, right in zip(row, sizes, numeric, strict=True)]
-        first, *more = [cells[-1]] if numeric[-1] else textwrap.wrap(row[-1], last, break_on_hyphens=False) or [""]
-        yield "  " + "  ".join([*cells[:-1], first])
+        longest = max(map(len, row[-1].split()), default=0)
+        if numeric[-1] or longest <= last:
+            indent, room, lines = before, last, [cells[-1]] if numeric[-1] else []
+        else:  # a word that has no room: below the row
+            indent, room, lines = _BELOW, max(width - _BELOW, longest), [""]
+        lines += textwrap.wrap(row[-1], room, break_on_hyphens=False) if not numeric[-1] else []
+        first, *more = lines or [""]
+        yield "  ".join(["  " + cells[0], *cells[1:-1], first]).rstrip()
         for line in more:
-            yield " " * before + line
+            yield " " * indent + line
 
 
 # -- the drawing ------------------------------------------------------------------------------------------------------
