@@ -12,4 +12,8 @@ buckets are plain data in the :class:`Context`.
                         (your own)  ``options={"passes": [...]}``
                         verify      that all of this is right
                         announce    the graph says what it does before it does it
+
+What steers them is decided before, and can be looked at: costs of kernels and collectives (:mod:`.costs`, for a machine of
+:mod:`.hardware`), what a graph does to time and memory (:mod:`.flow`, in short :mod:`.outline`), a step simulated
+(:mod:`.simulate`), a schedule within a memory budget (:mod:`.solve`), and what was decided (:mod:`.decisions`).
 """

@@ -9,6 +9,7 @@ not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import sys
 import weakref
@@ -434,6 +435,18 @@ def trace_with_aot(
         fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, decompositions=decompositions
     )
     return trace(gm, list(inputs))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's warnings through ``logging``, which it repeats for code that nobody runs."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:

@@ -96,7 +96,7 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
             "A plan is made with a process group of ranks that do not exist, and there is a real one already: plan in a "
             "process of its own."
         )
-    with _fake_group() as mesh, compat.fake_mode():
+    with _fake_group() as mesh, compat.fake_mode(), compat.quiet():
         with _default_dtype(work.dtype), _NoValues():
             model = work.build()
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
@@ -222,7 +222,7 @@ def _checkpoint(model: nn.Module, classes: Sequence[type[nn.Module]], how: str) 
     for module in model.modules():
         if isinstance(module, tuple(classes)):
             unit: Any = module
-            options = {"context_fn": _save_some} if how == "selective" else {}
+            options: dict[str, Any] = {"context_fn": _save_some} if how == "selective" else {}
             unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False, **options)
 
 

@@ -11,6 +11,7 @@ failed=0
 
 "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())' || exit 1
 "$PYTHON" -m pytest -q -p no:cacheprovider tests/gpu || failed=1
+"$PYTHON" -m mfsdp_compile.cli calibrate --ranks 1 --out "$OUT/hardware_gpu.json" || failed=1
 "$PYTHON" -m mfsdp_compile.cli demo --ranks 1 --steps 30 --out "$OUT/gpu-demo" || failed=1
 "$PYTHON" benchmarks/step_time.py --ranks 1 --out "$OUT/step_time_gpu_1rank.json" || failed=1
 "$PYTHON" benchmarks/step_time.py --simulate 8 --out "$OUT/step_time_gpu_simulated_8ranks.json" || failed=1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, forecasting, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocabulary=1024, width=512, layers=4, heads=8, kv_heads=4, hidden=1408)
@@ -210,3 +210,37 @@ def test_float32_gradients_are_more_exact(mode: str, dtype: torch.dtype) -> None
     assert errors[True] < 1e-5  # a float32 sum of 2048 products
     assert errors[True] < errors[False] / 20  # float16 rounds to 2^-11, bfloat16 to 2^-8
     assert torch.equal(found[True]["embedding.weight"], found[False]["embedding.weight"])  # cast as before
+
+
+# -- predictions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("budget", [None, "40GiB"])
+def test_memory_and_time_are_as_predicted(budget: str | None) -> None:
+    """The bounds are the project's. Larger than the other tests' model, so that kernels take longer than to launch them."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocabulary=32000, width=2048, layers=8, heads=16, kv_heads=8, hidden=5632)
+    model = fully_shard_model(Llama(config).to("cuda", torch.bfloat16), fsdp_unit_modules=[Block])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    options: dict[str, Any] = {"report": True} | ({"memory_budget": budget} if budget else {})
+    call = torch.compile(model, backend="mfsdp", options=options)
+    batch = torch.randint(0, config.vocabulary, (2, 4, 2048), device="cuda")
+
+    def compute() -> None:
+        call(*batch).backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        call(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    compute()
+    torch.cuda.synchronize()
+    timeline = forecasting.predicted(model)
+    assert timeline.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
+    made = forecasting.report(model, measured=forecasting.measure(model, compute))
+    predicted, measured = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+    assert predicted == pytest.approx(measured, rel=0.15)
