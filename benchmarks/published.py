@@ -371,8 +371,8 @@ def lines() -> Iterator[str]:
 
 
 def quiet() -> None:
-    """Without torch's remarks on checkpointing inside of compiled code, one for each model."""
-    torch._logging.set_logs(dynamo=logging.ERROR)
+    """Without torch's remark on selective checkpointing inside of compiled code."""
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def about() -> list[str]:

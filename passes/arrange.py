@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from .context import Context, Phase
 from .costs import CostModel
 from .decisions import Decisions, gather_by_policy, reduction_by_policy
 from .flow import Category, gather_of, reduction_of
-from .outline import Gradients, Outline, Use
+from .outline import Gradients, Outline, Use, grouped
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
 
-__all__ = ["Plan", "STAGES", "gathered_bytes"]
+__all__ = ["STAGES", "Plan", "gathered_bytes"]
 
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 
@@ -31,10 +31,12 @@ class Plan:
     """
 
     def __init__(self, outlines: Mapping[Phase, Outline], context: Context, costs: CostModel) -> None:
-        self.outlines, self.context, self.costs = outlines, context, costs
+        self.outlines = {phase: outlines[phase] for phase in Phase if phase in outlines}  # in the order of a step
+        self.context, self.costs = context, costs
         buckets = context.buckets
         self._gathers = [
-            gather_of(info, number, costs) if info.exchange.gather_group else None for number, info in enumerate(buckets)
+            gather_of(info, number, costs) if info.exchange.gather_group else None
+            for number, info in enumerate(buckets)
         ]
         self._stages = {
             (number, copied): [
@@ -58,25 +60,33 @@ class Plan:
             self._starts.append([*cast, whole, Start(gather), *at_start] if gather is not None else [])
             self._waits.append([Wait(gather), *at_wait] if gather is not None else [])
 
+    def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> list[Use]:
+        """The gathers of a graph where some buckets stay from forward to backward."""
+        uses = self.outlines[phase].uses
+        if phase is not Phase.BACKWARD or not kept:
+            return list(uses)
+        return grouped((life for use in uses for life in use.lives if life[0] not in kept), self.context)
+
     def gather_seconds(self, use: Use) -> float:
         return sum(gather.seconds for bucket in use.buckets if (gather := self._gathers[bucket]) is not None)
 
     def decisions_by_policy(self) -> Decisions:
         """What the policy says without a solver."""
-        context, policy = self.context, self.context.policy
+        context, policy, kept = self.context, self.context.policy, self._kept_by_policy()
         gathers = {
             phase: {
-                use.buckets[0]: gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])
-                for use in outline.uses
+                bucket: gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])
+                for use in self.uses(phase, kept)
+                for bucket in use.buckets
             }
-            for phase, outline in self.outlines.items()
+            for phase in self.outlines
         }
         reductions = {}
         if (backward := self.outlines.get(Phase.BACKWARD)) is not None:
             sizes = [context.buckets[g.bucket].gathered_bytes for g in backward.gradients]
             for i, gradients in enumerate(backward.gradients):
                 reductions[gradients.bucket] = reduction_by_policy(policy, sizes[i:], context.overlap[1])
-        return Decisions(self._kept_by_policy(), gathers, reductions)
+        return Decisions(kept, gathers, reductions)
 
     def _kept_by_policy(self) -> frozenset[int]:
         policy = self.context.policy
@@ -86,7 +96,7 @@ class Plan:
         again = {bucket for use in backward.uses for bucket in use.buckets}
         if policy.reshard_after_forward is False:
             return frozenset(bucket for use in forward.uses for bucket in use.buckets if bucket in again)
-        last = max((last, bucket) for use in forward.uses for bucket, last in zip(use.buckets, use.last, strict=True))[1]
+        last, *_ = max((life for use in forward.uses for life in use.lives), key=lambda life: life[2])
         if policy.keep_last and len(forward.uses) > 1 and backward.uses[0].buckets[0] == last:
             return frozenset({last})
         return frozenset()
@@ -103,8 +113,7 @@ class Plan:
         before: list[list[Event]] = [[] for _ in range(count + 1)]  # a segment; the last: at the end
         after: list[list[Event]] = [[] for _ in range(count + 1)]
         kept = decisions.kept if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset()
-        uses = [use for use in outline.uses if not (phase is Phase.BACKWARD and set(use.buckets) <= kept)]
-        self._place_gathers(phase, uses, kept, decisions, before, after)
+        self._place_gathers(phase, self.uses(phase, kept), kept, decisions, before, after)
         if phase is Phase.BACKWARD:
             for use in outline.uses:
                 for bucket, last in zip(use.buckets, use.last, strict=True):
@@ -140,9 +149,9 @@ class Plan:
             events.append(Compute(segment.seconds, segment.flops))
             if segment.rise:
                 events.append(Free(Category.TEMPORARY, segment.rise))
-            for category, size in ((Category.SAVED, segment.saved), (Category.TEMPORARY, segment.temporary)):
-                if size:
-                    events.append(Allocate(category, size) if size > 0 else Free(category, -size))
+            net = [(segment.saved, Category.SAVED), (segment.temporary, Category.TEMPORARY)]
+            events += [Free(category, -size) for size, category in net if size < 0]  # first: both were in the rise
+            events += [Allocate(category, size) for size, category in net if size > 0]
             found.append(events)
         return found
 
@@ -150,7 +159,7 @@ class Plan:
         self,
         phase: Phase,
         uses: Sequence[Use],
-        kept: frozenset[int],
+        kept: Set[int],
         decisions: Decisions,
         before: list[list[Event]],
         after: list[list[Event]],
@@ -159,20 +168,18 @@ class Plan:
         aheads = decisions.gathers.get(phase, {})
         starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
         for i, use in enumerate(uses):
-            ahead = aheads.get(use.buckets[0])
+            ahead = next((aheads[bucket] for bucket in use.buckets if bucket in aheads), None)
             units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])).units
             starts[max(i - units, -1)].append(use)
         for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
             place = uses[i].first if i >= 0 else 0
             for use in started:
                 for bucket in use.buckets:
-                    if not (phase is Phase.BACKWARD and bucket in kept):
-                        before[place] += self._starts[bucket]
-            for bucket, last in zip(uses[i].buckets, uses[i].last, strict=True) if i >= 0 else ():
-                if not (phase is Phase.BACKWARD and bucket in kept):
-                    before[place] += self._waits[bucket]
-                    if bucket not in kept:
-                        after[last].append(Free(Category.GATHERED, context.buckets[bucket].gathered_bytes))
+                    before[place] += self._starts[bucket]
+            for bucket, first, last in uses[i].lives if i >= 0 else ():
+                before[first] += self._waits[bucket]
+                if bucket not in kept:
+                    after[last].append(Free(Category.GATHERED, context.buckets[bucket].gathered_bytes))
 
     def _place_reductions(
         self,
@@ -193,13 +200,13 @@ class Plan:
             how = decisions.reductions.get(g.bucket) or reduction_by_policy(policy, sizes[i:], context.overlap[1])
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
+            place = starts[i]
             for stage, collective in enumerate(stages):
                 scatters = info.exchange.collectives[stage] == "reduce_scatter"
                 result = held // info.exchange.group_sizes[stage] if scatters else held
-                start = starts[i] if stage == 0 else place
-                start += [Allocate(Category.GRADIENTS, result), Start(collective)]
+                place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
-                    start.append(Free(Category.GRADIENTS, held))
+                    place.append(Free(Category.GRADIENTS, held))
                 following = i + (how.units * (stage + 1) if how.units else 0)
                 if following >= len(gradients):
                     place = ahead[-1]
@@ -209,8 +216,11 @@ class Plan:
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, held))
                 held = result
-            final = info.layout.shard_numel * info.main_dtype.itemsize
-            place += [Free(Category.GRADIENTS, held), Allocate(Category.GRADIENTS, final)]
+            final = Allocate(Category.GRADIENTS, info.layout.shard_numel * info.main_dtype.itemsize)
+            if seconds := self.costs.finish(info):
+                place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
+            else:
+                place += [Free(Category.GRADIENTS, held), final]
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
             size = info.layout.numel * info.exchange.comm_dtype.itemsize

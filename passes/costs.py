@@ -20,7 +20,8 @@ twice, over a ring or a tree, whichever is faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,17 @@ from . import roles
 from .context import BucketInfo, Kind, role_of
 from .hardware import Hardware
 
-__all__ = ["CostModel", "Kernel", "Ring", "collective_seconds", "is_alias", "kernels", "value_bytes"]
+__all__ = [
+    "CostModel",
+    "Kernel",
+    "Ring",
+    "collective_seconds",
+    "is_alias",
+    "kernels",
+    "origin",
+    "readers",
+    "value_bytes",
+]
 
 _aten = torch.ops.aten
 
@@ -117,6 +128,16 @@ class CostModel:
             return 0.0
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 
+    def finish(self, info: BucketInfo) -> float:
+        """Of a reduced gradient: what casts it to the shard's dtype, and scales it; 0.0 where it is as it should be."""
+        exchange, main = info.exchange, info.main_dtype.itemsize
+        casts = exchange.comm_dtype != info.main_dtype
+        scales = exchange.scale != 1 and not exchange.scales_first
+        shard = info.layout.shard_numel
+        if casts and scales and not self.fused:
+            return self.moved(shard * (exchange.comm_dtype.itemsize + main)) + self.moved(shard * 2 * main)
+        return self.moved(shard * (exchange.comm_dtype.itemsize + main)) if casts or scales else 0.0
+
     # -- computation --------------------------------------------------------------------------------------------------
 
     def moved(self, size: int) -> float:
@@ -160,6 +181,7 @@ class Kernel:
         dtype: that matrix products are computed in.
         attention: whether it is fused attention.
         place: in the order of the graph.
+        finishes: the bucket whose reduced gradient it casts or scales; None for what the model computes.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -168,12 +190,13 @@ class Kernel:
     dtype: torch.dtype
     attention: bool = False
     place: float = 0.0
+    finishes: int | None = None
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
         """Nodes whose values nobody else reads: where kernels are fused they are never in memory."""
         own = set(self.nodes)
-        return tuple(node for node in self.nodes if all(user in own for user in node.users))
+        return tuple(node for node in self.nodes if own.issuperset(readers(node)))
 
 
 def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
@@ -204,7 +227,9 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
         found.append(_kernel([node]))
     found += [_kernel(region) for region in regions]
     order = {node: float(position) for position, node in enumerate(graph.nodes)}
-    return sorted((replace(kernel, place=_place(kernel, order)) for kernel in found), key=lambda kernel: kernel.place)
+    finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
+    placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
+    return sorted(placed, key=lambda kernel: kernel.place)
 
 
 def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
@@ -215,11 +240,28 @@ def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
 
 
 def _producers(node: fx.Node) -> Iterable[fx.Node]:
-    """What computes a node's inputs, views looked through."""
-    for source in node.all_input_nodes:
-        while is_alias(source) and source.all_input_nodes:
-            source = source.all_input_nodes[0]
-        yield source
+    """What computes a node's inputs."""
+    return map(origin, node.all_input_nodes)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What computes a node's value: views and parts of several values looked through."""
+    while (is_alias(node) or node.target is operator.getitem) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node's value: views and parts of several values looked through."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_alias(user) or user.target is operator.getitem:
+                pending.append(user)
+            else:
+                found[user] = None
+    return list(found)
 
 
 def is_alias(node: fx.Node) -> bool:
@@ -243,15 +285,23 @@ _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begi
 
 def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
     own = set(nodes)
-    size = 0
+    read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
-        if source not in own:
-            size += value_bytes(source)
-    size += sum(value_bytes(node) for node in nodes if any(user not in own for user in node.users))
+        if (whole := origin(source)) not in own:
+            read[whole] = min(
+                read.get(whole, 0) + value_bytes(source), value_bytes(whole)
+            )  # two views of it: read once
+    size = sum(read.values())
+    size += sum(value_bytes(node) for node in nodes if not own.issuperset(readers(node)))
     (first, *more) = nodes
     flops, attention = (0.0, False) if more else _flops(first)
     dtype = next(
-        (v.dtype for n in first.all_input_nodes for v in compat.tree_leaves(n.meta.get("val")) if isinstance(v, Tensor)),
+        (
+            v.dtype
+            for n in first.all_input_nodes
+            for v in compat.tree_leaves(n.meta.get("val"))
+            if isinstance(v, Tensor) and v.is_floating_point()  # states of random numbers are bytes
+        ),
         torch.float32,
     )
     return Kernel(tuple(nodes), flops, size, dtype, attention)
@@ -259,24 +309,33 @@ def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
 
 def _flops(node: fx.Node) -> tuple[float, bool]:
     """Floating-point operations of a matrix product or of attention, and whether it is attention."""
-    target = node.target
+    target, args = _operator(node)
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0, False
     name = target._opname
     if "attention" in name and "scaled_dot_product" in name:
-        return _attention_flops(node, backward="backward" in name), True
+        names = [argument.name for argument in target._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | dict(node.kwargs)
+        return _attention_flops(given, backward="backward" in name), True
     formula = compat.flop_formula(target)
     if formula is None:
         return 0.0, False
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: _concrete(n.meta.get("val")))
-    return float(formula(*args, **kwargs, out_val=_concrete(node.meta.get("val")))), False
+    values, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: _concrete(n.meta.get("val")))
+    return float(formula(*values, **kwargs, out_val=_concrete(node.meta.get("val")))), False
 
 
-def _attention_flops(node: fx.Node, backward: bool) -> float:
+def _operator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node computes, and its arguments. Operators that use random numbers, as attention may, lie inside another one
+    where they are computed again."""
+    before = {"run_and_save_rng_state": 0, "run_with_rng_state": 1}.get(str(node.target))
+    if before is None:
+        return node.target, node.args
+    return node.args[before], node.args[before + 1 :]
+
+
+def _attention_flops(given: Mapping[str, Any], backward: bool) -> float:
     """Two matrix products forward and five backward (one of them again); half of that with a causal mask, as kernels
     skip what is masked (https://arxiv.org/abs/2205.14135)."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     query, key, value = (_concrete(given[name].meta["val"]) for name in ("query", "key", "value"))
     batch, heads, length, width = query.shape
     keys, value_width = key.shape[-2], value.shape[-1]
@@ -287,6 +346,8 @@ def _attention_flops(node: fx.Node, backward: bool) -> float:
 
 def _concrete(value: Any) -> Any:
     """With numbers for symbolic sizes."""
+    if isinstance(value, torch.SymInt):
+        return compat.concrete(value)
     if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
         return torch.empty([compat.concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
     return value
@@ -306,18 +367,15 @@ def _tensor_bytes(value: Tensor) -> int:
     return numel * value.dtype.itemsize
 
 
-_FUSIBLE = {
-    packet
-    for name in (
-        "sum mean amax amin var var_mean prod any all argmax argmin logsumexp cumsum _softmax _log_softmax "
-        "_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward "
-        "native_dropout native_dropout_backward rms_norm _fused_rms_norm _fused_rms_norm_backward "
-        "embedding index gather slice_scatter select_scatter cat constant_pad_nd clone copy "
-        "full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor iota where "
-        "new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill"
-    ).split()
-    if (packet := getattr(_aten, name, None)) is not None
-}
+_FUSIBLE_NAMES = """
+sum mean amax amin var var_mean prod any all argmax argmin logsumexp cumsum _softmax _log_softmax
+_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward
+native_dropout native_dropout_backward rms_norm _fused_rms_norm _fused_rms_norm_backward
+embedding index gather slice_scatter select_scatter cat constant_pad_nd clone copy
+full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor iota where
+new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
+"""
+_FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
 
 
 def _is_fusible(node: fx.Node) -> bool:

@@ -111,7 +111,7 @@ class Decisions:
 
     Args:
         kept: buckets that stay gathered from forward to backward.
-        gathers: by phase; of a unit with several buckets, by the one that is used first.
+        gathers: by phase; buckets of a unit start together, and each is there by its own number.
         reductions: by bucket.
         why_not_kept: why others are gathered again.
     """
@@ -198,7 +198,9 @@ class ScheduleText:
             if section := re.fullmatch(r"\[(\w+)\]", line):
                 names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
                 if section[1] not in names:
-                    raise ValueError(f"{where}:{number}: no graph is called {section[1]!r}; there are {', '.join(names)}")
+                    raise ValueError(
+                        f"{where}:{number}: no graph is called {section[1]!r}; there are {', '.join(names)}"
+                    )
                 current = found.setdefault(names[section[1]], [])
                 continue
             match = _LINE.fullmatch(line)
@@ -255,8 +257,8 @@ class ScheduleText:
             reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
         kept: frozenset[int] = frozenset()
         if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
-            used = {names.index(name) for what, name, _ in self.lines[Phase.BACKWARD] if what == "reduce"}
-            kept = frozenset(gathers[Phase.FORWARD]) & used - frozenset(gathers[Phase.BACKWARD])
+            # Those too that backward does not need: of these nothing is saved.
+            kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
         return Decisions(kept, gathers, reductions)
 
     def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:

@@ -10,10 +10,12 @@ A backward graph begins with what its forward graph has saved: tensors that both
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +24,7 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import BucketInfo, Context, Kind, role_of
-from .costs import CostModel, Kernel, is_alias, kernels
+from .costs import CostModel, Kernel, is_alias, kernels, readers
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
@@ -181,12 +183,19 @@ class _Reader:
             return []
         source = node.all_input_nodes[0] if node.all_input_nodes else None
         if node.target is operator.getitem and source is not None:
-            values = self.roots[source]
-            index = node.args[1]
-            return [values[index]] if isinstance(index, int) and index < len(values) else values
+            return self._item(source, node.args[1])
         if source is not None and (is_alias(node) or self._passes_on(node)):
             return self.roots[source]
-        return [self._allocate(node, value) for value in _tensors(node)]
+        return [self._allocate(node, value) for value in compat.tree_leaves(node.meta.get("val"))]
+
+    def _item(self, source: fx.Node, index: Any) -> list[Storage]:
+        """The storages of one of several values, which may be several again."""
+        values, whole = self.roots[source], source.meta.get("val")
+        if not isinstance(whole, (list, tuple)) or not isinstance(index, int):
+            return values
+        index %= len(whole)
+        begin, end = (len(compat.tree_leaves(list(whole[:stop]))) for stop in (index, index + 1))
+        return values[begin:end]
 
     def _passes_on(self, node: fx.Node) -> bool:
         """Whether a node's value lies where its first input does: an awaited collective, something written to."""
@@ -206,15 +215,17 @@ class _Reader:
             self.storages.append(self.given[storage])
         return [self.given[storage]]
 
-    def _allocate(self, node: fx.Node, value: Tensor) -> Storage:
-        size = 1
-        for length in value.shape:
-            size *= compat.concrete(length)
-        size *= value.dtype.itemsize
+    def _allocate(self, node: fx.Node, value: Any) -> Storage:
+        """For one of a node's values; of no bytes for what is no tensor, so that the others keep their places."""
+        size = 0
+        if isinstance(value, Tensor):
+            size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
         role = role_of(node)
         kind = role.kind if role is not None else None
         category = _CATEGORIES.get(kind, Category.TEMPORARY) if kind is not None else Category.TEMPORARY
         bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
+        if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
+            category, bucket = Category.GRADIENTS, kernel.finishes
         if self.costs.fused and self._is_stored_nowhere(node):
             size = 0
         begin = self.place[node]
@@ -229,11 +240,11 @@ class _Reader:
         kernel = self.kernel_of.get(node)
         if kernel is not None and node in kernel.inner:
             return True
-        return any(self._is_packed_in_place(node, user) for user in _readers(node))
+        return any(self._is_packed_in_place(node, user) for user in readers(node))
 
     def _is_packed_in_place(self, node: fx.Node, pack: fx.Node) -> bool:
         """Whether a gradient is computed in its slice of the bucket: nobody else reads it, and it has the dtype."""
-        if pack.target is not _PACK or len(_readers(node)) > 1 or node not in self.kernel_of:
+        if pack.target is not _PACK or len(readers(node)) > 1 or node not in self.kernel_of:
             return False
         value = node.meta.get("val")
         return isinstance(value, Tensor) and value.dtype == pack.meta["val"].dtype
@@ -251,7 +262,7 @@ class _Reader:
             if isinstance(value, fx.Node):
                 kept.update(id(storage) for storage in self.roots[value])
         for node in self.graph.nodes:
-            if node.op != "call_function" or is_alias(node):
+            if node.op != "call_function" or is_alias(node) or node.target is operator.getitem:
                 continue
             at = self.place[node]
             launches = roles.is_collective(node) or node.target is torch.ops.mfsdp.reduce_if_due.default
@@ -312,21 +323,20 @@ class _Reader:
             info = context.buckets[reduction.bucket]
             in_place = self._packed_in_place(reduction.pack) if costs.fused else []
             gradients = [_origin(node) for node in reduction.pack.all_input_nodes]
-            copied = tuple(
-                storage
-                for node in gradients
-                for storage in self.roots[node]
-                if node not in in_place and storage.end == place[reduction.pack]
-            )
+            elsewhere = (storage for node in gradients if node not in in_place for storage in self.roots[node])
+            copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
             for stage, (start, wait) in enumerate(reduction.stages):
                 collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
-                ready = max(place[node] for node in reduction.pack.all_input_nodes)  # views too: that is where it starts
+                ready = max(
+                    place[node] for node in reduction.pack.all_input_nodes
+                )  # views too: that is where it starts
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
 
 
 def gather_of(info: BucketInfo, bucket: int, costs: CostModel) -> Collective:
     """The gather of a bucket."""
-    return Collective("gather", bucket, 0, costs.cast(info), costs.gather(info), info.exchange.gather_group)
+    cast = 0.0 if info.has_resident else costs.cast(info)  # a resident has the dtype that is sent
+    return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group)
 
 
 def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:
@@ -355,20 +365,3 @@ _CATEGORIES = {
     Kind.START_REDUCE: Category.GRADIENTS,
     Kind.REDUCED: Category.GRADIENTS,
 }
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [value for value in compat.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node's value, views looked through."""
-    found: dict[fx.Node, None] = {}
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            if is_alias(user):
-                pending.append(user)
-            else:
-                found[user] = None
-    return list(found)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .context import Context
 from .flow import Category, Flow, Placed
 
-__all__ = ["Gradients", "Outline", "Segment", "Use", "outline_of"]
+__all__ = ["Gradients", "Outline", "Segment", "Use", "grouped", "outline_of"]
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,24 @@ class Segment:
 
 @dataclass(frozen=True)
 class Use:
-    """The gather of a unit: of its buckets that are used first at the same time.
+    """The gather of a unit: of its buckets that are used before those of another.
 
     Args:
         buckets: their numbers in the context.
         first: the segment before which it must be there.
         last: for each bucket the segment after which it may go.
+        waits: for each bucket the segment before which it is awaited; empty: ``first`` for all.
     """
 
     buckets: tuple[int, ...]
     first: int
     last: tuple[int, ...]
+    waits: tuple[int, ...] = ()
+
+    @property
+    def lives(self) -> list[tuple[int, int, int]]:
+        """Each bucket, the segment before which it is awaited, and the one after which it may go."""
+        return list(zip(self.buckets, self.waits or (self.first,) * len(self.buckets), self.last, strict=True))
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,16 @@ def outline_of(flow: Flow, context: Context) -> Outline:
     return _Outliner(flow, context).outline()
 
 
+def grouped(lives: Iterable[tuple[int, int, int]], context: Context) -> list[Use]:
+    """Buckets with the segments of their first and last uses, in order of the first ones, by unit."""
+    of_units = itertools.groupby(lives, key=lambda life: context.buckets[life[0]].unit)
+    found = []
+    for _, together in of_units:
+        buckets, waits, last = zip(*together, strict=True)
+        found.append(Use(buckets, waits[0], last, waits))
+    return found
+
+
 _AFTER = 0.125
 """Places are whole numbers and halves: this is right behind one."""
 
@@ -115,7 +132,11 @@ class _Outliner:
                 self.begins[bucket] = min(self.begins.get(bucket, storage.begin), storage.begin)
             elif storage.category is Category.GATHERED and bucket not in gathered:
                 self.casts[bucket] = (storage.begin, storage.end)
-        self.places = [kernel.place for kernel in flow.kernels]
+        computed = [
+            (kernel, s) for kernel, s in zip(flow.kernels, flow.seconds, strict=True) if kernel.finishes is None
+        ]
+        self.kernels, self.seconds = [kernel for kernel, _ in computed], [seconds for _, seconds in computed]
+        self.places = [kernel.place for kernel in self.kernels]
 
     def outline(self) -> Outline:
         if not self.places:
@@ -138,7 +159,7 @@ class _Outliner:
         return bisect_right(self.starts, max(bisect_right(self.places, place) - 1, 0)) - 1
 
     def _units(self) -> tuple[str, ...]:
-        first = sorted((self._at(place), self.context.buckets[bucket].unit) for place, bucket in self.flow.uses)
+        first = [(self._at(place), self.context.buckets[bucket].unit) for place, bucket in self.flow.uses]
         units, current = [], first[0][1] if first else ""
         for number in range(len(self.starts)):
             while first and first[0][0] <= number:
@@ -147,16 +168,8 @@ class _Outliner:
         return tuple(units)
 
     def _uses(self) -> list[Use]:
-        uses: list[Use] = []
-        unit = None
-        for placed in self.gathers:
-            bucket, last = placed.collective.bucket, self._before(placed.last_use)
-            if uses and self.context.buckets[bucket].unit == unit:
-                uses[-1] = Use((*uses[-1].buckets, bucket), uses[-1].first, (*uses[-1].last, last))
-            else:
-                uses.append(Use((bucket,), self._at(placed.first_use), (last,)))
-            unit = self.context.buckets[bucket].unit
-        return uses
+        lives = [(p.collective.bucket, self._at(p.first_use), self._before(p.last_use)) for p in self.gathers]
+        return grouped(lives, self.context)
 
     def _gradients(self, placed: Placed) -> Gradients:
         bucket = placed.collective.bucket
@@ -164,11 +177,10 @@ class _Outliner:
         return Gradients(bucket, begin, self._before(placed.ready), sum(s.bytes for s in placed.copied))
 
     def _segments(self) -> Iterator[Segment]:
-        flow = self.flow
         copied = {storage for placed in self.reductions for storage in placed.copied}
         changes: list[tuple[int, int, Category, int]] = []  # at which kernel, in which order there, what
         count = len(self.places)
-        for storage in flow.storages:
+        for storage in self.flow.storages:
             if storage.bucket is not None or storage.category is Category.GRADIENTS:
                 continue
             category = storage.category if storage.category is Category.SAVED else Category.TEMPORARY
@@ -189,8 +201,8 @@ class _Outliner:
                 net[category] += size
                 position += 1
             yield Segment(
-                sum(flow.seconds[start:stop]),
-                sum(kernel.flops for kernel in flow.kernels[start:stop]),
+                sum(self.seconds[start:stop]),
+                sum(kernel.flops for kernel in self.kernels[start:stop]),
                 rise,
                 net[Category.SAVED],
                 net[Category.TEMPORARY],

@@ -180,7 +180,9 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
     shards = residents = state = 0
     for info in buckets:
         shard = info.layout.shard_numel
-        if not (info.resident_bytes and info.main_dtype == info.exchange.dtype):  # else the shard is a part of the resident
+        if not (
+            info.resident_bytes and info.main_dtype == info.exchange.dtype
+        ):  # else the shard is a part of the resident
             shards += shard * info.main_dtype.itemsize
         residents += info.resident_bytes
         state += shard * optimizer.state_bytes * info.trainable
@@ -283,9 +285,7 @@ class _Running(NamedTuple):
 
 
 class _Clock:
-    def __init__(
-        self, context: Context, costs: CostModel, resting: Mapping[Category, int], details: bool
-    ) -> None:
+    def __init__(self, context: Context, costs: CostModel, resting: Mapping[Category, int], details: bool) -> None:
         self.context, self.costs, self.details = context, costs, details
         self.now = 0.0
         self.computed = 0.0
@@ -363,7 +363,18 @@ class _Clock:
         self.span(collective.what, collective.what, info.name, stage, begin, end)
         seconds, queued = collective.seconds, begin - self.now
         exposure = Exposure(
-            collective.what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin, unit
+            collective.what,
+            collective.bucket,
+            info.name,
+            info.unit,
+            stage,
+            seconds,
+            0.0,
+            queued,
+            0.0,
+            self.now,
+            begin,
+            unit,
         )
         self.exposures.append(exposure)
         return _Running(end, self.computed, exposure)

@@ -104,11 +104,11 @@ class _Solver:
         smallest = self._smallest()
         if budget is not None and smallest.timeline.peak_bytes > budget:
             raise BudgetError(self._refusal(smallest.timeline, budget), smallest.timeline.peak_bytes)
-        largest = min(self._schedules(None), key=_rank)
+        largest = min([*self._schedules(None), *self._usual()], key=_rank)
         if budget is None or largest.timeline.peak_bytes <= budget:
             return largest
         low, high = smallest.timeline.peak_bytes, largest.timeline.peak_bytes
-        found: list[Solution] = []
+        found = self._usual()
         for step in range(bounds):
             bound = low + (high - low) * step // bounds
             if bound > budget:
@@ -117,25 +117,30 @@ class _Solver:
         found.append(self._with_reasons(smallest, budget))
         return min((s for s in found if s.timeline.peak_bytes <= budget), key=_rank)
 
+    def _usual(self) -> list[Solution]:
+        """What there would be without a solver, where everything is left to it: the rule of thumb may be better."""
+        if self.prefetch is not None or self.reshard is not None:
+            return []
+        return [Solution(self.policy, self.timeline(self.policy))]
+
     def timeline(self, decisions: Decisions) -> Timeline:
         key = _key(decisions)
         if key not in self._tried:
             events = self.plan.events(decisions)
-            self._tried[key] = simulate(
-                events, self.context, self.costs, self.resting, self.optimizer, details=False
-            )
+            self._tried[key] = simulate(events, self.context, self.costs, self.resting, self.optimizer, details=False)
         return self._tried[key]
 
     def _smallest(self) -> Solution:
         """The schedule that takes the least memory."""
         kept = frozenset() if self.reshard is None else self._kept_by_option()
-        distance = self.prefetch or 0
+        distance = (self.prefetch or 0) if self.context.overlap[0] else 0
         gathers = {
             phase: {
-                use.buckets[0]: Ahead(distance, Why(Limit.BUDGET, gathered_bytes(use, self.context)))
-                for use in outline.uses
+                bucket: Ahead(distance, Why(Limit.BUDGET, gathered_bytes(use, self.context)))
+                for use in self.plan.uses(phase, kept)
+                for bucket in use.buckets
             }
-            for phase, outline in self.plan.outlines.items()
+            for phase in self.plan.outlines
         }
         decisions = Decisions(kept, gathers, self._reductions(0))
         return Solution(decisions, self.timeline(decisions), 0)
@@ -209,7 +214,7 @@ class _Solver:
             decisions, gathers = moved, earlier
         if not keep_first:
             kept, why_not = self._keep(bound, gathers, reductions)
-            decisions = replace(decisions, kept=kept, why_not_kept=why_not)
+            decisions = Decisions(kept, self._without(kept, gathers), reductions, why_not)
         return Solution(decisions, self.timeline(decisions), bound)
 
     def _gathers(
@@ -223,11 +228,11 @@ class _Solver:
         """How early gathers start, one unit earlier than ``before`` for those that came ``late``."""
         found: dict[Phase, dict[int, Ahead]] = {}
         for phase, outline in self.plan.outlines.items():
-            uses = [use for use in outline.uses if phase is not Phase.BACKWARD or not set(use.buckets) <= kept]
+            uses = self.plan.uses(phase, kept)
             if self.prefetch is not None or not self.context.overlap[0]:
                 limit = Limit.POLICY if self.context.overlap[0] else Limit.OVERLAP
                 units = self.prefetch or 0 if self.context.overlap[0] else 0
-                found[phase] = {use.buckets[0]: Ahead(units, Why(limit)) for use in uses}
+                found[phase] = {bucket: Ahead(units, Why(limit)) for use in uses for bucket in use.buckets}
                 continue
             memory = _Room(self, phase, kept, reductions, bound)
             wanted = self._wanted(outline, uses)
@@ -236,15 +241,37 @@ class _Solver:
                 if (known := before.get(phase, {}).get(use.buckets[0])) is not None:
                     came_late = late is not None and any((stage, bucket) in late for bucket in use.buckets)
                     wanted[i] = i - known.units - came_late
-            found[phase] = {}
+            starts: list[tuple[int, Why]] = []  # from the last one on
             latest = len(uses)
             for i in range(len(uses) - 1, -1, -1):  # later ones start later
-                wish = max(-1, min(wanted[i], latest, i))
-                start, missing = memory.earliest(uses, i, wish)
-                latest = start
-                limit = Limit.BUDGET if missing else Limit.BEGIN if start < 0 else Limit.NONE
-                found[phase][uses[i].buckets[0]] = Ahead(i - start, Why(limit, missing))
+                latest, missing = memory.earliest(uses, i, max(-1, min(wanted[i], latest, i)))
+                limit = Limit.BUDGET if missing else Limit.BEGIN if latest < 0 else Limit.NONE
+                starts.append((latest, Why(limit, missing)))
+            found[phase] = {}
+            place, why = -1, Why(Limit.BEGIN)
+            for i, use in enumerate(uses):
+                if starts[-1 - i][0] >= place:  # else there was less room for the one before it, which starts first
+                    place, why = starts[-1 - i]
+                found[phase].update((bucket, Ahead(i - place, why)) for bucket in use.buckets)
         return found
+
+    def _without(
+        self, kept: frozenset[int], gathers: Mapping[Phase, Mapping[int, Ahead]]
+    ) -> dict[Phase, Mapping[int, Ahead]]:
+        """The same starts, counted in the units that are left in backward."""
+        if not kept:
+            return dict(gathers)
+        number = {bucket: i for i, use in enumerate(self.plan.uses(Phase.BACKWARD)) for bucket in use.buckets}
+        left = self.plan.uses(Phase.BACKWARD, kept)
+        found: dict[int, Ahead] = {}
+        for i, use in enumerate(left):
+            ahead = gathers[Phase.BACKWARD][use.buckets[0]]
+            if self.prefetch is None:  # else it is counted in what is gathered
+                start = number[use.buckets[0]] - ahead.units
+                units = i + 1 if start < 0 else sum(number[other.buckets[0]] >= start for other in left[:i])
+                ahead = replace(ahead, units=units)
+            found.update((bucket, ahead) for bucket in use.buckets)
+        return {**gathers, Phase.BACKWARD: found}
 
     def _wanted(self, outline: Outline, uses: Sequence[Use]) -> list[int]:
         """For each gather the latest earlier one before whose wait it must start to be there in time; -1: as the graph
@@ -281,13 +308,13 @@ class _Solver:
         first = {b: use.first for use in backward.uses for b in use.buckets}
 
         def value(bucket: int) -> tuple[float, float, int]:
-            size = self.context.buckets[bucket].gathered_bytes
+            size = max(1, self.context.buckets[bucket].gathered_bytes)
             seconds = self.plan.costs.gather(self.context.buckets[bucket])
             return exposed.get(bucket, 0.0) / size, seconds / size, last[bucket]
 
         kept: set[int] = set()
         why_not: dict[int, Why] = {}
-        for bucket in sorted(candidates, key=value, reverse=True):
+        for bucket in sorted(sorted(candidates), key=value, reverse=True):
             size = self.context.buckets[bucket].gathered_bytes
             windows = {
                 Phase.FORWARD: (last[bucket] + 1, len(forward.segments)),
@@ -317,9 +344,11 @@ class _Solver:
             Category.OPTIMIZER: "more ranks to shard over",
         }
         helps = dict.fromkeys(help_for[category] for size, category in parts if size * 10 > smallest.peak_bytes)
+        prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
+        again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
         return (
-            f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, without prefetch and with every bucket "
-            f"gathered again, has {_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
+            f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, {prefetch} and with {again}, has "
+            f"{_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
             f"{_gib(smallest.peak_bytes - budget)} too much. What would help: {'; '.join(helps)}."
         )
 
@@ -423,7 +452,8 @@ def explained(timeline: Timeline, decisions: Decisions, phases: Mapping[Stage, P
         phases: the graphs that ran, by stage.
     """
     return replace(
-        timeline, exposures=[replace(e, reason=_reason(e, decisions, phases)) if e.exposed else e for e in timeline.exposures]
+        timeline,
+        exposures=[replace(e, reason=_reason(e, decisions, phases)) if e.exposed else e for e in timeline.exposures],
     )
 
 

@@ -406,6 +406,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
+    """What Inductor does to a joint graph before it is parted: constants folded, patterns replaced."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    return joint_graph_passes(joint)
+
+
 def backend_failed() -> type[Exception]:
     """What Dynamo raises where a backend does; that is its ``inner_exception``."""
     from torch._dynamo.exc import BackendCompilerFailed

@@ -323,11 +323,11 @@ def test_calibration(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     machine = hardware(str(out))
     assert (machine.name, machine.ranks_per_node) == ("box", ranks)
     assert set(machine.sources) == SOURCED
-    # Any machine that runs this is within these.
-    assert 1e8 < machine.flops["float32"] < 1e13
-    assert 1e8 < machine.memory_bandwidth < 1e13
-    assert 1e-8 < machine.kernel_seconds < 1e-3
-    assert 1e7 < machine.intra_node.bandwidth < machine.memory_bandwidth
+    # Any machine that runs this is within these, also one that does other work besides.
+    assert 1e6 < machine.flops["float32"] < 1e13
+    assert 1e6 < machine.memory_bandwidth < 1e13
+    assert 1e-8 < machine.kernel_seconds < 1e-2
+    assert 1e5 < machine.intra_node.bandwidth < 1e12
     assert machine.memory_bytes > 2**27
     printed = capsys.readouterr().out
     assert f'options={{"hardware": "{out}"}}' in printed

@@ -182,6 +182,8 @@ def _outlines(
         found.append(record)
 
         def partition(joint: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+            if fused:
+                joint = compat.inductor_joint_passes(joint)
             pipeline.tag_for_trial(joint.graph, record)
             graphs = compat.min_cut_partition(joint, joint_inputs, **kwargs)
             saved = None
@@ -344,15 +346,17 @@ def _stretch(
             numbers[number, copy] = len(found)
             found.append(replace(buckets[number], unit=name))
     stretched = {phase: _repeat(outline, run, numbers) for phase, outline in outlines.items()}
-    left, traced = (
-        sum(segment.saved + segment.temporary for outline in of.values() for segment in outline.segments)
-        for of in (stretched, outlines)
-    )
-    if left != traced:
+    if _left(stretched) != _left(outlines):
         raise RuntimeError(
             f"{run.names[0]} saves for its backward what others release: it cannot stand for {len(run.names)} units."
         )
     return stretched, found
+
+
+def _left(outlines: Mapping[Phase, Outline]) -> int:
+    """Bytes that are in memory after a step, but for gradients."""
+    segments = sum(segment.saved + segment.temporary for outline in outlines.values() for segment in outline.segments)
+    return segments - sum(gradients.elsewhere for outline in outlines.values() for gradients in outline.gradients)
 
 
 def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int]) -> Outline:

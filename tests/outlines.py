@@ -1,0 +1,111 @@
+"""Buckets, outlines and a machine with round numbers, for tests of what is predicted and scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mfsdp_compile.passes.arrange import Plan
+from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
+from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.hardware import Hardware, Link
+from mfsdp_compile.passes.outline import Gradients, Outline, Segment, Use
+from mfsdp_compile.runtime.exchange import Exchange, When
+from mfsdp_compile.runtime.layout import BucketLayout, Slot
+
+RANKS = 4
+MACHINE = Hardware(
+    "round",
+    {"float32": 1e12, "bfloat16": 2e12},
+    matmul_efficiency=1.0,
+    attention_efficiency=0.5,
+    memory_bandwidth=1e11,
+    memory_efficiency=1.0,
+    memory_bytes=10**9,
+    kernel_seconds=0.0,
+    collective_seconds=10e-6,
+    ranks_per_node=4,
+    intra_node=Link(100e9, 1e-6),
+    inter_node=Link(10e9, 20e-6),
+)
+COSTS = CostModel(MACHINE, fused=True)
+
+
+def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any) -> BucketInfo:
+    """A bucket of one parameter in float32 over four ranks of a node; ``changes`` are fields, of it or its exchange."""
+    ranks = changes.pop("ranks", RANKS)
+    layout = BucketLayout(4, ranks, numel // ranks, (Slot("w", (numel,), 0),), alignment_bytes=4)
+    exchange = Exchange(
+        sizes=[numel],
+        ndims=[1],
+        offsets=[0],
+        numel=numel,
+        dtype=torch.float32,
+        gather_size=ranks,
+        gather_group="gathers",
+        comm_dtype=torch.float32,
+        reduce_op="avg",
+        scale=1.0,
+        collectives=["reduce_scatter"],
+        when=[When.ALWAYS.value],
+        group_sizes=[ranks],
+        groups=["reductions"],
+        inspected=False,
+    )
+    of_exchange = {field: changes.pop(field) for field in Exchange._fields if field in changes}
+    info = BucketInfo(name, unit or name, layout, exchange._replace(**of_exchange), numel * 4, trainable=True)
+    return replace(info, **changes)
+
+
+def context(buckets: Sequence[BucketInfo], policy: SchedulePolicy | None = None, **changes: Any) -> Context:
+    return Context(tuple(buckets), policy or SchedulePolicy(), **{"whole_model": True, **changes})
+
+
+def chain(
+    buckets: Sequence[BucketInfo],
+    seconds: Sequence[float],
+    *,
+    saved: int = 0,
+    rise: int = 0,
+    policy: SchedulePolicy | None = None,
+    costs: CostModel = COSTS,
+    **changes: Any,
+) -> Plan:
+    """A model of units that run one after the other, each computing for so long, and twice as long in backward.
+
+    Args:
+        buckets: of the units in order; neighbours of one unit are used together.
+        seconds: of each unit.
+        saved: bytes that each unit saves for backward.
+        rise: bytes that each needs while it computes.
+    """
+    numbers: dict[str, list[int]] = {}
+    for number, info in enumerate(buckets):
+        numbers.setdefault(info.unit, []).append(number)
+    units, last = list(numbers), len(numbers) - 1
+
+    def use(position: int, segment: int) -> Use:
+        own = tuple(numbers[units[position]])
+        return Use(own, segment, (segment,) * len(own))
+
+    sent = [i for i, unit in enumerate(units) if buckets[numbers[unit][0]].exchange.gather_group]
+    forward = Outline(
+        tuple(Segment(s, 0.0, saved + rise, saved, 0) for s in seconds),
+        tuple(units),
+        tuple(use(i, i) for i in sent),
+    )
+    backward = Outline(
+        tuple(Segment(2 * s, 0.0, rise, -saved, 0) for s in reversed(seconds)),
+        tuple(reversed(units)),
+        tuple(use(i, last - i) for i in reversed(sent)),
+        gradients=tuple(
+            Gradients(number, last - i, last - i, 0)
+            for i in range(last, -1, -1)
+            for number in numbers[units[i]]
+            if buckets[number].trainable
+        ),
+    )
+    return Plan({Phase.FORWARD: forward, Phase.BACKWARD: backward}, context(buckets, policy, **changes), costs)

@@ -1,0 +1,305 @@
+"""The cost model: times of kernels on graphs made by hand, and of collectives in closed form."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from outlines import COSTS, MACHINE, bucket
+from torch import fx
+
+from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
+
+aten = torch.ops.aten
+US = 1e-6
+
+
+class Made:
+    """A graph whose nodes know their values, on the meta device."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
+        return node
+
+    def __call__(self, target: Any, *args: Any, val: Any = None) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        node.meta["val"] = val if val is not None else target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def kernels(self, *outputs: fx.Node, fused: bool = True) -> list[Kernel]:
+        self.graph.output(outputs)
+        return kernels(self.graph, fused)
+
+
+def name(node: fx.Node) -> str:
+    return node.target._opname  # type: ignore[union-attr]
+
+
+def names(found: list[Kernel]) -> list[list[str]]:
+    return [[name(node) for node in kernel.nodes] for kernel in found]
+
+
+# -- the roofline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "dtype", "seconds"),
+    [
+        (1000, 1000, torch.float32, 2e9 / 1e12),  # floating-point operations: bytes would take 0.12 ms
+        (1000, 1000, torch.bfloat16, 2e9 / 2e12),
+        (1000, 1, torch.float32, (2 * 1000 + 1000 * 1000) * 4 / 1e11),  # bytes: operations would take 2 us
+        (1000, 1, torch.bfloat16, (2 * 1000 + 1000 * 1000) * 2 / 1e11),
+    ],
+)
+def test_matrix_products_take_the_longer_of_operations_and_bytes(
+    rows: int, inner: int, dtype: torch.dtype, seconds: float
+) -> None:
+    made = Made()
+    out = made(aten.mm.default, made.input(rows, inner, dtype=dtype), made.input(inner, rows, dtype=dtype))
+    (kernel,) = made.kernels(out)
+    assert kernel.flops == 2 * rows * rows * inner
+    assert COSTS.kernel(kernel) == pytest.approx(seconds)
+    slow_start = CostModel(replace(MACHINE, kernel_seconds=7e-6), fused=True)
+    assert slow_start.kernel(kernel) == pytest.approx(seconds + 7e-6)
+
+
+def test_efficiencies_are_of_what_runs() -> None:
+    half = CostModel(replace(MACHINE, matmul_efficiency=0.5, memory_efficiency=0.25), fused=True)
+    made = Made()
+    x = made.input(1000, 1000)
+    product, shifted = made.kernels(made(aten.add.Tensor, made(aten.mm.default, x, x), 1.0))
+    assert half.kernel(product) == pytest.approx(2 * COSTS.kernel(product))
+    assert half.kernel(shifted) == pytest.approx(4 * COSTS.kernel(shifted))
+
+
+def attention(causal: bool, backward: bool) -> Kernel:
+    made = Made()
+    query, key, value, out = (made.input(2, 8, length, 64) for length in (128, 256, 256, 128))
+    if not backward:
+        target, args = aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value, 0.0, causal)
+        return made.kernels(made(target, *args, val=(out.meta["val"], torch.empty(2, 8, 128, device="meta"))))[0]
+    sums = made.input(2, 8, 128)
+    target = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    gradients = tuple(node.meta["val"] for node in (query, key, value))
+    return made.kernels(made(target, out, query, key, value, out, sums, 0.0, causal, val=gradients))[0]
+
+
+def test_attention_skips_what_is_masked_and_computes_again_in_backward() -> None:
+    full = attention(causal=False, backward=False)
+    assert full.attention
+    assert full.flops == 2 * (2 * 2 * 8 * 128 * 256 * 64)  # two matrix products
+    assert attention(causal=True, backward=False).flops == full.flops / 2
+    assert attention(causal=False, backward=True).flops == 2.5 * full.flops
+    assert attention(causal=True, backward=True).flops == 2.5 * full.flops / 2
+    assert COSTS.compute(1e9, 0, torch.float32, attention=True) == pytest.approx(
+        2 * COSTS.compute(1e9, 0, torch.float32, attention=False)
+    )
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+SIZE = 100 * 100 * 4
+
+
+def test_a_chain_is_one_kernel_that_reads_and_writes_once() -> None:
+    made = Made()
+    x, bias = made.input(100, 100), made.input(100)
+    out = made(aten.exp.default, made(aten.mul.Tensor, made(aten.add.Tensor, x, bias), x))
+    found = made.kernels(out)
+    assert names(found) == [["add", "mul", "exp"]]
+    assert found[0].bytes == SIZE + 100 * 4 + SIZE  # x once, though two of them read it
+    assert [name(node) for node in found[0].inner] == ["add", "mul"]
+    assert COSTS.kernel(found[0]) == pytest.approx((2 * SIZE + 400) / 1e11)
+
+
+def test_without_fusion_every_operator_is_a_kernel() -> None:
+    made = Made()
+    x = made.input(100, 100)
+    found = made.kernels(made(aten.exp.default, made(aten.relu.default, x)), fused=False)
+    assert names(found) == [["relu"], ["exp"]]
+    assert [kernel.bytes for kernel in found] == [2 * SIZE, 2 * SIZE]
+
+
+@pytest.mark.parametrize("flat", [[10000], [50, 200]])
+def test_views_inside_a_kernel_cost_nothing(flat: list[int]) -> None:
+    made = Made()
+    viewed = made(aten.view.default, made(aten.relu.default, made.input(100, 100)), flat)
+    found = made.kernels(made(aten.exp.default, viewed))
+    assert names(found) == [["relu", "exp"]]
+    assert found[0].bytes == 2 * SIZE
+    assert [name(node) for node in found[0].inner] == ["relu"]
+
+
+def test_statistics_are_in_the_kernel_of_what_reads_them() -> None:
+    """A normalisation, as Inductor takes it apart: several values of one operator."""
+    made = Made()
+    x = made.input(100, 100)
+    both = made(aten.var_mean.correction, made(aten.relu.default, x), [1], val=(empty(100, 1), empty(100, 1)))
+    mean = made(operator.getitem, both, 1)
+    relu = both.args[0]
+    found = made.kernels(made(aten.sub.Tensor, relu, mean))
+    assert names(found) == [["relu", "var_mean", "sub"]]
+    assert found[0].bytes == 2 * SIZE
+
+
+def empty(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta")
+
+
+def test_two_views_of_a_value_are_read_once() -> None:
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    product = made(aten.mm.default, x, w)
+    one, other = (made(aten.view.default, product, shape) for shape in ([10000], [10000]))
+    found = made.kernels(made(aten.mul.Tensor, made(aten.exp.default, one), other))
+    assert found[1].bytes == 2 * SIZE
+
+
+def test_matrix_products_part_kernels_and_what_both_read_is_written() -> None:
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    relu = made(aten.relu.default, x)
+    product = made(aten.mm.default, made(aten.exp.default, relu), w)
+    again = made(aten.add.Tensor, product, relu)  # after the product: no kernel from before it can have it
+    found = made.kernels(again)
+    assert names(found) == [["relu", "exp"], ["mm"], ["add"]]
+    assert [kernel.bytes for kernel in found] == [3 * SIZE, 3 * SIZE, 3 * SIZE]
+    assert found[0].inner == ()
+    assert [kernel.flops > 0 for kernel in found] == [False, True, False]
+    assert [kernel.place for kernel in found] == sorted(kernel.place for kernel in found)
+
+
+def test_a_kernel_runs_before_what_reads_it() -> None:
+    """... even if operators that joined it stand behind that in the graph."""
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    relu = made(aten.relu.default, x)
+    product = made(aten.mm.default, relu, w)
+    late = made(aten.exp.default, relu)
+    found = made.kernels(product, late)
+    assert names(found) == [["relu", "exp"], ["mm"]]
+
+
+def test_what_is_expanded_counts_once_and_views_are_no_kernels() -> None:
+    made = Made()
+    row = made.input(1, 100)
+    wide = made(aten.expand.default, row, [100, 100])
+    assert value_bytes(wide) == 400
+    found = made.kernels(made(aten.view.default, made.input(100, 100), [10000]), wide)
+    assert found == []
+
+
+def test_collectives_are_no_kernels() -> None:
+    made = Made()
+    c10d = torch.ops._c10d_functional
+    x = made.input(100)
+    started = made(c10d.all_reduce.default, x, "sum", "0", val=empty(100))
+    out = made(c10d.wait_tensor.default, started, val=empty(100))
+    assert roles.is_collective(started)
+    assert made.kernels(out) == []
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("kind", "ring", "seconds"),
+    [
+        ("all_gather", Ring(1), 2 * MB / 1e11),  # a copy: read and written
+        ("all_reduce", Ring(1), 2 * MB / 1e11),
+        ("all_gather", Ring(2), 10 * US + 1 * US + MB / 2 / 100e9),
+        ("reduce_scatter", Ring(4), 10 * US + 3 * US + MB * 3 / 4 / 100e9),
+        # Two nodes: six steps inside, one between, and four network cards.
+        ("all_gather", Ring(8), 10 * US + (6 * 1 + 1 * 20) * US + MB * 7 / 8 / 40e9),
+        # Not a multiple of the node.
+        ("all_gather", Ring(6), 10 * US + (4 * 1 + 1 * 20) * US + MB * 5 / 6 / 40e9),
+        # Outer groups of HSDP: one rank in each node, two ranks in each node, all in one node.
+        ("all_gather", Ring(4, stride=4), 10 * US + 3 * 20 * US + MB * 3 / 4 / 10e9),
+        ("all_gather", Ring(4, stride=8), 10 * US + 3 * 20 * US + MB * 3 / 4 / 10e9),
+        ("all_gather", Ring(4, stride=2), 10 * US + (2 * 1 + 1 * 20) * US + MB * 3 / 4 / 20e9),
+        ("all_gather", Ring(2, stride=2), 10 * US + 1 * US + MB / 2 / 100e9),
+        # All-reduce: twice the data; inside a node a ring and a tree take equally long.
+        ("all_reduce", Ring(4), 10 * US + 2 * 3 * US + 2 * MB * 3 / 4 / 100e9),
+        ("all_reduce", Ring(8), 10 * US + 2 * (3 * 1 + 1 * 20) * US + 2 * MB * 7 / 8 / 40e9),
+        # Over 64 nodes a ring would pass 2 * 63 links, a tree passes 2 * 6.
+        ("all_reduce", Ring(64, stride=4), 10 * US + 2 * 6 * 20 * US + 2 * MB * 63 / 64 / 10e9),
+        ("all_gather", Ring(64, stride=4), 10 * US + 63 * 20 * US + MB * 63 / 64 / 10e9),
+    ],
+)
+def test_closed_forms(kind: str, ring: Ring, seconds: float) -> None:
+    assert collective_seconds(kind, MB, ring, MACHINE) == pytest.approx(seconds, rel=1e-12)
+
+
+def test_an_all_reduce_takes_the_faster_of_ring_and_tree() -> None:
+    far = replace(MACHINE, ranks_per_node=1, inter_node=replace(MACHINE.inter_node, latency=1e-3))
+    for nodes, steps in ((2, 1), (3, 1.585), (4, 2), (1024, 10)):
+        found = collective_seconds("all_reduce", 0, Ring(nodes), far)
+        assert found == pytest.approx(10 * US + 2 * steps * 1e-3, rel=1e-3)
+        assert found <= 10 * US + 2 * (nodes - 1) * 1e-3 + 1e-12
+
+
+@given(
+    st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    st.integers(0, 10**10),
+    st.integers(0, 10**10),
+    st.integers(1, 5000),
+    st.sampled_from([1, 2, 3, 4, 8, 64]),
+)
+def test_more_bytes_never_take_less_time(kind: str, size: int, more: int, ranks: int, stride: int) -> None:
+    ring = Ring(ranks, stride)
+    one, other = (collective_seconds(kind, payload, ring, MACHINE) for payload in (size, size + more))
+    assert 0 <= one <= other
+    local = ring.in_node(MACHINE.ranks_per_node)
+    assert 1 <= local <= min(ranks, MACHINE.ranks_per_node)
+
+
+# -- of buckets -------------------------------------------------------------------------------------------------------
+
+HSDP: dict[str, Any] = {
+    "collectives": ["reduce_scatter", "all_reduce"],
+    "group_sizes": [4, 8],
+    "groups": ["inner", "outer"],
+    "reduce_strides": (1, 4),
+}
+
+
+def test_the_second_stage_reduces_what_the_first_has_scattered() -> None:
+    info = bucket("a", MB, **HSDP)
+    assert COSTS.reduction(info, 0) == collective_seconds("reduce_scatter", 4 * MB, Ring(4), MACHINE)
+    assert COSTS.reduction(info, 1) == collective_seconds("all_reduce", MB, Ring(8, 4), MACHINE)
+    assert COSTS.gather(info) == collective_seconds("all_gather", 4 * MB, Ring(4), MACHINE)
+    whole = bucket("a", MB, gather_size=1, gather_group="")
+    assert COSTS.gather(whole) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_per_element"),
+    [
+        ({}, 0),
+        ({"scale": 0.25}, 4 + 4),
+        ({"comm_dtype": torch.bfloat16}, 2 + 4),
+        ({"comm_dtype": torch.bfloat16, "scale": 0.25}, 2 + 4),  # one kernel where kernels are fused
+        ({"comm_dtype": torch.float16, "scale": 0.25}, 2 + 4),  # scaled before it was reduced
+    ],
+)
+def test_reduced_gradients_are_cast_and_scaled(changes: dict[str, Any], bytes_per_element: int) -> None:
+    info = bucket("a", MB, **changes)
+    assert COSTS.finish(info) == pytest.approx(MB / 4 * bytes_per_element / 1e11)
+
+
+def test_casts_are_of_shards() -> None:
+    assert COSTS.cast(bucket("a", MB)) == 0.0
+    info = bucket("a", MB, dtype=torch.bfloat16)
+    assert COSTS.cast(info) == pytest.approx(MB / 4 * 6 / 1e11)

@@ -1,0 +1,505 @@
+"""Schedules within a budget: outlines made by hand and at random, and what real graphs do with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from outlines import COSTS, MACHINE, bucket, chain
+from torch import nn
+
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes.arrange import STAGES, Plan
+from mfsdp_compile.passes.context import Phase, SchedulePolicy
+from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, ScheduleText, Why
+from mfsdp_compile.passes.simulate import OptimizerCost, Stage, Start, Timeline, Wait, resting_memory, simulate
+from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+
+ADAMW = OptimizerCost()
+MB = 10**6
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+def buckets(*numels: int, **changes: Any) -> list[Any]:
+    return [bucket(f"u{i}", numel, **changes) for i, numel in enumerate(numels)]
+
+
+def even(units: int = 5, numel: int = MB, seconds: float = 1e-3, **changes: Any) -> Plan:
+    """Equal units: gathers and reductions take 43 us, so that a unit's computation hides many of them."""
+    return chain(buckets(*[numel] * units), [seconds] * units, **changes)
+
+
+def smallest_peak(plan: Plan, **options: Any) -> int:
+    """The least memory that a schedule needs."""
+    with pytest.raises(BudgetError) as caught:
+        solve(plan, ADAMW, 0, **options)
+    return caught.value.needed
+
+
+def units_of(decisions: Decisions, phase: Phase) -> list[int]:
+    """How many units ahead gathers start, by bucket."""
+    return [ahead.units for _, ahead in sorted(decisions.gathers[phase].items())]
+
+
+def simulated(plan: Plan, decisions: Decisions) -> Timeline:
+    resting = resting_memory(plan.context.buckets, ADAMW, plan.context.other_bytes)
+    return simulate(plan.events(decisions), plan.context, plan.costs, resting, ADAMW)
+
+
+# -- without bound ----------------------------------------------------------------------------------------------------
+
+
+def test_unlimited_memory_keeps_every_bucket_and_hides_what_can_be_hidden() -> None:
+    plan = even()
+    found = solve(plan, ADAMW)
+    assert found.decisions.kept == frozenset(range(5))
+    assert found.decisions.gathers[BACKWARD] == {}
+    assert units_of(found.decisions, FORWARD) == [1, 1, 1, 1, 1]  # as late as hides them
+    exposed = {(e.what, e.name) for e in found.timeline.exposures if e.exposed}
+    assert exposed == {("gather", "u0"), ("reduce", "u0")}  # nothing is computed before the first, after the last
+
+
+def test_gathers_that_take_longer_start_earlier() -> None:
+    """Four gathers of 43 us during 200 us of computation by one unit before them, which compute 1 us each."""
+    plan = chain(buckets(*[MB] * 5), [200e-6, *[1e-6] * 4])
+    found = solve(plan, ADAMW)
+    assert units_of(found.decisions, FORWARD) == [1, 1, 2, 3, 4]
+    exposed = {(e.what, e.name) for e in found.timeline.exposures if e.exposed and e.stage is Stage.FORWARD}
+    assert exposed == {("gather", "u0")}
+
+
+def test_what_only_backward_gathers_is_not_kept() -> None:
+    plan = even()
+    forward = replace(plan.outlines[FORWARD], uses=plan.outlines[FORWARD].uses[1:])
+    found = solve(Plan({**plan.outlines, FORWARD: forward}, plan.context, COSTS), ADAMW)
+    assert found.decisions.kept == {1, 2, 3, 4}
+    assert set(found.decisions.gathers[BACKWARD]) == {0}
+
+
+def test_parts_of_models_keep_nothing() -> None:
+    assert solve(even(whole_model=False), ADAMW).decisions.kept == frozenset()
+
+
+# -- within a budget --------------------------------------------------------------------------------------------------
+
+
+def test_the_tightest_budget_is_the_smallest_schedule() -> None:
+    plan = even()
+    least = smallest_peak(plan)
+    found = solve(plan, ADAMW, least)
+    assert found.timeline.peak_bytes == least
+    assert found.decisions.kept <= {4}
+    with pytest.raises(BudgetError):
+        solve(plan, ADAMW, least - 1)
+
+
+def test_budgets_between_buy_time() -> None:
+    """Communication takes as long as computation: every bucket that stays saves its gather."""
+    plan = chain(buckets(*[MB] * 6), [20e-6] * 6)
+    least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
+    seconds, kept = [], []
+    for step in range(9):
+        budget = least + (most - least) * step // 8
+        found = solve(plan, ADAMW, budget)
+        assert found.timeline.peak_bytes <= budget
+        seconds.append(found.timeline.seconds)
+        kept.append(len(found.decisions.kept))
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < 0.8 * seconds[0]
+    assert kept[-1] == 6
+    assert len(set(kept)) >= 4
+
+
+def test_what_saves_most_time_per_byte_stays() -> None:
+    """Backward begins with the last unit, whose gather nothing hides, and the last computes for a moment only."""
+    plan = chain(buckets(MB, MB, MB), [1e-3, 1e-3, 1e-6])
+    found = solve(plan, ADAMW, smallest_peak(plan) + 4 * MB)
+    assert found.decisions.kept == {1, 2}
+
+
+# -- refusal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"saved": 100 * MB}, "activation checkpointing, or a smaller batch"),
+        ({"rise": 100 * MB}, "a smaller batch"),
+        ({}, "more ranks to shard over"),
+    ],
+)
+def test_a_refusal_says_what_is_missing_and_what_would_help(changes: dict[str, int], advice: str) -> None:
+    plan = even(**changes)
+    least = smallest_peak(plan)
+    missing = 3 << 20
+    with pytest.raises(BudgetError) as caught:
+        solve(plan, ADAMW, least - missing)
+    message = str(caught.value)
+    assert caught.value.needed == least
+    assert "3.00 MiB too much" in message
+    assert advice in message
+    assert "without prefetch and with every bucket gathered again" in message
+    with pytest.raises(BudgetError, match="with prefetch 2 and with what backward needs kept"):
+        solve(plan, ADAMW, 0, prefetch=2, reshard=False)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [None, 10**9])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_prefetch_is_honoured(prefetch: int, budget: int | None) -> None:
+    found = solve(even(), ADAMW, budget, prefetch=prefetch)
+    for phase in (FORWARD, BACKWARD):
+        assert set(units_of(found.decisions, phase)) <= {prefetch}
+        assert {ahead.why.limit for ahead in found.decisions.gathers[phase].values()} <= {Limit.POLICY}
+
+
+@pytest.mark.parametrize(("reshard", "kept"), [(True, {4}), (False, {0, 1, 2, 3, 4}), (None, {0, 1, 2, 3, 4})])
+def test_reshard_is_honoured(reshard: bool | None, kept: set[int]) -> None:
+    assert solve(even(), ADAMW, reshard=reshard).decisions.kept == kept
+
+
+def test_without_overlap_nothing_starts_early() -> None:
+    plan = even(overlap=(False, False))
+    least = smallest_peak(plan, prefetch=2)
+    assert least == smallest_peak(plan)
+    for found in (solve(plan, ADAMW), solve(plan, ADAMW, least), solve(plan, ADAMW, least, prefetch=2)):
+        assert set(units_of(found.decisions, FORWARD)) == {0}
+        assert {behind.units for behind in found.decisions.reductions.values()} == {0}
+    found = solve(plan, ADAMW)
+    assert {behind.why.limit for behind in found.decisions.reductions.values()} == {Limit.OVERLAP}
+    shown = explained(found.timeline, found.decisions, {Stage.FORWARD: FORWARD, Stage.BACKWARD: BACKWARD})
+    assert {e.reason for e in shown.exposures if e.exposed} == {Limit.OVERLAP.value}
+
+
+# -- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def test_reasons_of_a_tight_budget() -> None:
+    plan = even()
+    least = smallest_peak(plan)
+    found = solve(plan, ADAMW, least + 1 * MB)
+    whys = [ahead.why for phase in (FORWARD, BACKWARD) for ahead in found.decisions.gathers[phase].values()]
+    short = [why for why in whys if why.limit is Limit.BUDGET]
+    assert short
+    assert all(0 < why.bytes <= 4 * MB for why in short)
+    phases = {Stage.FORWARD: FORWARD, Stage.BACKWARD: BACKWARD}
+    reasons = {e.reason for e in explained(found.timeline, found.decisions, phases).exposures if e.exposed}
+    assert any(reason.startswith("limited by memory budget (needs ") for reason in reasons), reasons
+
+
+def test_reasons_of_plenty() -> None:
+    found = solve(even(), ADAMW, 10**9)
+    aheads = found.decisions.gathers[FORWARD]
+    assert aheads[0] == Ahead(1, Why(Limit.BEGIN))
+    assert {aheads[bucket].why.limit for bucket in range(2, 5)} == {Limit.NONE}
+    assert found.decisions.why_not_kept == {}
+
+
+def test_what_is_not_kept_says_how_much_is_missing() -> None:
+    """Two buckets are as large as what is left, one is larger."""
+    plan = chain(buckets(MB, 4 * MB, MB), [20e-6] * 3)
+    least = smallest_peak(plan)
+    missing = [
+        (bucket, why.bytes)
+        for budget in range(least, least + 20 * MB, MB)
+        for bucket, why in solve(plan, ADAMW, budget).decisions.why_not_kept.items()
+    ]
+    assert missing
+    assert all(0 < size <= 16 * MB for _, size in missing)
+
+
+# -- any model --------------------------------------------------------------------------------------------------------
+
+NUMELS = st.sampled_from([400, 40_000, 400_000, MB, 4 * MB])
+SECONDS = st.sampled_from([0.0, 1e-6, 20e-6, 100e-6, 1e-3])
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """One to eight units of one or two buckets, some frozen; on one or two networks."""
+    infos = []
+    count = draw(st.integers(1, 8))
+    gathers = draw(st.sampled_from(["gathers", "reductions"]))
+    for i in range(count):
+        for name in draw(st.sampled_from([[f"u{i}"], [f"u{i}"], [f"u{i}#0", f"u{i}#1"]])):
+            trainable = draw(st.booleans()) or draw(st.booleans())
+            infos.append(bucket(name, draw(NUMELS), f"u{i}", trainable=trainable, gather_group=gathers))
+    return chain(
+        infos,
+        [draw(SECONDS) for _ in range(count)],
+        saved=draw(st.sampled_from([0, MB, 20 * MB])),
+        rise=draw(st.sampled_from([0, MB, 20 * MB])),
+        overlap=draw(st.sampled_from([(True, True), (True, True), (False, True), (True, False)])),
+        costs=CostModel(replace(MACHINE, compute_slowdown=draw(st.sampled_from([0.0, 0.3]))), fused=True),
+    )
+
+
+def in_order(plan: Plan, decisions: Decisions) -> Iterator[tuple[list[int], list[int]]]:
+    """Buckets whose gathers start, and are awaited, in order, by graph."""
+    for events in plan.events(decisions).values():
+        started, awaited = (
+            [e.collective.bucket for e in events if isinstance(e, kind) and e.collective.what == "gather"]
+            for kind in (Start, Wait)
+        )
+        yield started, awaited
+
+
+def check(plan: Plan, found: Solution, budget: int | None) -> None:
+    """What holds for every schedule that the solver gives."""
+    assert budget is None or found.timeline.peak_bytes <= budget
+    again = simulated(plan, found.decisions)
+    assert (again.seconds, again.peak_bytes) == (found.timeline.seconds, found.timeline.peak_bytes)
+    for started, awaited in in_order(plan, found.decisions):
+        assert started == awaited
+    for phase, outline in plan.outlines.items():
+        gathered = {bucket for use in outline.uses for bucket in use.buckets}
+        expected = gathered - found.decisions.kept if phase is BACKWARD else gathered
+        assert set(found.decisions.gathers[phase]) == expected
+    reduced = {g.bucket for g in plan.outlines[BACKWARD].gradients}
+    assert set(found.decisions.reductions) == reduced
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_budgets_are_kept_and_more_memory_never_costs_time(plan: Plan) -> None:
+    least = smallest_peak(plan)
+    largest = solve(plan, ADAMW)
+    check(plan, largest, None)
+    most = max(largest.timeline.peak_bytes, least)
+    before = float("inf")
+    for step in (0, 1, 3, 6, 8, 9):
+        budget = least + (most - least) * step // 8
+        found = solve(plan, ADAMW, budget)
+        check(plan, found, budget)
+        assert found.timeline.seconds <= before * (1 + 1e-5)  # six digits of times are compared
+        before = found.timeline.seconds
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_memory_returns_to_rest(plan: Plan) -> None:
+    """What a step allocates it frees, but for gradients."""
+    for found in (solve(plan, ADAMW), solve(plan, ADAMW, smallest_peak(plan))):
+        memory = simulated(plan, found.decisions).memory
+        assert memory is not None
+        gradients = sum(info.layout.shard_numel * 4 for info in plan.context.buckets if info.trainable)
+        assert memory.totals[-1] == memory.totals[0] + gradients
+        assert all(min(sizes) >= 0 for sizes in memory.parts.values())
+
+
+@settings(max_examples=25)
+@given(plans(), st.sampled_from([0, 1, 2, 7]), st.sampled_from([None, True, False]))
+def test_options_bound_what_is_chosen(plan: Plan, prefetch: int, reshard: bool | None) -> None:
+    least = smallest_peak(plan, prefetch=prefetch, reshard=reshard)
+    free = smallest_peak(plan)
+    assert least >= free or reshard is not None
+    found = solve(plan, ADAMW, least, prefetch=prefetch, reshard=reshard)
+    check(plan, found, least)
+    for phase in (FORWARD, BACKWARD):
+        assert set(units_of(found.decisions, phase)) <= {prefetch if plan.context.overlap[0] else 0}
+    if reshard is True:
+        assert len(found.decisions.kept) <= 1
+
+
+@settings(max_examples=25)
+@given(plans(), st.integers(0, 10))
+def test_decisions_do_not_depend_on_the_order_of_what_they_are_made_of(plan: Plan, step: int) -> None:
+    budget = smallest_peak(plan) + step * MB
+    found = solve(plan, ADAMW, budget)
+    turned = {phase: plan.outlines[phase] for phase in reversed(list(plan.outlines))}
+    other = solve(Plan(turned, plan.context, plan.costs), ADAMW, budget)
+    assert repr(other.decisions) == repr(found.decisions)
+    assert other.timeline.seconds == found.timeline.seconds
+
+
+@settings(max_examples=25)
+@given(plans())
+def test_text_says_what_was_decided(plan: Plan) -> None:
+    """Saved and loaded, a schedule has the same starts and waits in the same order."""
+    found = solve(plan, ADAMW, smallest_peak(plan) + 3 * MB).decisions
+    text = ScheduleText.of(plan.lines(found))
+    infos = plan.context.buckets
+    loaded = text.decisions([info.name for info in infos], [info.unit for info in infos], keepable=True)
+    assert loaded.kept >= found.kept  # and buckets that backward does not need
+    gathers = [[line for line in plan.lines(d)[FORWARD] if "gather" in line or "wait" in line] for d in (found, loaded)]
+    assert gathers[0] == gathers[1]
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from outlines import bucket, chain
+from mfsdp_compile.passes.simulate import OptimizerCost
+from mfsdp_compile.passes.solve import BudgetError, solve
+sizes = [400_000, 1_000_000, 400_000, 400_000, 4_000_000, 400_000]
+buckets = [bucket(f"u{{i}}#{{j}}", size, f"u{{i}}") for i, size in enumerate(sizes) for j in range(2)]
+plan = chain(buckets, [20e-6] * 6, saved=10**6)
+try:
+    solve(plan, OptimizerCost(), 0)
+except BudgetError as error:
+    least = error.needed
+for more in range(0, 30_000_000, 5_000_000):
+    found = solve(plan, OptimizerCost(), least + more)
+    print(sorted(found.decisions.kept), found.decisions.gathers, found.decisions.reductions, found.decisions.why_not_kept)
+    print(found.timeline.seconds.hex(), found.timeline.peak_bytes)
+"""
+
+
+def test_decisions_do_not_depend_on_hashes() -> None:
+    """Ranks are processes of their own, and must start the same collectives."""
+    command = [sys.executable, "-c", SCRIPT.format(folder=str(Path(__file__).parent))]
+    running = [
+        subprocess.Popen(command, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, text=True)
+        for seed in ("1", "2")
+    ]
+    texts = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert texts[0] == texts[1]
+    assert texts[0].count("\n") == 12
+
+
+# -- units of several buckets -----------------------------------------------------------------------------------------
+
+
+def two_in_a_unit() -> Plan:
+    infos = [bucket(name, MB, name[:2]) for name in ("u0", "u1#0", "u1#1", "u2")]
+    return chain(infos, [100e-6] * 3)
+
+
+def test_a_unit_of_which_a_part_stays() -> None:
+    """What is left of it is gathered where the unit was, and so is a unit that stays between two parts of another."""
+    plan = two_in_a_unit()
+    (first, *_) = plan.uses(BACKWARD, {1})
+    assert first.buckets == (3,)
+    assert [use.buckets for use in plan.uses(BACKWARD, {1})] == [(3,), (2,), (0,)]
+    assert [use.buckets for use in plan.uses(FORWARD, {1})] == [(0,), (1, 2), (3,)]
+    decisions = Decisions(frozenset({1}), {BACKWARD: {3: ahead(0), 2: ahead(1), 0: ahead(0)}})
+    lines = [line for line in plan.lines(decisions)[BACKWARD] if "gather" in line]
+    assert [line.split()[1] for line in lines] == ["u2", "u1#1", "u0"]
+    timeline = simulated(plan, decisions)
+    gathers = [e.name for e in timeline.exposures if e.what == "gather" and e.stage is Stage.BACKWARD]
+    assert gathers == ["u2", "u1#1", "u0"]
+
+
+def ahead(units: int) -> Ahead:
+    return Ahead(units, Why(Limit.NONE))
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> None:
+    text = ScheduleText.of(
+        {
+            BACKWARD: [
+                "        3 operators",
+                "gather  u1#1  1,024 B in float32 of 4 ranks",
+                "wait    u1#1",
+                "all_reduce  of the model itself",
+                "reduce  u1#1  256 B in float32, sum over 2 ranks, stage 2, if due",
+                "await   u1#1, stage 2",
+            ]
+        }
+    )
+    expected = [("gather", "u1#1", 1), ("wait", "u1#1", 1), ("reduce", "u1#1", 2), ("await", "u1#1", 2)]
+    assert text.lines[BACKWARD] == expected
+    assert ScheduleText.parse(f"{text}   # a remark\n# another", "here").lines == text.lines
+
+
+# -- real graphs ------------------------------------------------------------------------------------------------------
+
+SAME = 1e-3
+"""Of seconds and of bytes. An outline leaves out where in a segment memory rises; times are equal up to rounding."""
+
+
+def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
+    torch._dynamo.reset()
+    arguments = {"zero_dp_strategy": int(strategy)} if strategy.isdigit() else mesh_arguments(strategy)
+    model: nn.Module = fully_shard_model(parity.build(factory), fsdp_unit_modules=[factory.block], **arguments)
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "report": True, **options})
+    call(torch.randn(64, 8)).backward()
+    (record,) = model.sharded.compiled_graphs  # type: ignore[attr-defined]
+    assert not record.unpredicted
+    return record
+
+
+def of_graphs(record: pipeline.Record) -> Timeline:
+    """Simulated from the finished graphs."""
+    assert record.prediction is not None
+    events = {STAGES[phase]: found for phase, found in record.events.items()}
+    resting = resting_memory(record.context.buckets, ADAMW, record.context.other_bytes)
+    return simulate(events, record.context, record.prediction.costs, resting, ADAMW)
+
+
+def assert_same(outlined: Timeline, finished: Timeline) -> None:
+    for timeline in (outlined, finished):
+        assert timeline.exposures
+    started = [[(e.stage, e.what, e.name) for e in timeline.exposures] for timeline in (outlined, finished)]
+    assert started[0] == started[1]
+    assert outlined.peak_bytes == pytest.approx(finished.peak_bytes, rel=SAME)
+    assert outlined.seconds == pytest.approx(finished.seconds, rel=SAME)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize(
+    ("factory", "strategy"),
+    [
+        (zoo.Plain, "3"),
+        (zoo.FrozenParameters, "3"),
+        (zoo.FrozenUnit, "HFSDP"),
+        (zoo.Tied, "2"),
+        (zoo.CalledTwice, "1"),
+        (zoo.Checkpointed, "0"),
+        (zoo.Uneven, "HSDP optim_grads_params"),
+        (zoo.Autocast, "3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_graphs_do_what_their_outlines_say(factory: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outline with decisions, simulated, is the finished graph, simulated: with a tight budget, without one, and by a
+    policy that no solver was asked about."""
+    plans: list[Plan] = []
+
+    def spy(plan: Plan, *args: Any, **kwargs: Any) -> Solution:
+        plans.append(plan)
+        return solve(plan, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "solve", spy)
+    free = compiled(factory, strategy, memory_budget="1GiB")
+    (plan,) = plans
+    assert free.solution is not None
+    assert_same(free.solution.timeline, of_graphs(free))
+
+    least = smallest_peak(plan)
+    budget = int((least + free.solution.timeline.peak_bytes) / 2 / (1 - SchedulePolicy().budget_reserve)) + 2
+    tight = compiled(factory, strategy, memory_budget=budget)
+    assert tight.solution is not None
+    assert_same(tight.solution.timeline, of_graphs(tight))
+    assert tight.solution.timeline.peak_bytes <= budget
+
+    text = ScheduleText.of(tight.schedules)
+    followed = compiled(factory, strategy, schedule=text)
+    assert ScheduleText.of(followed.schedules).lines == text.lines
+
+    plain = compiled(factory, strategy)
+    assert plain.solution is None
+    by_policy = Plan(plan.outlines, plain.context, plan.costs)
+    decisions = by_policy.decisions_by_policy()
+    assert decisions.kept == plain.decisions.kept
+    assert_same(simulated(by_policy, decisions), of_graphs(plain))
