@@ -183,7 +183,8 @@ class _Outliner:
         for storage in self.flow.storages:
             if storage.bucket is not None or storage.category is Category.GRADIENTS:
                 continue
-            category = storage.category if storage.category is Category.SAVED else Category.TEMPORARY
+            saved = storage.category is Category.SAVED
+            category = Category.SAVED if saved else Category.TEMPORARY
             if storage.begin >= 0:
                 changes.append((min(bisect_left(self.places, storage.begin), count - 1), 0, category, storage.bytes))
             if storage.end is not None and storage not in copied:
@@ -193,12 +194,12 @@ class _Outliner:
         position = 0
         for start, stop in itertools.pairwise([*self.starts, count]):
             level = rise = 0
-            net = dict.fromkeys((Category.SAVED, Category.TEMPORARY), 0)
+            net: dict[Category, int] = {Category.SAVED: 0, Category.TEMPORARY: 0}
             while position < len(changes) and changes[position][0] < stop:
-                _, _, category, size = changes[position]
+                _, _, of, size = changes[position]
                 level += size
                 rise = max(rise, level)
-                net[category] += size
+                net[of] += size
                 position += 1
             yield Segment(
                 sum(self.seconds[start:stop]),
