@@ -51,6 +51,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/optimizer_step.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/published.py
+	$(BIN)/python benchmarks/ablation.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \

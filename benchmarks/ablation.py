@@ -164,7 +164,9 @@ def least_exposed(problem: Plan) -> float:
     for use in forward.uses:
         gathered += problem.gather_seconds(use)
         early = max(early, gathered - slow * before[use.first])
-    after = [copies[Stage.BACKWARD]]
+    finishing = [costs.finish(buckets[gradients.bucket]) for gradients in backward.gradients]
+    hiding = sum(finishing) - min(finishing, default=0.0)  # that of the last gradient hides nothing
+    after = [copies[Stage.BACKWARD] + hiding]
     for segment in reversed(backward.segments):
         after.append(after[-1] + segment.seconds)
     after.reverse()

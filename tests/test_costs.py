@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from outlines import COSTS, MACHINE, bucket
+from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
+from mfsdp_compile.passes.flow import flow_of
 
 aten = torch.ops.aten
 US = 1e-6
@@ -303,3 +304,39 @@ def test_casts_are_of_shards() -> None:
     assert COSTS.cast(bucket("a", MB)) == 0.0
     info = bucket("a", MB, dtype=torch.bfloat16)
     assert COSTS.cast(info) == pytest.approx(MB / 4 * 6 / 1e11)
+
+
+# -- lives of storages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (False, True, True), (False, False, True)])
+def test_values_of_one_operator_have_lives_of_their_own(mask: tuple[bool, ...]) -> None:
+    """A backward that computes no gradient for its input: the others are not taken for one another."""
+    made = Made()
+    x, mean, weight = made.input(16, 40), made.input(16, 1), made.input(40)
+    sizes = ((16, 40), (40,), (40,))
+    values = tuple(empty(*size) if wanted else None for size, wanted in zip(sizes, mask, strict=True))
+    target = aten.native_layer_norm_backward.default
+    gradients = made(target, x, x, [40], mean, mean, weight, weight, list(mask), val=values)
+    last = made(operator.getitem, gradients, 2, val=values[2])
+    one = made(aten.relu.default, last)
+    two = made(aten.exp.default, one)
+    made.graph.output((two,))
+    flow = flow_of(made.graph, context([bucket("a")]), CostModel(MACHINE, fused=False))
+    place = {node: float(i) for i, node in enumerate(made.graph.nodes)}
+    lives = {(s.bytes, s.begin, s.end) for s in flow.storages}
+    assert (160, place[gradients], place[one]) in lives  # of the last, up to its reader
+    assert len(flow.storages) == sum(mask) + 2
+    others = [s for s in flow.storages if s.begin == place[gradients] and s.end != place[one]]
+    assert all(s.end == place[gradients] for s in others)
+
+
+def test_a_fused_kernel_stores_what_others_read() -> None:
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    inside = made(aten.relu.default, x)
+    product = made(aten.mm.default, made(aten.exp.default, inside), w)
+    made.graph.output((product,))
+    info = context([bucket("a")])
+    for fused, stored in ((True, [SIZE, SIZE]), (False, [SIZE, SIZE, SIZE])):
+        assert [s.bytes for s in flow_of(made.graph, info, CostModel(MACHINE, fused)).storages] == stored

@@ -130,6 +130,12 @@ def test_two_collectives_at_a_time_slow_computation_once() -> None:
     assert run(Start(a), Start(b), Compute(4.0, 0.0), slowdown=0.5).seconds == pytest.approx(5.0)
 
 
+def test_a_short_collective_beside_a_long_one() -> None:
+    a, b = gather(10.0), gather(1.0, 1, "h")
+    found = run(Start(a), Start(b), Compute(1.0, 0.0), Compute(1.0, 0.0), slowdown=0.5)
+    assert found.seconds == pytest.approx(3.0)
+
+
 def test_a_collective_that_is_over_slows_nothing() -> None:
     a, b = gather(3.0), gather(3.0, 1)
     found = run(Start(a), Wait(a), Compute(2.0, 0.0), Start(b), Compute(1.0, 0.0), slowdown=0.5)

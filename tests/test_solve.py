@@ -22,6 +22,7 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes import solve as solving
 from mfsdp_compile.passes.arrange import STAGES, Plan
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
 from mfsdp_compile.passes.costs import CostModel
@@ -125,10 +126,26 @@ def test_budgets_between_buy_time() -> None:
 
 
 def test_what_saves_most_time_per_byte_stays() -> None:
-    """Backward begins with the last unit, whose gather nothing hides, and the last computes for a moment only."""
-    plan = chain(buckets(MB, MB, MB), [1e-3, 1e-3, 1e-6])
-    found = solve(plan, ADAMW, smallest_peak(plan) + 4 * MB)
-    assert found.decisions.kept == {1, 2}
+    """One unit is gathered between nodes, ten times as slowly: of those that take equal room it is the first to stay."""
+    plan = chain([bucket(f"u{i}", MB, gather_stride=4 if i == 2 else 1) for i in range(5)], [100e-6] * 5)
+    least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
+    found = [solve(plan, ADAMW, budget).decisions.kept for budget in range(least, most, MB)]
+    assert found[0] <= {4}  # the last one, which backward begins with
+    assert found[-1] > {2}
+    assert all(2 in kept for kept in found if kept & {0, 1})
+
+
+def test_starts_stay_where_they_are_when_units_in_between_stay() -> None:
+    """Distances are counted in units that are gathered."""
+    plan = even(6)
+    gathers = {BACKWARD: {5: ahead(1), 4: ahead(2), 3: ahead(3), 2: ahead(0), 1: ahead(2), 0: ahead(3)}}
+    solver = solving._Solver(plan, ADAMW, None, None)
+    left = solver._without(frozenset({3, 5}), gathers)[BACKWARD]
+    assert {bucket: ahead.units for bucket, ahead in left.items()} == {4: 1, 2: 0, 1: 1, 0: 2}
+    fixed = solving._Solver(plan, ADAMW, 1, None)._without(
+        frozenset({3}), {BACKWARD: dict.fromkeys(range(6), ahead(1))}
+    )
+    assert fixed[BACKWARD] == dict.fromkeys([5, 4, 2, 1, 0], ahead(1))
 
 
 # -- refusal ----------------------------------------------------------------------------------------------------------
@@ -432,7 +449,9 @@ def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
     torch._dynamo.reset()
     arguments = {"zero_dp_strategy": int(strategy)} if strategy.isdigit() else mesh_arguments(strategy)
     model: nn.Module = fully_shard_model(parity.build(factory), fsdp_unit_modules=[factory.block], **arguments)
-    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "report": True, **options})
+    call = torch.compile(
+        model, backend="mfsdp", options={"inner": "aot_eager", "report": True, "hardware": "h100-ib", **options}
+    )
     call(torch.randn(64, 8)).backward()
     (record,) = model.sharded.compiled_graphs  # type: ignore[attr-defined]
     assert not record.unpredicted
@@ -460,12 +479,12 @@ def assert_same(outlined: Timeline, finished: Timeline) -> None:
 @pytest.mark.parametrize(
     ("factory", "strategy"),
     [
-        (zoo.Plain, "3"),
         (zoo.FrozenParameters, "3"),
-        (zoo.FrozenUnit, "HFSDP"),
-        (zoo.Tied, "2"),
-        (zoo.CalledTwice, "1"),
+        (zoo.MixedTypes, "3"),
+        (zoo.Plain, "2"),
+        (zoo.Tied, "1"),
         (zoo.Checkpointed, "0"),
+        (zoo.FrozenUnit, "HFSDP"),
         (zoo.Uneven, "HSDP optim_grads_params"),
         (zoo.Autocast, "3"),
     ],
