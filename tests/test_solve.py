@@ -499,7 +499,6 @@ def assert_same(outlined: Timeline, finished: Timeline) -> None:
     ("factory", "strategy"),
     [
         (zoo.FrozenParameters, "3"),
-        (zoo.MixedTypes, "3"),
         (zoo.Plain, "2"),
         (zoo.Tied, "1"),
         (zoo.Checkpointed, "0"),
