@@ -19,21 +19,19 @@ missed          there may be a better schedule; in any case where one unit ahead
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from published import GIB, about, quiet, save
+from published import GIB, run
 
 from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware, Link, hardware
-from mfsdp_compile.passes.simulate import Stage, Start, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.simulate import Stage, Start, Timeline
 from mfsdp_compile.passes.solve import BudgetError, solve
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
-from mfsdp_compile.planning.planner import problem_of
+from mfsdp_compile.planning.planner import problem_of, simulated
 from mfsdp_compile.planning.tracing import Trace, trace
 from mfsdp_compile.policy import ShardingStrategy
 
@@ -112,11 +110,6 @@ class Way:
 # -- schedules --------------------------------------------------------------------------------------------------------
 
 
-def simulated(job: Job, problem: Plan, decisions: Decisions) -> Timeline:
-    resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
-    return simulate(problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=False)
-
-
 def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
     job = Job(setting.work, machine)
@@ -124,7 +117,7 @@ def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
     for name, overlap in (("no overlap", (False, False)), ("one ahead", (True, True))):
         problem = problem_of(replace(job, overlap=overlap), traced, candidate)
-        timeline = simulated(job, problem, problem.decisions_by_policy())
+        timeline = simulated(job, problem, problem.decisions_by_policy(), details=False)
         yield Way(name, timeline, timeline.peak_bytes, job.usable)
     for name, on in (("solved", machine), ("infinite", infinite)):
         problem = problem_of(replace(job, hardware=on), traced, candidate)
@@ -136,7 +129,7 @@ def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
     try:
         timeline = solve(problem, job.optimizer, budget).timeline
     except BudgetError as error:
-        timeline = simulated(job, problem, problem.decisions_by_policy())
+        timeline = simulated(job, problem, problem.decisions_by_policy(), details=False)
         return Way(name, timeline, error.needed, job.usable)
     return Way(name, timeline, timeline.peak_bytes, job.usable)
 
@@ -249,19 +242,5 @@ def lines() -> Iterator[str]:
     yield f"criterion, by cells: {', '.join(f'{kind} {count}' for kind, count in counts.items())}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="", help="a text file to write")
-    out = parser.parse_args().out
-    quiet()
-    text = [*about(), ""]
-    print("\n".join(text))
-    for line in lines():
-        print(line, flush=True)
-        text.append(line)
-    if out:
-        save(out, text)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, lines())

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -37,7 +36,7 @@ from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.tracing import Trace, trace
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 
-__all__ = ["about", "quiet", "save"]
+__all__ = ["GIB", "run"]
 
 GIB = 1 << 30
 ANY = 1 << 50
@@ -370,11 +369,6 @@ def lines() -> Iterator[str]:
 # -- what this script shares with ablation.py -------------------------------------------------------------------------
 
 
-def quiet() -> None:
-    """Without torch's remark on selective checkpointing inside of compiled code."""
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-
-
 def about() -> list[str]:
     """What a reader must know about a result."""
     return [
@@ -386,25 +380,21 @@ def about() -> list[str]:
     ]
 
 
-def save(path: str, text: Sequence[str]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("\n".join(text) + "\n")
-    print(f"written to {path}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(description: str, lines: Iterable[str]) -> None:
+    """Print the lines of a result as they come, and write them to a file if the command line names one."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", default="", help="a text file to write")
     out = parser.parse_args().out
-    quiet()
     text = [*about(), ""]
     print("\n".join(text))
-    for line in lines():
+    for line in lines:
         print(line, flush=True)
         text.append(line)
     if out:
-        save(out, text)
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text("\n".join(text) + "\n")
+        print(f"written to {out}")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, lines())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mfsdp_compile.passes.arrange import PHASES
 from mfsdp_compile.passes.context import Context, Phase
 from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.pipeline import Prediction, Record
@@ -25,9 +26,6 @@ from .report import PassRow, Report, UnitTime, headline, write
 from .wrapper import unwrapped
 
 __all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
-
-_STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD}
-_PHASES = {stage: phase for phase, stage in _STAGES.items()}
 
 
 # -- predicted --------------------------------------------------------------------------------------------------------
@@ -51,7 +49,7 @@ class _Compiled:
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model, "report")
         records: list[Record] = self.model.sharded.compiled_graphs
-        wanted = {Phase.FORWARD, Phase.BACKWARD}
+        wanted = set(PHASES.values())
         whole = [r for r in records if r.context.whole_model and wanted <= r.events.keys()]
         if not whole:
             raise RuntimeError(_why_nothing(records))
@@ -60,10 +58,10 @@ class _Compiled:
         assert prediction is not None
         self.prediction: Prediction = prediction
         self.context: Context = self.record.context
-        events = {_STAGES[phase]: self.record.events[phase] for phase in (Phase.FORWARD, Phase.BACKWARD)}
+        events = {stage: self.record.events[phase] for stage, phase in PHASES.items()}
         resting = resting_memory(self.context.buckets, prediction.optimizer, self.context.other_bytes)
         found = simulate(events, self.context, prediction.costs, resting, prediction.optimizer)
-        self.timeline = explained(found, self.record.decisions, _PHASES)
+        self.timeline = explained(found, self.record.decisions, PHASES)
 
 
 def _why_nothing(records: Sequence[Record]) -> str:

@@ -11,9 +11,11 @@ from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
 
-__all__ = ["STAGES", "Plan", "gathered_bytes"]
+__all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
 
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
+PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
+"""Of a training step."""
 
 
 def gathered_bytes(use: Use, context: Context) -> int:

@@ -43,6 +43,7 @@ __all__ = [
     "kernels",
     "origin",
     "readers",
+    "reduced_bytes",
     "value_bytes",
 ]
 

@@ -60,7 +60,6 @@ class Limit(str, Enum):
     SIZE = "prefetch_bytes"
     BUDGET = "memory budget"
     BEGIN = "the beginning of the graph"
-    END = "the end of the graph"
     OVERLAP = "overlap is switched off"
     FILE = "the schedule file"
 

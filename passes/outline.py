@@ -3,7 +3,7 @@
 A flow (:mod:`.flow`) has thousands of kernels and storages. What a schedule can change lies between few of them: where a
 bucket is first and last used, and where its gradients are complete. An outline has one segment between two such places: its
 time, and what it does to memory. Schedules are tried on outlines, in a millisecond; and a model of 126 equal layers is
-outlined from three of them (:mod:`mfsdp_compile.planning`).
+outlined from four of them (:mod:`mfsdp_compile.planning`).
 """
 
 from __future__ import annotations

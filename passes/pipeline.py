@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import math
 import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from .arrange import Plan
 from .changes import changes, events, points
 from .context import Context, Phase, Report, SchedulePolicy
 from .contract import Contract, set_contract
-from .costs import CostModel
+from .costs import CostModel, reduced_bytes
 from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
 from .flow import Saved, flow_of
 from .outline import Outline, outline_of
@@ -40,6 +39,7 @@ __all__ = [
     "finish_graph",
     "name_of",
     "needs_decisions",
+    "outlines_of",
     "prepare_joint",
     "rewrite_dynamo_graph",
     "source_digest",
@@ -188,14 +188,7 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
             f"{context.buckets[0].name} to {context.buckets[-1].name}: the others' memory is not known here. Compile with "
             "fullgraph=True to see what breaks the graph (or use mfsdp_compile.explain), or leave memory_budget out."
         )
-    outlines: dict[Phase, Outline] = {}
-    saved: Saved | None = None
-    for phase, graph in graphs.items():
-        roles.assign(graph)
-        flow = flow_of(graph, context, prediction.costs, user_outputs=user_outputs, saved=saved)
-        saved = flow.saved
-        outlines[phase] = outline_of(flow, context)
-    plan = Plan(outlines, context, prediction.costs)
+    plan = Plan(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs)
     solution = solve(
         plan,
         prediction.optimizer,
@@ -204,6 +197,20 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
         reshard=None if policy.reshard_after_forward == "auto" else policy.reshard_after_forward,
     )
     record.solution, record.decisions = solution, solution.decisions
+
+
+def outlines_of(
+    graphs: Mapping[Phase, fx.Graph], context: Context, costs: CostModel, user_outputs: int
+) -> dict[Phase, Outline]:
+    """Of graphs that are not scheduled yet, the forward before its backward."""
+    outlines: dict[Phase, Outline] = {}
+    saved: Saved | None = None
+    for phase, graph in graphs.items():
+        roles.assign(graph)
+        flow = flow_of(graph, context, costs, user_outputs=user_outputs, saved=saved)
+        saved = flow.saved
+        outlines[phase] = outline_of(flow, context)
+    return outlines
 
 
 def usable_budget(policy: SchedulePolicy, memory_bytes: int) -> int:
@@ -345,9 +352,7 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         if what == "gather":
             detail = f"  {info.gathered_bytes:,} B in {_short(exchange.dtype)} of {exchange.gather_size} ranks"
         elif what == "reduce":
-            scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
-            size = info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
-            sent = f"{size:,} B in {_short(exchange.comm_dtype)}"
+            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
             due = ", if due" if exchange.may_wait(stage) else ""
             detail = f"  {sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks{which}{due}"
         found[node] = f"{what:6}  {names[bucket]}{detail}"

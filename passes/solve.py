@@ -59,12 +59,10 @@ class Solution:
     Args:
         decisions: of it.
         timeline: simulated; without spans.
-        bound: bytes that gathers were allowed to fill memory up to; None: without bound.
     """
 
     decisions: Decisions
     timeline: Timeline
-    bound: int | None = None
 
 
 def solve(
@@ -143,7 +141,7 @@ class _Solver:
             for phase in self.plan.outlines
         }
         decisions = Decisions(kept, gathers, self._reductions(0))
-        return Solution(decisions, self.timeline(decisions), 0)
+        return Solution(decisions, self.timeline(decisions))
 
     def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
         """With what is missing for each gather to start a unit earlier."""
@@ -215,7 +213,7 @@ class _Solver:
         if not keep_first:
             kept, why_not = self._keep(bound, gathers, reductions)
             decisions = Decisions(kept, self._without(kept, gathers), reductions, why_not)
-        return Solution(decisions, self.timeline(decisions), bound)
+        return Solution(decisions, self.timeline(decisions))
 
     def _gathers(
         self,

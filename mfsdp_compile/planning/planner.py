@@ -12,13 +12,13 @@ from typing import Any
 
 from mfsdp_compile.backend import bucket_info
 from mfsdp_compile.options import OPTIMIZERS
-from mfsdp_compile.passes.arrange import Plan
-from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
+from mfsdp_compile.passes.arrange import PHASES, Plan
+from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
 from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
-from mfsdp_compile.passes.simulate import OptimizerCost, Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory, simulate
 from mfsdp_compile.passes.solve import BudgetError, explained, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime.layout import LayoutPolicy
@@ -40,8 +40,6 @@ __all__ = [
     "planned",
     "problem_of",
 ]
-
-PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -273,15 +271,16 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
         decisions, timeline = solution.decisions, solution.timeline
     else:
         decisions = problem.decisions_by_policy()
-        timeline = _simulated(job, problem, decisions, details=False)
+        timeline = simulated(job, problem, decisions, details=False)
         if timeline.peak_bytes > job.usable:
             return Planned(candidate, problem.context, None, None, timeline.peak_bytes, "its peak is above the budget")
     if details:
-        timeline = explained(_simulated(job, problem, decisions, details=True), decisions, PHASES)
+        timeline = explained(simulated(job, problem, decisions, details=True), decisions, PHASES)
     return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
 
 
-def _simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
+def simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
+    """A step of one rank, scheduled as was decided."""
     resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
     return simulate(problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=details)
 

@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend import find_shells, prepare
 from mfsdp_compile.options import CompileOptions
-from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.costs import CostModel
-from mfsdp_compile.passes.flow import flow_of
 from mfsdp_compile.passes.hardware import Hardware
-from mfsdp_compile.passes.outline import Gradients, Outline, Use, outline_of
+from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.units import Unit, find_units, repeated_blocks, resolve_unit_classes
 
@@ -185,14 +184,9 @@ def _outlines(
             if fused:
                 joint = compat.inductor_joint_passes(joint)
             pipeline.tag_for_trial(joint.graph, record)
-            graphs = compat.min_cut_partition(joint, joint_inputs, **kwargs)
-            saved = None
-            for phase, graph_module in zip((Phase.FORWARD, Phase.BACKWARD), graphs, strict=True):
-                roles.assign(graph_module.graph)
-                count = kwargs["num_fwd_outputs"]
-                flow = flow_of(graph_module.graph, record.context, costs, user_outputs=count, saved=saved)
-                saved = flow.saved
-                outlines[phase] = outline_of(flow, record.context)
+            forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+            graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
+            outlines.update(pipeline.outlines_of(graphs, record.context, costs, kwargs["num_fwd_outputs"]))
             raise _Traced  # nothing that comes after is needed
 
         if not record.context.whole_model:
