@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile.runtime import optimizer as optimizers
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
-from mfsdp_compile.runtime.topology import build_topology
+from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
 
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
@@ -75,6 +75,9 @@ def fully_shard_model(
         dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
         dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
             or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
+        tp_dim: name of the tensor-parallel mesh dimension, for models whose parameters are ordinary tensors: those marked as
+            Megatron marks them (``tensor_model_parallel``, ``partition_dim``) are parts, the others the same on all its
+            ranks. Parameters that are DTensors (``torch.distributed.tensor.parallel``) tell by themselves.
         hybrid_fsdp_group: the process group of all ranks of both; needed with ``dp_outer_dim``.
         fsdp_group_ag: a second process group of the ranks that parameters are sharded over. Gathers use it, so that they do
             not queue up behind reductions: NCCL runs the collectives of one communicator one after the other.
@@ -160,6 +163,7 @@ def fully_shard_model(
         check_values,
         LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes),
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
+        tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
@@ -226,7 +230,6 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "tp_dim": (None, "tensor parallelism"),
     "hybrid_fsdp_expt_group": (None, "expert parallelism"),
     "expt_device_mesh": (None, "expert parallelism"),
     "expt_fsdp_group_ag": (None, "expert parallelism"),

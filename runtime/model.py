@@ -6,7 +6,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import compat, gradients, guards, tracing
 from .agreement import agree, everyones, forget_failure, report_failure, value_digest
@@ -23,6 +25,7 @@ from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
+from .partition import Partition, Partitioner, local_part
 from .running import named
 from .topology import Group, Topology
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
@@ -139,6 +142,7 @@ class ShardedModel:
         layout_policy: bounds for bucket layouts.
         whole: names of parameters that should lie on one rank each.
         eager_policy: bounds for the eager path.
+        tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
 
     Raises:
         ValueError, TypeError: unit classes or parameters that cannot be sharded. The model is as it was.
@@ -159,21 +163,28 @@ class ShardedModel:
         layout_policy: LayoutPolicy | None = None,
         whole: Collection[str] = (),
         eager_policy: EagerPolicy | None = None,
+        tensor_parallel: DeviceMesh | None = None,
     ) -> None:
         self.topology = topology
         self.precision = precision
         self.overlap = overlap
         self.synchronisation = Synchronisation()
         plans: list[tuple[Unit, list[BucketPlan]]] = []
+        partitions: dict[str, Partition | None] = {}
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules)
+            partitioner = Partitioner(topology.mesh, tensor_parallel)
+            partitions.update((sites[0].name, partitioner.of(sites[0].name, p)) for u in units for p, sites in u.params)
             plan = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
             plans.extend((unit, plan.unit(unit)) for unit in units)
             # Versions, because passes and Inductor's choices of kernels differ between them.
             return [f"torch {torch.__version__}", str(topology), *_describe(module, plans, check_values)]
 
         agree(every, "fully_shard_model", describe)
+        self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
+        self._agree_on_replicas(module, partitions, check_values)
+        self.everyone = every if not self.partitions else compat.new_group_of(self._ranks())
 
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
@@ -194,7 +205,8 @@ class ShardedModel:
             buckets = []
             for plan in unit_plans:
                 params = [members[slot.name] for slot in plan.layout.slots]
-                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device)
+                parts = [partitions[slot.name] for slot in plan.layout.slots]
+                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device, parts)
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
@@ -216,6 +228,29 @@ class ShardedModel:
         self.eager = EagerRuntime(units, module.modules(), self, eager_policy)
         self._shard_modules(module, homes)
         self._know(module)
+
+    def _agree_on_replicas(
+        self, module: nn.Module, partitions: Mapping[str, Partition | None], check_values: bool
+    ) -> None:
+        """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it."""
+        params = dict(module.named_parameters())
+        for mesh in self._other_meshes:
+            for dim in range(mesh.ndim):
+                lines = []
+                for name, partition in partitions.items():
+                    if partition is not None and partition.mesh is mesh and partition.placements[dim].is_replicate():
+                        lines.append(f"parameter {name}: {partition.part_shape}, {params[name].dtype}")
+                        if check_values:
+                            lines.append(f"values of {name}: {value_digest(local_part(params[name]))}")
+                dimension = (mesh.mesh_dim_names or ("",))[dim]
+                topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
+                agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
+
+    def _ranks(self) -> list[int]:
+        """All that hold a part of the model: data-parallel ranks, and those of other dimensions that divide parameters."""
+        mesh = self.topology.mesh
+        meshes = dict.fromkeys(partition.beside(mesh) for partition in self.partitions)
+        return sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()})
 
     def buffer_bytes(self) -> int:
         """Of the model's buffers, on this rank."""
@@ -392,7 +427,7 @@ class ShardedModel:
             # Ranks that wait for this one come when they have timed out.
             self.agree("The step before failed", [stopped])
             self.eager.settle()
-            self.topology.probe()  # what failed everywhere may have been a collective
+            self.topology.probe(self._other_groups)  # what failed everywhere may have been a collective
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
@@ -401,6 +436,15 @@ class ShardedModel:
         forget_failure(self.group)
         self._order.restart()
         self._failure = None
+
+    @property
+    def _other_meshes(self) -> list[DeviceMesh]:
+        return list({id(partition.mesh): partition.mesh for partition in self.partitions}.values())
+
+    @property
+    def _other_groups(self) -> tuple[Group, ...]:
+        """Of ranks that hold other parts of parameters."""
+        return tuple({group.name: group for partition in self.partitions for group in partition.groups}.values())
 
     def reset(self) -> None:
         """Start afresh after a failure: new process groups of the same ranks, no gradients, nothing under way.
@@ -415,6 +459,11 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.forget_resident()
         self.group = self.topology.renew()
+        self.everyone = self.group if not self.partitions else compat.new_group_of(self._ranks())
+        for mesh in self._other_meshes:
+            compat.renew_mesh(mesh)
+        for partition in self.partitions:
+            partition.forget_groups()
         self.started, self._failure = 0, None
         self._join_order(self._name.rpartition(" #")[0])  # of the new group
         self._forget_backward()
@@ -554,6 +603,7 @@ class ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate
         duplicate.topology, duplicate.group = self.topology, self.group
+        duplicate.partitions, duplicate.everyone = self.partitions, self.everyone
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
@@ -598,10 +648,12 @@ def _check_shardable(module: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
             )
-        if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor and not compat.is_fake(param):
+        if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
             kind = type(param.data).__name__
             sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
-            raise ValueError(f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters.{sharded}")
+            raise ValueError(
+                f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
+            )
         if param.is_complex():
             raise NotImplementedError(
                 f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
@@ -626,7 +678,9 @@ class BucketPlanner:
     def unit(self, unit: Unit) -> list[BucketPlan]:
         groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
-            spec = ParamSpec(sites[0].name, tuple(param.shape), whole=any(site.name in self.whole for site in sites))
+            spec = ParamSpec(
+                sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
+            )
             groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtype, requires_grad), specs in groups.items():
@@ -670,5 +724,7 @@ def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan
         for plan in unit_plans:
             lines.append(f"bucket {plan.name}: {plan.layout.fingerprint}, main dtype {plan.main_dtype}")
     if check_values:
-        lines.extend(f"values of {name}: {value_digest(param)}" for name, param in module.named_parameters())
+        lines.extend(
+            f"values of {name}: {value_digest(local_part(param))}" for name, param in module.named_parameters()
+        )
     return lines

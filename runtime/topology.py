@@ -30,7 +30,7 @@ from torch.distributed.tensor import Placement, Replicate
 from . import compat
 from .exchange import When
 
-__all__ = ["Group", "ShardingStrategy", "Stage", "Topology", "build_topology"]
+__all__ = ["Group", "ShardingStrategy", "Stage", "Topology", "build_topology", "tensor_parallel_mesh"]
 
 
 class ShardingStrategy(IntEnum):
@@ -230,9 +230,9 @@ class Topology:
                 found.append((what, self.stages[number - 1].group.name))
         return found
 
-    def probe(self) -> None:
-        """Raise RuntimeError if a collective on one of the groups fails."""
-        for group in self._groups:
+    def probe(self, others: Sequence[Group] = ()) -> None:
+        """Raise RuntimeError if a collective on one of the groups, or of ``others``, fails."""
+        for group in [*self._groups, *others]:
             one = torch.ones(1, device=self.mesh.device_type)
             found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
             if found.item() != group.size:
@@ -332,6 +332,26 @@ def build_topology(
         Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), every, for_gathers),
         hybrid_group,
     )
+
+
+def tensor_parallel_mesh(
+    mesh: DeviceMesh | None, tp_dim: str | None, data_parallel: Sequence[str | None]
+) -> DeviceMesh | None:
+    """The dimension of ``mesh`` that ``tp_dim`` names; None: none is named.
+
+    Raises:
+        ValueError: there is no such dimension, or it is one of the ``data_parallel`` ones.
+    """
+    if tp_dim is None:
+        return None
+    if mesh is None:
+        raise ValueError(f"tp_dim={tp_dim!r} needs a device_mesh that has this dimension.")
+    if tp_dim in data_parallel:
+        raise ValueError(
+            f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: the ranks of "
+            "a dimension share either parameters or data."
+        )
+    return _dimension(mesh, tp_dim, "tp_dim")
 
 
 def _dimension(mesh: DeviceMesh, name: str, argument: str) -> DeviceMesh:
