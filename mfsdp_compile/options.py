@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mfsdp_compile.passes.context import SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes.costs import CostModel, Ring
 from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.hardware import Hardware, hardware
 from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
@@ -72,7 +72,8 @@ class CompileOptions:
             holds_inputs: whether the process group at hand keeps what a collective reads until it has been awaited.
         """
         machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
-        return Prediction(CostModel(machine, fused, fused or holds_inputs), self.optimizer, self.text)
+        groups = {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
+        return Prediction(CostModel(machine, fused, fused or holds_inputs, groups), self.optimizer, self.text)
 
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:

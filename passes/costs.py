@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class Ring:
     size: int
     stride: int = 1
 
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Ring:
+        """Ranks by their numbers in the job."""
+        return Ring(len(ranks), max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1)))
+
     def in_node(self, ranks_per_node: int) -> int:
         """How many of them share a node."""
         return min(self.size, max(1, ranks_per_node // self.stride))
@@ -72,8 +77,8 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
     """How long a collective takes, alone on the network.
 
     Args:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        payload: bytes of the whole tensor: what is gathered, or reduced.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
+        payload: bytes of the whole tensor: what is gathered, or reduced; what one rank sends to all others and itself.
         ring: the ranks.
     """
     if ring.size == 1:
@@ -101,11 +106,13 @@ class CostModel:
         fused: whether the inner compiler fuses kernels, and computes gradients where they are packed.
         holds_inputs: whether what a collective reads is kept until it has been awaited: by Inductor's code, and by the work
             objects of gloo and NCCL; not by process groups of ranks that do not exist.
+        groups: process groups that the model's own collectives run over, by name.
     """
 
     hardware: Hardware
     fused: bool
     holds_inputs: bool = True
+    groups: Mapping[str, Ring] = field(default_factory=dict)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -156,6 +163,9 @@ class CostModel:
         )
 
     def kernel(self, kernel: Kernel) -> float:
+        if kernel.collective is not None:
+            kind, payload, group = kernel.collective
+            return collective_seconds(kind, payload, self.groups.get(group, Ring(1)), self.hardware)
         if kernel.flops:
             return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
         return self.moved(kernel.bytes) if kernel.bytes else 0.0
@@ -183,6 +193,8 @@ class Kernel:
         attention: whether it is fused attention.
         place: in the order of the graph.
         finishes: the bucket whose reduced gradient it casts or scales; None for what the model computes.
+        collective: of a collective of the model's own, which the model waits for (tensor or expert parallelism): its kind,
+            bytes of the whole tensor, and the name of its process group.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -192,6 +204,7 @@ class Kernel:
     attention: bool = False
     place: float = 0.0
     finishes: int | None = None
+    collective: tuple[str, int, str] | None = None
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
@@ -201,7 +214,8 @@ class Kernel:
 
 
 def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
-    """The computation of a graph with roles, in order; gathers, reductions and what belongs to them apart."""
+    """The computation of a graph with roles, in order, and the model's own collectives; gathers, reductions and what belongs to
+    them apart."""
     found: list[Kernel] = []
     region_of: dict[fx.Node, int] = {}
     barrier: dict[fx.Node, int] = {}  # by node: how many kernels that cannot be fused it depends on the end of
@@ -210,7 +224,7 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
         barrier[node] = before
-        if not is_compute(node):
+        if not is_compute(node) and not _is_of_model(node):
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]
@@ -284,7 +298,26 @@ _OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.
 _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
 
 
+def _is_of_model(node: fx.Node) -> bool:
+    """Whether a node starts a collective of the model's own."""
+    return node.op == "call_function" and roles.is_collective(node) and role_of(node) is None
+
+
+def _collective(node: fx.Node) -> tuple[str, int, str]:
+    """Its kind, bytes of the whole tensor, and the name of its process group."""
+    name = node.target._opname  # type: ignore[union-attr]
+    kind = next((kind for kind in _KINDS if name.startswith(kind)), "all_to_all")
+    payload = sum(map(value_bytes, node.all_input_nodes)) if kind != "all_gather" else value_bytes(node)
+    group = node.args[-1]
+    return kind, payload, getattr(group, "group_name", group)  # type: ignore[return-value, arg-type]
+
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
 def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
+    if _is_of_model(nodes[0]):
+        return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
     own = set(nodes)
     read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):

@@ -181,6 +181,12 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
+def known_groups() -> dict[str, list[int]]:
+    """Ranks of every process group that this rank is in, by name."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+    return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
+
+
 def collectives_started(group: dist.ProcessGroup) -> int:
     """On a process group, by this rank, since it was made; 0 for backends that do not count."""
     try:

@@ -200,14 +200,36 @@ def test_what_is_expanded_counts_once_and_views_are_no_kernels() -> None:
     assert found == []
 
 
-def test_collectives_are_no_kernels() -> None:
+@pytest.mark.parametrize(
+    ("operator", "arguments", "out", "kind", "payload"),
+    [
+        ("all_reduce", ("sum", "tp"), 100, "all_reduce", 400),
+        ("all_gather_into_tensor", (4, "tp"), 400, "all_gather", 1600),
+        ("reduce_scatter_tensor", ("sum", 4, "tp"), 25, "reduce_scatter", 400),
+        ("all_to_all_single", ([25] * 4, [25] * 4, "tp"), 100, "all_to_all", 400),
+    ],
+)
+def test_the_models_own_collectives(
+    operator: str, arguments: tuple[Any, ...], out: int, kind: str, payload: int
+) -> None:
+    """The model waits for them, so they take their place among its kernels, and nothing is fused across them."""
     made = Made()
     c10d = torch.ops._c10d_functional
-    x = made.input(100)
-    started = made(c10d.all_reduce.default, x, "sum", "0", val=empty(100))
-    out = made(c10d.wait_tensor.default, started, val=empty(100))
-    assert roles.is_collective(started)
-    assert made.kernels(out) == []
+    before = made(aten.exp.default, made.input(100))
+    started = made(getattr(c10d, operator).default, before, *arguments, val=empty(out))
+    after = made(aten.exp.default, made(c10d.wait_tensor.default, started, val=empty(out)))
+    found = made.kernels(after)
+    assert names(found) == [["exp"], [operator], ["exp"]]
+    assert found[1].collective == (kind, payload, "tp")
+    costs = replace(COSTS, groups={"tp": Ring(4)})
+    assert costs.kernel(found[1]) == collective_seconds(kind, payload, Ring(4), MACHINE)
+    assert costs.kernel(found[0]) == COSTS.kernel(found[0])
+
+
+def test_rings_of_ranks() -> None:
+    assert Ring.of([4, 5, 6, 7]) == Ring(4, 1)
+    assert Ring.of([1, 9, 17]) == Ring(3, 8)
+    assert Ring.of([3]) == Ring(1, 1)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------

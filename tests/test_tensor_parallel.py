@@ -351,6 +351,35 @@ def test_checkpoints_load_at_other_sizes(
                 assert all(torch.equal(a[key], b[key]) for key in a), shape
 
 
+@on_ranks(8)
+def test_a_mesh_of_four_dimensions() -> None:
+    """The one that Megatron-FSDP's README describes (seeds/001): what is sharded over is dp_shard x cp, flattened."""
+    names = ("dp_outer", "dp_shard", "cp", "tp")
+    mesh = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=names)
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    hybrid = mesh["dp_outer", "dp_shard", "cp"]._flatten("hsdp").get_group()
+    for strategy in (0, 1):
+        model = fully_shard_model(
+            parallelize(build(), mesh["tp"]),
+            mesh,
+            dp_shard_dim="dp_shard_cp",
+            dp_outer_dim="dp_outer",
+            tp_dim="tp",
+            hybrid_fsdp_group=hybrid,
+            outer_dp_sharding_strategy=strategy,
+            fsdp_unit_modules=[Block],
+        )
+        param = next(model.parameters())
+        assert param.device_mesh.mesh_dim_names == ("dp_outer", "dp_shard_cp", "tp")
+        assert torch.equal(param.full_tensor(), build().embedding.weight)
+        ranks = 4  # dp_outer x dp_shard x cp, each with data of its own
+        number = 2 * mesh.get_local_rank("dp_outer") + mesh.get_local_rank("cp")
+        model(*batches(0, ranks)[number]).backward()
+        wanted = train_alone(ranks, steps=range(1))[0]["embedding.weight"]
+        error = (param.grad.full_tensor() - wanted).abs().max() / wanted.abs().max()
+        assert error <= BOUND
+
+
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
