@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
-from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
 from mfsdp_compile.passes.flow import flow_of
 
