@@ -274,10 +274,9 @@ def from_plain(kind: Any, value: Any) -> Any:
         TypeError: a type that decisions do not have.
     """
     origin, of = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Union, types.UnionType):
-        (inner,) = (one for one in of if one is not type(None))
-        return None if value is None else from_plain(inner, value)
-    if origin is not None and issubclass(origin, Mapping):
+    if origin in (Union, types.UnionType) and len(of) == 2 and of[1] is type(None):
+        return None if value is None else from_plain(of[0], value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
         return {from_plain(of[0], key): from_plain(of[1], one) for key, one in value}
     if origin is frozenset:
         return frozenset(from_plain(of[0], one) for one in value)
