@@ -57,7 +57,7 @@ def agree(
         outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
         verdict = _verdict(group, ranks, f"{topic}/{epoch}" if epoch else topic, outcome, timeout)
         if failure is None and verdict["kind"] != "same":
-            raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
+            raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
     if failure is not None:
         raise failure
 
@@ -86,7 +86,7 @@ def conclude(
     ranks = dist.get_process_group_ranks(group)
     verdict = _verdict(group, ranks, topic, {"digest": _digest(lines), "offer": offer}, timeout, combine)
     if verdict["kind"] != "same":
-        raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
+        raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
     return verdict["result"]
 
 
@@ -102,14 +102,9 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
     if not has_others(group):
         return
     try:
-        store, me = compat.default_store(), dist.get_rank()
-        place = f"mfsdp/failure/{group.group_name}"
-        reports = [
-            f"rank {rank} had failed with {store.get(f'{place}/{rank}').decode()}"
-            for rank in dist.get_process_group_ranks(group)
-            if rank != me and store.check([f"{place}/{rank}"])
-        ]
-        store.set(f"{place}/{me}", f"{type(error).__name__}: {error}"[:1000])
+        me = dist.get_rank()
+        reports = _reports(group, [rank for rank in dist.get_process_group_ranks(group) if rank != me])
+        compat.default_store().set(_failure_of(group, me), f"{type(error).__name__}: {error}"[:1000])
     except RuntimeError:  # the store's process is gone; the error at hand matters more
         return
     if reports and hasattr(error, "add_note"):  # Python 3.11
@@ -119,7 +114,21 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
 def forget_failure(group: dist.ProcessGroup) -> None:
     """What this rank has reported is over."""
     if has_others(group):
-        compat.default_store().delete_key(f"mfsdp/failure/{group.group_name}/{dist.get_rank()}")
+        compat.default_store().delete_key(_failure_of(group, dist.get_rank()))
+
+
+def _failure_of(group: dist.ProcessGroup, rank: int) -> str:
+    return f"mfsdp/failure/{group.group_name}/{rank}"
+
+
+def _reports(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[str]:
+    """What some of these ranks have reported of themselves."""
+    store = compat.default_store()
+    return [
+        f"rank {rank} had failed with {store.get(_failure_of(group, rank)).decode()}"
+        for rank in ranks
+        if store.check([_failure_of(group, rank)])
+    ]
 
 
 def has_others(group: dist.ProcessGroup) -> bool:
@@ -180,11 +189,13 @@ def _compare(
 
 
 def _explain(
-    verdict: dict[str, Any], topic: str, ranks: Sequence[int], lines: Sequence[str], timeout: timedelta
+    verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, lines: Sequence[str], timeout: timedelta
 ) -> str:
+    ranks = dist.get_process_group_ranks(group)
     culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
     if verdict["kind"] == "missing":
-        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did."
+        reports = "".join(f" Before this, {report}." for report in _reports(group, verdict["ranks"][:4]))
+        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did.{reports}"
     if verdict["kind"] == "failed":
         return f"{topic}: rank {culprits} failed with {verdict['error']}"
     first, other = ranks[0], verdict["ranks"][0]
