@@ -9,6 +9,7 @@ resumed after a graph break).
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from mfsdp_compile.runtime.topology import Topology
 
 from .dumps import GraphFolder
 from .inductor import register_lowerings
+from .meeting import RankMeeting
 from .options import CompileOptions
 
 __all__ = ["bucket_info", "find_shells", "mfsdp", "prepare"]
@@ -67,6 +69,8 @@ def mfsdp(
     def run(*args: Any) -> Any:
         buckets, tensors, rest = call.exchange(args)
         owners = _owners(buckets)
+        for owner in owners:
+            owner.forget_old_code()
         graphs = GraphRun(owners, [bucket.plan.name for bucket in buckets], str(chosen))
         try:
             with contextlib.ExitStack() as stack:
@@ -111,7 +115,8 @@ def prepare(
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].flat.device, is_real)
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
+    meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting)
     call = _Call(shells, buckets)
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in owners:
@@ -164,6 +169,23 @@ class _Call:
             owner.refresh()
         tensors = [t for b in buckets for t in _tensors(b)]
         return buckets, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+
+
+_SHOWN = 4
+"""Inputs of a batch that are named in messages."""
+
+
+def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[ShardedModel]) -> str:
+    """What a graph is compiled for, in words: its tensors that are no parameters or buffers."""
+    buffers = {id(buffer) for owner in owners for buffer in owner.module_buffers()}
+    found = []
+    for position, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder"):
+        example = node.meta.get("example_value")
+        if position in shells or not isinstance(example, Tensor) or id(compat.graph_argument(node)) in buffers:
+            continue
+        found.append(f"{str(example.dtype).removeprefix('torch.')}{[compat.concrete(size) for size in example.shape]}")
+    shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    return f"a batch of {shown}" if found else "no batch"
 
 
 def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
@@ -267,19 +289,31 @@ def _compile_inner(
     if options.inner == "aot_eager":
         return compat.compile_with_aot_eager(gm, inputs, partition, lambda finished: finish(finished.graph))
     register_lowerings()
-    uuid = _cache_key(options, record)
+
+    def uuid() -> str | None:
+        return _cache_key(options, record)
+
     patches = compat.inductor_config_patches() | dict(options.inductor)
     if record is not None:
+        if record.meeting is not None and "joint_custom_post_pass" not in patches:
+            decide = functools.partial(pipeline.decide_inference, record=record)
+            patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
         patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
         patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
     return compat.compile_with_inductor(gm, inputs, patches)
 
 
 def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
-    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions.
-    None, for no caching, if a pass of the user's has no identity, or if graphs are to be shown on their way."""
-    context = record.context.signature if record is not None else ""
+    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions, or, where
+    these are agreed on with other ranks, the decisions. None, for no caching, if a pass of the user's has no identity, if
+    graphs are to be shown on their way, or before it is decided: AOTAutograd's cache asks too early for that."""
+    context, decided = "", ""
     identities = options.pass_identities()
-    if identities is None or (record is not None and (record.observer is not None or options.report)):
+    if record is not None:
+        if record.observer is not None or options.report or (digest := pipeline.decision_digest(record)) is None:
+            return None
+        context, decided = record.context.signature, digest
+    if identities is None:
         return None
-    return hashlib.sha256(f"{pipeline.source_digest()}:{options}:{identities}:{context}".encode()).hexdigest()
+    key = f"{pipeline.source_digest()}:{options}:{identities}:{context}:{decided}"
+    return hashlib.sha256(key.encode()).hexdigest()

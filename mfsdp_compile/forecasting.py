@@ -262,7 +262,7 @@ def report(
 
 
 def _environment(compiled: _Compiled) -> Mapping[str, str]:
-    sharded, prediction = compiled.model.sharded, compiled.prediction
+    sharded, prediction, settled = compiled.model.sharded, compiled.prediction, compiled.record.settled
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -272,4 +272,5 @@ def _environment(compiled: _Compiled) -> Mapping[str, str]:
         "inner compiler": "inductor" if prediction.costs.fused else "aot_eager",
         "optimizer of the prediction": prediction.optimizer.name,
         "policy": str(compiled.context.policy),
+        **({"schedule": str(settled)} if settled is not None else {}),
     }

@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from mfsdp_compile.runtime import compat
+
 from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
+from .agreeing import Meeting, Problem, Settled, effect, plain, settle
 from .analysis import Analysis
 from .arrange import Plan
 from .changes import changes, events, points
-from .context import Context, Phase, Report, SchedulePolicy
+from .context import Context, Phase, Report, SchedulePolicy, phase_of
 from .contract import Contract, set_contract
 from .costs import CostModel, reduced_bytes
 from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
 from .flow import Saved, flow_of
 from .outline import Outline, outline_of
 from .simulate import Event, OptimizerCost, events_of
-from .solve import Solution, solve
+from .solve import Solution
 
 __all__ = [
     "Observer",
@@ -35,6 +38,8 @@ __all__ = [
     "UserPass",
     "collectives",
     "decide",
+    "decide_inference",
+    "decision_digest",
     "describe",
     "finish_graph",
     "name_of",
@@ -82,9 +87,11 @@ class Record:
         verify_each: check the graphs after every pass of ours too, not only at the end.
         observer: shown every graph, before the first pass and after each.
         prediction: what a prediction needs; None: nothing is predicted.
+        meeting: where decisions are agreed on with other ranks; None: there are none.
         user_outputs: of the forward graph: the others are saved for backward.
         decisions: about the schedule.
-        solution: what the solver found, if it was asked.
+        solution: what the solver found, or other ranks have, if it was asked.
+        settled: what ranks have agreed on, and whose decisions these are.
         reports: of passes, by graph; None for Dynamo's.
         schedules: of the finished graphs.
         events: of the finished graphs, for the simulator.
@@ -96,14 +103,17 @@ class Record:
     verify_each: bool = False
     observer: Observer | None = None
     prediction: Prediction | None = None
+    meeting: Meeting | None = None
     user_outputs: int = 0
     decisions: Decisions = field(default_factory=Decisions)
     solution: Solution | None = None
+    settled: Settled | None = None
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
     schedules: dict[Phase, list[str]] = field(default_factory=dict)
     events: dict[Phase, list[Event]] = field(default_factory=dict)
     unpredicted: dict[Phase, str] = field(default_factory=dict)
     _saved: Saved = field(default_factory=dict, repr=False)
+    _agreed: tuple[Report, ...] = field(default=(), repr=False)
 
     def run(self, phase: Phase | None, apply: Callable[..., Report], *args: Any) -> Report:
         """Apply a pass, and keep what it says."""
@@ -145,7 +155,7 @@ def rewrite_dynamo_graph(gm: fx.GraphModule, record: Record) -> None:
 def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     """Before the partition into forward and backward."""
     record.user_outputs = user_outputs
-    record.reports[Phase.JOINT] = []
+    record.reports[Phase.JOINT] = [*record._agreed]
     roles.assign(graph)
     if record.prediction is not None and record.prediction.text is not None:
         record.decisions = _from_text(record, record.prediction.text)
@@ -188,15 +198,40 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
             f"{context.buckets[0].name} to {context.buckets[-1].name}: the others' memory is not known here. Compile with "
             "fullgraph=True to see what breaks the graph (or use mfsdp_compile.explain), or leave memory_budget out."
         )
-    plan = Plan(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs)
-    solution = solve(
-        plan,
+    problem = Problem(
+        Plan(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
         prediction.optimizer,
         usable_budget(policy, prediction.costs.hardware.memory_bytes),
         prefetch=None if policy.prefetch == "auto" else policy.prefetch,
         reshard=None if policy.reshard_after_forward == "auto" else policy.reshard_after_forward,
     )
-    record.solution, record.decisions = solution, solution.decisions
+    if record.meeting is None or not problem.communicates:
+        record.solution = problem.solve()
+    else:
+        begun = time.perf_counter()
+        record.settled, timeline = settle(problem, record.meeting)
+        record._agreed = (Report("agree", [str(record.settled)], time.perf_counter() - begun),)
+        record.solution = Solution(record.settled.decisions, timeline)
+    record.decisions = record.solution.decisions
+
+
+def decide_inference(graph: fx.Graph, record: Record) -> None:
+    """:func:`decide` for an inference graph, before compile caches are asked for its code; for others, nothing."""
+    if needs_decisions(record) and record.solution is None and phase_of(graph) is Phase.INFERENCE:
+        roles.assign(graph)
+        is_joint = any(compat.is_backward_node(node) for node in graph.nodes)
+        if not is_joint and roles.gathers(graph):  # else the body of a region
+            decide({Phase.INFERENCE: graph}, record, user_outputs=0)
+
+
+def decision_digest(record: Record) -> str | None:
+    """What compile caches must know of decisions that do not follow from the graph, since ranks have agreed on them. None: there
+    are none yet."""
+    if record.meeting is None or not needs_decisions(record):
+        return ""
+    if record.solution is None:
+        return None
+    return hashlib.sha256(effect(plain(record.decisions)).encode()).hexdigest()
 
 
 def outlines_of(
@@ -232,8 +267,9 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     if phase is Phase.INFERENCE:
         if record.prediction is not None and record.prediction.text is not None:
             record.decisions = _from_text(record, record.prediction.text)
-        elif needs_decisions(record):
+        elif needs_decisions(record) and record.solution is None:
             decide({phase: graph}, record, user_outputs=0)
+        record.reports[phase] += record._agreed
     set_decisions(graph, record.decisions)
     record.show(phase, graph)
     _note_contract(graph, phase, record)

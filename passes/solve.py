@@ -32,7 +32,7 @@ from .flow import Category
 from .outline import Outline, Use
 from .simulate import Exposure, OptimizerCost, Stage, Timeline, resting_memory, simulate
 
-__all__ = ["BudgetError", "Solution", "explained", "solve"]
+__all__ = ["BudgetError", "Solution", "excess", "explained", "smallest", "solve"]
 
 _BOUNDS = 12
 """Memory bounds that are tried between the smallest schedule and the largest."""
@@ -88,6 +88,23 @@ def solve(
         BudgetError: there is none; the message says what is missing and what would help.
     """
     return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds)
+
+
+def smallest(
+    plan: Plan, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | None = None
+) -> Solution:
+    """The schedule that takes the least memory; of any batch the same, since nothing of it depends on times."""
+    return _Solver(plan, optimizer, prefetch, reshard)._smallest()
+
+
+def excess(timeline: Timeline, budget: int) -> str:
+    """``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
+    made_of = ", ".join(
+        f"{category.value} {_gib(size)}"
+        for size, category in sorted(((s, c) for c, s in timeline.peak_parts.items() if s), reverse=True)
+    )
+    where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
+    return f"{_gib(timeline.peak_bytes)} in memory {where} ({made_of}), {_gib(timeline.peak_bytes - budget)} too much"
 
 
 class _Solver:
@@ -331,8 +348,6 @@ class _Solver:
 
     def _refusal(self, smallest: Timeline, budget: int) -> str:
         parts = sorted(((size, category) for category, size in smallest.peak_parts.items() if size), reverse=True)
-        made_of = ", ".join(f"{category.value} {_gib(size)}" for size, category in parts)
-        where = f"in the {smallest.peak_stage.value}" + (f" of {smallest.peak_at}" if smallest.peak_at else "")
         help_for = {
             Category.SAVED: "activation checkpointing, or a smaller batch",
             Category.TEMPORARY: "a smaller batch",
@@ -346,8 +361,7 @@ class _Solver:
         again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
         return (
             f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, {prefetch} and with {again}, has "
-            f"{_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
-            f"{_gib(smallest.peak_bytes - budget)} too much. What would help: {'; '.join(helps)}."
+            f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}."
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["agree", "everyones", "forget_failure", "report_failure", "value_digest"]
+__all__ = ["agree", "conclude", "everyones", "forget_failure", "has_others", "report_failure", "value_digest"]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
@@ -53,13 +53,41 @@ def agree(
     except Exception as error:  # it must reach the other ranks before it is raised here
         failure = error
     ranks = dist.get_process_group_ranks(group)
-    if _has_others(group):
+    if has_others(group):
         outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
         verdict = _verdict(group, ranks, f"{topic}/{epoch}" if epoch else topic, outcome, timeout)
         if failure is None and verdict["kind"] != "same":
-            raise RuntimeError(_explain(verdict, topic, ranks, lines, timeout))
+            raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
     if failure is not None:
         raise failure
+
+
+def conclude(
+    group: dist.ProcessGroup,
+    topic: str,
+    lines: Sequence[str],
+    offer: Any,
+    combine: Callable[[Sequence[Any]], Any],
+    timeout: timedelta,
+) -> Any:
+    """What the first rank of ``group`` makes of what all ranks offer; the same on every rank.
+
+    Args:
+        group: the ranks that take part, more than one; every one must call this.
+        topic: what is concluded, for messages.
+        lines: what has to be equal on all ranks.
+        offer: of this rank; plain data, as JSON has it.
+        combine: called on the first rank with all offers, in the order of the ranks. Returns plain data.
+        timeout: for ranks that do not come.
+
+    Raises:
+        RuntimeError: on every rank: lines differ, ``combine`` failed, or a rank did not come in time.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    verdict = _verdict(group, ranks, topic, {"digest": _digest(lines), "offer": offer}, timeout, combine)
+    if verdict["kind"] != "same":
+        raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
+    return verdict["result"]
 
 
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -71,17 +99,12 @@ def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
     """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why."""
-    if not _has_others(group):
+    if not has_others(group):
         return
     try:
-        store, me = compat.default_store(), dist.get_rank()
-        place = f"mfsdp/failure/{group.group_name}"
-        reports = [
-            f"rank {rank} had failed with {store.get(f'{place}/{rank}').decode()}"
-            for rank in dist.get_process_group_ranks(group)
-            if rank != me and store.check([f"{place}/{rank}"])
-        ]
-        store.set(f"{place}/{me}", f"{type(error).__name__}: {error}"[:1000])
+        me = dist.get_rank()
+        reports = _reports(group, [rank for rank in dist.get_process_group_ranks(group) if rank != me])
+        compat.default_store().set(_failure_of(group, me), f"{type(error).__name__}: {error}"[:1000])
     except RuntimeError:  # the store's process is gone; the error at hand matters more
         return
     if reports and hasattr(error, "add_note"):  # Python 3.11
@@ -90,16 +113,36 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
 
 def forget_failure(group: dist.ProcessGroup) -> None:
     """What this rank has reported is over."""
-    if _has_others(group):
-        compat.default_store().delete_key(f"mfsdp/failure/{group.group_name}/{dist.get_rank()}")
+    if has_others(group):
+        compat.default_store().delete_key(_failure_of(group, dist.get_rank()))
 
 
-def _has_others(group: dist.ProcessGroup) -> bool:
+def _failure_of(group: dist.ProcessGroup, rank: int) -> str:
+    return f"mfsdp/failure/{group.group_name}/{rank}"
+
+
+def _reports(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[str]:
+    """What some of these ranks have reported of themselves."""
+    store = compat.default_store()
+    return [
+        f"rank {rank} had failed with {store.get(_failure_of(group, rank)).decode()}"
+        for rank in ranks
+        if store.check([_failure_of(group, rank)])
+    ]
+
+
+def has_others(group: dist.ProcessGroup) -> bool:
+    """Whether there is anybody to agree with: not in a group of one rank, nor where the others are simulated."""
     return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
 def _verdict(
-    group: dist.ProcessGroup, ranks: Sequence[int], topic: str, outcome: dict[str, str], timeout: timedelta
+    group: dist.ProcessGroup,
+    ranks: Sequence[int],
+    topic: str,
+    outcome: dict[str, Any],
+    timeout: timedelta,
+    combine: Callable[[Sequence[Any]], Any] | None = None,
 ) -> dict[str, Any]:
     store, me = compat.default_store(), dist.get_rank()
     # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
@@ -108,7 +151,7 @@ def _verdict(
     key = f"{place}/{visit}"
     store.set(f"{key}/{me}", json.dumps(outcome))
     if me == ranks[0]:
-        verdict = _compare(store, key, ranks, timeout)
+        verdict = _compare(store, key, ranks, timeout, combine)
         store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
         if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
             for name in ("verdict", *ranks):
@@ -121,7 +164,13 @@ def _verdict(
     return json.loads(store.get(f"{key}/verdict"))
 
 
-def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
+def _compare(
+    store: dist.Store,
+    key: str,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    combine: Callable[[Sequence[Any]], Any] | None,
+) -> dict[str, Any]:
     try:
         store.wait([f"{key}/{rank}" for rank in ranks], timeout)
     except RuntimeError:  # DistStoreError
@@ -131,15 +180,22 @@ def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedel
         if "error" in outcome:
             return {"kind": "failed", "ranks": [rank], "error": outcome["error"]}
     differing = [rank for rank in ranks if outcomes[rank]["digest"] != outcomes[ranks[0]]["digest"]]
-    return {"kind": "differs" if differing else "same", "ranks": differing}
+    if differing or combine is None:
+        return {"kind": "differs" if differing else "same", "ranks": differing}
+    try:
+        return {"kind": "same", "ranks": [], "result": combine([outcomes[rank]["offer"] for rank in ranks])}
+    except Exception as error:  # it must reach the other ranks
+        return {"kind": "failed", "ranks": [ranks[0]], "error": f"{type(error).__name__}: {error}"}
 
 
 def _explain(
-    verdict: dict[str, Any], topic: str, ranks: Sequence[int], lines: Sequence[str], timeout: timedelta
+    verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, lines: Sequence[str], timeout: timedelta
 ) -> str:
+    ranks = dist.get_process_group_ranks(group)
     culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
     if verdict["kind"] == "missing":
-        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did."
+        reports = "".join(f" Before this, {report}." for report in _reports(group, verdict["ranks"][:4]))
+        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did.{reports}"
     if verdict["kind"] == "failed":
         return f"{topic}: rank {culprits} failed with {verdict['error']}"
     first, other = ranks[0], verdict["ranks"][0]

@@ -567,8 +567,11 @@ def tracing_fake_mode() -> Any:
     return TracingContext.get().fake_mode
 
 
-def graph_pass(run: Callable[[fx.Graph], None], uuid: str | None) -> Any:
-    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys; None: no caching."""
+def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:
+    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys; None: no caching.
+
+    It is asked for whenever a key is made: for AOTAutograd's cache before anything is traced, for Inductor's own when a
+    graph that was parted is about to be compiled."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -576,16 +579,16 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: str | None) -> Any:
             run(graph)
 
         def uuid(self) -> str | None:
-            return uuid
+            return uuid()
 
         def __reduce__(self) -> Any:
-            return _uuid, (uuid,)
+            return _uuid, (uuid(),)
 
     return Pass()
 
 
-def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: str | None) -> Any:
-    """A partitioner for Inductor's config, with the ``uuid`` that enters its cache keys."""
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
+    """A partitioner for Inductor's config, with the ``uuid`` that enters its cache keys, as in :func:`graph_pass`."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
@@ -593,10 +596,10 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
             return run(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str | None:
-            return uuid
+            return uuid()
 
         def __reduce__(self) -> Any:
-            return _uuid, (uuid,)
+            return _uuid, (uuid(),)
 
     return Partitioner()
 

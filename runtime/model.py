@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import compat, gradients, guards, tracing
-from .agreement import agree, everyones, forget_failure, report_failure, value_digest
+from .agreement import agree, conclude, everyones, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .journal import journal
@@ -226,8 +226,15 @@ class ShardedModel:
         if not overlap.reductions:
             eager_policy = replace(eager_policy, reductions_in_flight=0)
         self.eager = EagerRuntime(units, module.modules(), self, eager_policy)
+        self._schedules_replaced = 0
         self._shard_modules(module, homes)
         self._know(module)
+        self.forget_old_code()
+
+    def module_buffers(self) -> list[Tensor]:
+        """The model's buffers, on this rank."""
+        module = self._module()
+        return list(module.buffers()) if module is not None else []
 
     def _agree_on_replicas(
         self, module: nn.Module, partitions: Mapping[str, Partition | None], check_values: bool
@@ -254,8 +261,7 @@ class ShardedModel:
 
     def buffer_bytes(self) -> int:
         """Of the model's buffers, on this rank."""
-        module = self._module()
-        return sum(buffer.nbytes for buffer in module.buffers()) if module is not None else 0
+        return sum(buffer.nbytes for buffer in self.module_buffers())
 
     @staticmethod
     def any_exists() -> bool:
@@ -350,6 +356,40 @@ class ShardedModel:
     def _join_order(self, kind: str) -> None:
         self._order = order_of_group(self.group.group_name)
         self._name, self._copies = self._order.join(kind), 0
+
+    @property
+    def schedules(self) -> dict[str, Any]:
+        """What ranks have agreed on about compiled graphs; see :class:`.order.Order`."""
+        return self._order.schedules
+
+    def conclude(
+        self,
+        topic: str,
+        lines: Sequence[str],
+        offer: Any,
+        combine: Callable[[Sequence[Any]], Any],
+        patience: float = 1.5,
+    ) -> Any:
+        """What ``combine`` makes of all ranks' offers, as :func:`.agreement.conclude`; time-out as in :meth:`agree`."""
+        return conclude(self.group, topic, lines, offer, combine, compat.timeout_of(self.group) * patience)
+
+    def warn_others(self, error: BaseException) -> None:
+        """Errors that other ranks meet from here on say that this one is about to fail with ``error``."""
+        report_failure(self.group, error)
+
+    def schedule_replaced(self) -> None:
+        """All ranks agreed on another schedule, while a graph was compiled: what :meth:`warn_others` told is over."""
+        forget_failure(self.group)
+        self._order.schedules_replaced += 1
+
+    def forget_old_code(self) -> None:
+        """Have everything compiled anew, if a schedule was replaced: old code follows the old one, and some ranks would run that
+        and others the new. Of all models of the group, as they may share code. Not while Dynamo compiles, which looks at
+        labels before and after."""
+        if self._schedules_replaced != self._order.schedules_replaced:
+            for model in _models:
+                if model._order is self._order:
+                    model._label_modules()
 
     def _agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
         self.agree("Order of collectives", lines, epoch=epoch)
@@ -587,8 +627,9 @@ class ShardedModel:
         self._label_modules()
 
     def _label_modules(self) -> None:
+        self._schedules_replaced = self._order.schedules_replaced
         for module in {site.module for bucket in self.buckets for sites in bucket.sites for site in sites}:
-            label_module(module)
+            label_module(module, self._schedules_replaced)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -611,6 +652,7 @@ class ShardedModel:
         # Copies are numbered by themselves: one rank may make some for its own use.
         self._copies += 1
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0
+        duplicate._schedules_replaced = self._schedules_replaced
         duplicate._backward = _BackwardIds()
         duplicate._touched, duplicate._reduced, duplicate._told_missing = set(), set(), set()
         duplicate.compiled_graphs, duplicate._begun = [], {}

@@ -58,10 +58,12 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 
-def label_module(module: nn.Module) -> None:
-    """Tell Dynamo's guards how the module's parameters are bucketed, and how these are exchanged."""
+def label_module(module: nn.Module, schedules: int = 0) -> None:
+    """Tell Dynamo's guards how the module's parameters are bucketed, how these are exchanged, and how often schedules of
+    compiled graphs have been replaced: another number is a reason to compile anew."""
     homes: dict[str, Home] = vars(module)[_HOMES]
-    vars(module)[_LAYOUT] = ";".join(f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items())
+    layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
+    vars(module)[_LAYOUT] = ";".join([*layouts, *([f"schedules {schedules}"] if schedules else [])])
 
 
 @functools.cache

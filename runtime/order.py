@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Agree", "Details", "Order", "Phase", "no_details", "order_of_group"]
 
@@ -71,7 +71,15 @@ class Order:
         limit: places to remember. A program that goes another way in every step would fill the memory with them.
     """
 
+    schedules: dict[str, Any]
+    """What ranks have decided together about the schedules of compiled graphs, by structure; the same on all. Not forgotten while
+    the group lives: code that follows it runs on, of other models too, which may share it."""
+    schedules_replaced: int
+    """How often another one has come in the place of one of these."""
+
     def __init__(self, limit: int = 100_000) -> None:
+        self.schedules = {}
+        self.schedules_replaced = 0
         self._limit = limit
         self._epoch = self._models = 0
         self.forget()

@@ -21,7 +21,7 @@ from torch import nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes import agreeing, pipeline
 from mfsdp_compile.passes import solve as solving
 from mfsdp_compile.passes.arrange import STAGES, Plan
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
@@ -517,7 +517,7 @@ def test_graphs_do_what_their_outlines_say(factory: Any, strategy: str, monkeypa
         plans.append(plan)
         return solve(plan, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "solve", spy)
+    monkeypatch.setattr(agreeing, "solve", spy)
     free = compiled(factory, strategy, memory_budget="1GiB")
     (plan,) = plans
     assert free.solution is not None

@@ -1,0 +1,61 @@
+"""Where this rank meets the others to agree on a schedule: the c10d key-value store, when a graph is compiled."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from mfsdp_compile.passes.agreeing import Settled
+from mfsdp_compile.runtime.agreement import has_others
+from mfsdp_compile.runtime.model import ShardedModel
+
+__all__ = ["RankMeeting"]
+
+
+class RankMeeting:
+    """The :class:`~mfsdp_compile.passes.agreeing.Meeting` of the ranks of a model.
+
+    It does not keep the model alive: compiled code holds it.
+
+    Args:
+        owner: the model whose graph is compiled.
+        batch: that it is compiled for, in words.
+        options: of the backend, in words.
+    """
+
+    def __init__(self, owner: ShardedModel, batch: str, options: str) -> None:
+        self._owner = weakref.ref(owner)
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size(owner.group)
+        self.batch, self.options = batch, options
+
+    @staticmethod
+    def of(owner: ShardedModel, batch: str, options: str) -> RankMeeting | None:
+        """None where there is nobody to meet: a rank by itself, or simulated ones."""
+        return RankMeeting(owner, batch, options) if has_others(owner.group) else None
+
+    @property
+    def _model(self) -> ShardedModel:
+        owner = self._owner()
+        assert owner is not None, "a graph is compiled while its model is called"
+        return owner
+
+    @property
+    def known(self) -> MutableMapping[str, Settled]:
+        return self._model.schedules
+
+    def meet(
+        self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
+    ) -> Any:
+        return self._model.conclude(topic, lines, offer, combine, patience=1.0 if again else 1.5)
+
+    def warn(self, error: Exception) -> None:
+        self._model.warn_others(error)
+
+    def replaced(self) -> None:
+        self._model.schedule_replaced()
+
+    def failed(self, error: Exception) -> None:
+        self._model.failed(error)

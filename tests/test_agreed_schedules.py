@@ -1,0 +1,386 @@
+"""Solved schedules on ranks whose batches, or machines, are not alike: one schedule, found together, or one error on all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks
+from test_failures import values
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import mfsdp_compile
+from mfsdp_compile import forecasting, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.passes import agreeing
+from mfsdp_compile.passes.context import Phase
+from mfsdp_compile.passes.decisions import Decisions, gather_by_policy
+from mfsdp_compile.passes.solve import BudgetError
+from mfsdp_compile.runtime import compat
+
+WIDTH = 64
+SECONDS = 15.0
+"""The time-out of process groups where a rank is to miss others: more than ranks' compilations differ by."""
+AUTO = {"prefetch": "auto", "reshard_after_forward": "auto"}
+
+
+class Wide(nn.Module):
+    """Gathers of a unit take longer than a short batch computes, and not as long as a long one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(zoo.Block(WIDTH, 2 * WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).pow(2).mean()
+
+
+def own_group(seconds: float = 120.0) -> DeviceMesh:
+    """What other tests have agreed on is not known in a group of this test's own."""
+    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=seconds)), "cpu", mesh_dim_names=("dp",))
+
+
+def build(mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
+    if "device_mesh" not in arguments:
+        arguments["device_mesh"] = mesh or own_group()
+    return fully_shard_model(parity.build(Wide), fsdp_unit_modules=[zoo.Block], **arguments)
+
+
+def compiled(model: Any, inner: str = AOT_EAGER, dynamic: bool | None = None, **options: Any) -> Any:
+    return torch.compile(model, backend="mfsdp", dynamic=dynamic, options={"inner": inner, **options})
+
+
+def batch(length: int, step: int = 0) -> Tensor:
+    return torch.randn(length, WIDTH, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def mine(lengths: Sequence[int]) -> int:
+    """Of a table by rank, which is as short as it may be."""
+    return lengths[dist.get_rank() % len(lengths)]
+
+
+def train(model: Any, call: Any, lengths: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Losses, and this rank's shards after the last step."""
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for step, of_ranks in enumerate(lengths):
+        loss = call(batch(mine(of_ranks), step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return [*found, *values(model)]
+
+
+def watch(model: Any) -> list[tuple[str, Any]]:
+    """The topics of meetings from here on, each with what this rank offers there."""
+    met: list[tuple[str, Any]] = []
+    real = model.sharded.conclude
+
+    def watched(topic: str, lines: Any, offer: Any, *args: Any, **kwargs: Any) -> Any:
+        met.append((topic, offer))
+        return real(topic, lines, offer, *args, **kwargs)
+
+    model.sharded.conclude = watched
+    return met
+
+
+def offers_differ(met: Sequence[tuple[str, Any]]) -> bool:
+    """Whether ranks would have gone different ways. Collective."""
+    own = agreeing.effect(met[0][1]["decisions"])
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return len(set(everyone)) > 1
+
+
+def refused(step: Callable[[], Any]) -> BaseException:
+    """The error that a step ends with on this rank; Dynamo wraps what a compilation raises."""
+    try:
+        step()
+    except compat.backend_failed() as error:
+        return compat.inner_exception(error)
+    except (RuntimeError, ValueError) as error:
+        return error
+    raise AssertionError("no error")
+
+
+def least(length: int) -> int:
+    """Bytes that the smallest schedule takes for batches of a length. Collective."""
+    model = build()
+    error = refused(lambda: compiled(model, memory_budget=1)(batch(length)))
+    assert isinstance(error, BudgetError), error
+    return error.needed
+
+
+def budget_for(length: int, more: int = 150_000) -> int:
+    """That batches of a length can keep, and that not all buckets can stay for; of a bucket's 67 KB so many more."""
+    return int((least(length) + more) / 0.99) + 1  # budget_reserve
+
+
+LENGTHS = [(3, 2000, 900, 40), (500, 7), (2000, 2, 17), (4, 5), (1999, 2000)]
+"""By step and rank; the first step has one of the longest."""
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inner", "bounded"),
+    [
+        (AOT_EAGER, True),
+        (AOT_EAGER, False),
+        pytest.param(INDUCTOR, True, marks=pytest.mark.slow),
+        pytest.param(INDUCTOR, False, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2, 4, timeout=400)
+def test_lengths_of_every_rank_change_from_step_to_step(inner: str, bounded: bool) -> None:
+    options = {"memory_budget": budget_for(2000)} if bounded else AUTO
+    model = build()
+    met = watch(model)
+    found = train(model, compiled(model, inner, **options), LENGTHS)
+    assert offers_differ(met), "ranks would agree by themselves"
+    assert [topic for topic, _ in met] == ["Schedule", "Schedule, for batches of all ranks"]
+    records = model.sharded.compiled_graphs
+    assert len({str(record.settled) for record in records}) == 1
+    assert len(records) > 1
+    eager = build()
+    expected = train(eager, eager, LENGTHS)
+    for mine_, its in zip(found, expected, strict=True):
+        if inner == AOT_EAGER:
+            assert torch.equal(mine_, its)
+        else:  # fused kernels sum in another order
+            torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(4, timeout=400)
+def test_hybrid_sharding_and_evaluation_in_between() -> None:
+    def run(mode: str) -> list[Tensor]:
+        model = build(**mesh_arguments("HSDP optim_grads_params"))
+        call = model if mode == EAGER else compiled(model, **AUTO)
+        met = watch(model)
+        found = []
+        for step, lengths in enumerate([(3, 900), (700, 4), (5, 6)]):
+            with torch.no_grad():
+                found.append(call(batch(mine(lengths[::-1]), step)))
+            loss = call(batch(mine(lengths), step))
+            loss.backward()
+            found.append(loss.detach())
+        found += [param.grad.to_local() for param in model.parameters()]
+        if mode != EAGER:
+            assert offers_differ(met)
+            graphs = [set(record.schedules) for record in model.sharded.compiled_graphs]
+            assert {Phase.INFERENCE} in graphs
+            assert {Phase.FORWARD, Phase.BACKWARD} in graphs
+            assert len(met) == 4, "one meeting for training, one for evaluation, of two rounds each"
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(run(AOT_EAGER), run(EAGER), strict=True))
+
+
+@on_ranks(2, timeout=300)
+def test_two_models_that_share_code() -> None:
+    """One rank compiles for the second model, and the other finds code of the first: nobody waits for it."""
+    mesh = own_group()
+    first, second = build(mesh), build(mesh)
+    met = [watch(first), watch(second)]
+    found = [
+        train(first, compiled(first, **AUTO), [(3, 1000)]),
+        train(second, compiled(second, **AUTO), [(3, 5), (800, 3)]),
+        train(first, compiled(first, **AUTO), [(3, 7)]),
+    ]
+    assert offers_differ(met[0])
+    assert (len(met[0]), len(met[1])) == (2, 0)
+    eager = [build(mesh), build(mesh)]
+    expected = [
+        train(eager[0], eager[0], [(3, 1000)]),
+        train(eager[1], eager[1], [(3, 5), (800, 3)]),
+        train(eager[0], eager[0], [(3, 7)]),
+    ]
+    for a, b in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@on_ranks(2, timeout=300)
+def test_one_rank_forgets_its_code() -> None:
+    model = build()
+    met = watch(model)
+    call = compiled(model, **AUTO)
+    train(model, call, [(3, 1000)])
+    if dist.get_rank() == 1:
+        torch.compiler.reset()
+    train(model, call, [(3, 1000), (20, 1000)])
+    assert len(met) == 2
+
+
+@on_ranks(2, timeout=300)
+def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
+    """One rank evaluates alone: nothing in it depends on others."""
+    model = build(zero_dp_strategy="optim_grads")
+    call = compiled(model, **AUTO)
+    met = watch(model)
+    train(model, call, [(3, 1000)])
+    assert len(met) == 2, "there are reductions"
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            call(batch(50))
+    train(model, call, [(3, 1000)])
+    assert len(met) == 2
+
+
+@on_ranks(2, timeout=300)
+def test_machines_of_two_kinds() -> None:
+    """What is predicted for each rank's own device differs; whose figures were taken is in every account."""
+    from mfsdp_compile import options as compile_options
+
+    real = compile_options.default_hardware
+    if dist.get_rank() == 1:
+        compile_options.default_hardware = lambda device: "h100-ib"
+    try:
+        model = build()
+        call = compiled(model, report=True, **AUTO)
+        train(model, call, [(3, 1000), (1000, 3)])
+        record = model.sharded.compiled_graphs[0]
+        settled = record.settled
+        told = str(settled)
+        assert told in str(mfsdp_compile.explain(call, batch(mine((3, 1000)))))
+        train(model, call, [(3, 1000)])
+        assert told in mfsdp_compile.report.to_text(forecasting.report(model), width=400)
+    finally:
+        compile_options.default_hardware = real
+    assert f"decided by rank {settled.rank} for a batch of float32[" in told
+    assert told.endswith(f"with times of {('cpu', 'h100-ib')[settled.rank]}")
+
+
+# -- budgets that cannot be kept --------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4, timeout=300)
+def test_a_batch_that_no_schedule_fits() -> None:
+    """All ranks have the error as soon as the last one has compiled; with shorter batches they go on."""
+    budget = budget_for(500)
+    model = build()
+    call = compiled(model, memory_budget=budget)
+    last = dist.get_world_size() - 1
+    before = values(model)
+    begun = time.monotonic()
+    error = refused(lambda: call(batch(2000 if dist.get_rank() == last else 3)))
+    assert isinstance(error, BudgetError)
+    assert f"Rank {last}, with a batch of float32[2000, 64]: memory_budget of" in str(error)
+    assert "What would help: " in str(error)
+    assert time.monotonic() - begun < 60, "nobody waits for a time-out, which is 120 s"
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    train(model, call, [(3, 500), (500, 3)])
+
+
+@on_ranks(2, timeout=300)
+def test_one_rank_outgrows_what_was_agreed_on() -> None:
+    """The others do not compile, and so do not come to agree on another schedule."""
+    budget = budget_for(1000)
+    model = build(own_group(SECONDS))
+    call = compiled(model, dynamic=False, memory_budget=budget)  # sizes that are no numbers are saved in another way
+    train(model, call, [(100, 120)])
+    before = values(model)
+    begun = time.monotonic()
+    error = refused(lambda: call(batch(mine((100, 1000)), 1)).backward())
+    assert time.monotonic() - begun < 3 * SECONDS
+    if dist.get_rank() == 1:
+        assert isinstance(error, BudgetError), error
+        assert "with a batch of float32[1000, 64], rank 1 has" in str(error)
+        assert "decided by rank" in str(error)
+    else:
+        told = " ".join([str(error), *getattr(error, "__notes__", [])])
+        assert "Before this, rank 1 had failed with BudgetError: The memory budget cannot be kept" in told
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    model.reset()
+    found = train(model, call, [(100, 1000)])
+    eager = build()
+    train(eager, eager, [(100, 120)])
+    assert all(torch.equal(a, b) for a, b in zip(found, train(eager, eager, [(100, 1000)]), strict=True))
+
+
+@on_ranks(2, timeout=400)
+def test_all_ranks_outgrow_what_was_agreed_on() -> None:
+    """They agree on another schedule. Old code would still do for the lengths that it was made for; one rank must not run it
+    while others run the new."""
+    budget = budget_for(1000)
+    model = build()
+    met = watch(model)
+    call = compiled(model, dynamic=False, memory_budget=budget)
+    lengths = [(100, 120), (990, 1000), (100, 1000), (990, 120), (100, 120)]
+    found = train(model, call, lengths)
+    topics = ["Schedule", "Another schedule"]
+    assert [topic for topic, _ in met] == [t for topic in topics for t in (topic, f"{topic}, for batches of all ranks")]
+    assert agreeing.effect(met[0][1]["decisions"]) != agreeing.effect(met[2][1]["decisions"])
+    eager = build()
+    assert all(torch.equal(a, b) for a, b in zip(found, train(eager, eager, lengths), strict=True))
+
+
+# -- compile caches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=500)
+def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
+    """A second start finds its code if ranks agree on the same, and compiles anew if not."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+    from torch._dynamo.utils import counters
+
+    mesh = own_group()  # graphs have the names of groups
+    keys: list[str] = []
+
+    def start(decisions: Decisions | None = None) -> tuple[int, int, dict[str, list[str]]]:
+        """Graphs found in the cache, graphs compiled, and schedules, of a process that knows nothing but ``decisions``."""
+        torch._dynamo.reset()
+        counters.clear()
+        model = build(mesh)
+        known = model.sharded.schedules
+        for key in keys:
+            settled = known.pop(key)
+            if decisions is not None:
+                known[key] = replace(settled, decisions=decisions)
+        call = compiled(model, INDUCTOR, **AUTO)
+        call(batch(mine((3, 1000)))).backward()
+        with torch.no_grad():
+            call(batch(mine((3, 1000))))
+        keys[:] = list(known)
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 0
+        schedules = dict(model.sharded.begun_graphs)
+        return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"], schedules
+
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / f"rank{dist.get_rank()}")
+    try:
+        with functorch_config.patch(enable_autograd_cache=True), inductor_config.patch(fx_graph_cache=True):
+            hits, misses, first = start()
+            assert (hits, misses) == (0, 3), "forward, backward, evaluation"
+            hits, misses, again = start()
+            assert (hits, misses) == (3, 0)
+            assert again == first
+            policy = mfsdp_compile.passes.context.SchedulePolicy(prefetch=0)
+            late = {number: gather_by_policy(policy, 1) for number in range(5)}
+            other = Decisions(gathers=dict.fromkeys((Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE), late))
+            hits, misses, others = start(other)
+            assert (hits, misses) == (0, 3)
+            assert all(others[phase] != first[phase] for phase in first)
+    finally:
+        if before is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
