@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from .context import Context, Phase
 from .costs import CostModel
-from .decisions import Decisions, gather_by_policy, reduction_by_policy
+from .decisions import Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
@@ -48,7 +48,10 @@ class Plan:
             if info.trainable
             for copied in (False, True)
         }
-
+        backward = self.outlines.get(Phase.BACKWARD)
+        reduced = [g.bucket for g in backward.gradients] if backward is not None else []
+        behind = reductions_by_policy(context.policy, [buckets[bucket] for bucket in reduced], context.overlap[1])
+        self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
         self._starts: list[list[Event]] = []
         self._waits: list[list[Event]] = []
@@ -83,25 +86,15 @@ class Plan:
             }
             for phase in self.outlines
         }
-        reductions = {}
-        if (backward := self.outlines.get(Phase.BACKWARD)) is not None:
-            sizes = [context.buckets[g.bucket].gathered_bytes for g in backward.gradients]
-            for i, gradients in enumerate(backward.gradients):
-                reductions[gradients.bucket] = reduction_by_policy(policy, sizes[i:], context.overlap[1])
-        return Decisions(kept, gathers, reductions)
+        return Decisions(kept, gathers, self._reductions_by_policy)
 
     def _kept_by_policy(self) -> frozenset[int]:
-        policy = self.context.policy
         forward, backward = self.outlines.get(Phase.FORWARD), self.outlines.get(Phase.BACKWARD)
-        if not self.context.whole_model or forward is None or backward is None or not forward.uses or not backward.uses:
+        if forward is None or backward is None:
             return frozenset()
-        again = {bucket for use in backward.uses for bucket in use.buckets}
-        if policy.reshard_after_forward is False:
-            return frozenset(bucket for use in forward.uses for bucket in use.buckets if bucket in again)
-        last, *_ = max((life for use in forward.uses for life in use.lives), key=lambda life: life[2])
-        if policy.keep_last and len(forward.uses) > 1 and backward.uses[0].buckets[0] == last:
-            return frozenset({last})
-        return frozenset()
+        last_used = {bucket: last for use in forward.uses for bucket, _, last in use.lives}
+        needed = {bucket: first for use in backward.uses for bucket, first, _ in use.lives}
+        return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -190,8 +183,7 @@ class Plan:
         before: list[list[Event]],
         after: list[list[Event]],
     ) -> None:
-        context, policy = self.context, self.context.policy
-        sizes = [context.buckets[g.bucket].gathered_bytes for g in gradients]
+        context = self.context
         # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
         # the end.
         starts: list[list[Event]] = [[] for _ in gradients]
@@ -199,7 +191,7 @@ class Plan:
         behind: list[list[Event]] = [[] for _ in gradients]
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
-            how = decisions.reductions.get(g.bucket) or reduction_by_policy(policy, sizes[i:], context.overlap[1])
+            how = decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket]
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
             place = starts[i]
@@ -209,7 +201,7 @@ class Plan:
                 place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, held))
-                following = i + (how.units * (stage + 1) if how.units else 0)
+                following = i + how.later * (stage + 1)
                 if following >= len(gradients):
                     place = ahead[-1]
                 else:

@@ -393,7 +393,7 @@ class _Room:
         for i, g in enumerate(outline.gradients):
             info = solver.context.buckets[g.bucket]
             size = info.layout.numel * info.exchange.comm_dtype.itemsize
-            following = i + reductions[g.bucket].units
+            following = i + reductions[g.bucket].later
             end = ready[following] + 1 if following < len(ready) else count
             # From the start on its result is there too.
             self.take(size, g.begin if g.begin is not None else g.ready, end)
@@ -432,7 +432,7 @@ def _rank(solution: Solution) -> tuple[float, float, int]:
 def _key(decisions: Decisions) -> object:
     """What of decisions has an effect."""
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
-    reductions = tuple((bucket, behind.units, behind.packed) for bucket, behind in decisions.reductions.items())
+    reductions = tuple((bucket, behind.later, behind.packed) for bucket, behind in decisions.reductions.items())
     return decisions.kept, gathers, reductions
 
 
