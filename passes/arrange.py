@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from .context import Context, Phase
 from .costs import CostModel
-from .decisions import Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
+from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
@@ -16,6 +16,10 @@ __all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
 """Of a training step."""
+
+
+_Reductions = tuple[Sequence[tuple[int, Event]], Sequence[tuple[int, list[Event]]], list[Event]]
+"""What reductions do before a segment, after one, and at the end."""
 
 
 def gathered_bytes(use: Use, context: Context) -> int:
@@ -52,6 +56,7 @@ class Plan:
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
         behind = reductions_by_policy(context.policy, [buckets[bucket] for bucket in reduced], context.overlap[1])
         self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
+        self._placed: dict[object, _Reductions] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
         self._starts: list[list[Event]] = []
         self._waits: list[list[Event]] = []
@@ -183,15 +188,26 @@ class Plan:
         before: list[list[Event]],
         after: list[list[Event]],
     ) -> None:
+        hows = [decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket] for g in gradients]
+        key = tuple((how.later, how.packed) for how in hows)
+        if key not in self._placed:  # many schedules that are tried differ in their gathers alone
+            self._placed[key] = self._reductions(gradients, hows)
+        packed, others, at_end = self._placed[key]
+        for segment, allocated in packed:
+            before[segment].append(allocated)
+        for segment, events in others:
+            after[segment] += events
+        before[-1] += at_end
+
+    def _reductions(self, gradients: Sequence[Gradients], hows: Sequence[Behind]) -> _Reductions:
         context = self.context
         # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
         # the end.
         starts: list[list[Event]] = [[] for _ in gradients]
         ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
         behind: list[list[Event]] = [[] for _ in gradients]
-        for i, g in enumerate(gradients):
+        for i, (g, how) in enumerate(zip(gradients, hows, strict=True)):
             info = context.buckets[g.bucket]
-            how = decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket]
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
             place = starts[i]
@@ -215,17 +231,18 @@ class Plan:
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:
                 place += [Free(Category.GRADIENTS, held), final]
+        packed: list[tuple[int, Event]] = []
+        others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
-            size = info.layout.numel * info.exchange.comm_dtype.itemsize
-            packed = Allocate(Category.GRADIENTS, size)
+            bucket = Allocate(Category.GRADIENTS, info.layout.numel * info.exchange.comm_dtype.itemsize)
             if g.begin is not None:
-                before[g.begin].append(packed)
-            pack: list[Event] = [packed] if g.begin is None else []
+                packed.append((g.begin, bucket))
+            pack: list[Event] = [bucket] if g.begin is None else []
             if g.elsewhere:
                 pack.append(Free(Category.TEMPORARY, g.elsewhere))
-            after[g.ready] += [*ahead[i], *pack, *starts[i], *behind[i]]
-        before[-1] += ahead[-1]
+            others.append((g.ready, [*ahead[i], *pack, *starts[i], *behind[i]]))
+        return packed, others, ahead[-1]
 
     def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
         """Starts and waits in order, a line each, by graph."""

@@ -181,7 +181,9 @@ def neighbours(model: nn.Module, units: Sequence[Unit]) -> list[list[Unit]]:
 
 def _are_side_by_side(model: nn.Module, one: Unit, other: Unit) -> bool:
     common, *depths = _parted([one.name, other.name])
-    return max(map(len, depths)) == 1 or isinstance(model.get_submodule(".".join(common)), (nn.ModuleList, nn.Sequential))
+    return max(map(len, depths)) == 1 or isinstance(
+        model.get_submodule(".".join(common)), (nn.ModuleList, nn.Sequential)
+    )
 
 
 def group_by_size(sizes: Sequence[int], least: int) -> list[range]:
