@@ -111,7 +111,9 @@ def prepare(
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].flat.device, is_real)
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction)
+    units = (unit for owner in owners for unit in owner.eager.units)
+    absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, absent)
     call = _Call(shells, buckets)
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in owners:

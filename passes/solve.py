@@ -36,7 +36,7 @@ from .flow import Category
 from .outline import Outline, Use
 from .simulate import Exposure, OptimizerCost, Stage, Timeline, resting_memory, simulate
 
-__all__ = ["BudgetError", "Solution", "explained", "solve"]
+__all__ = ["BudgetError", "Solution", "explained", "gib", "solve"]
 
 _BOUNDS = 12
 """Memory bounds that are tried between the smallest schedule and the largest."""
@@ -77,7 +77,7 @@ def solve(
     prefetch: int | None = None,
     reshard: bool | None = None,
     bounds: int = _BOUNDS,
-    source: str = "memory_budget",
+    refusal: str = "",
 ) -> Solution:
     """The fastest schedule within a budget.
 
@@ -88,32 +88,30 @@ def solve(
         prefetch: how many units ahead gathers start; None: as is best.
         reshard: whether buckets are gathered again in backward; None: as is best.
         bounds: memory bounds to try.
-        source: where the budget comes from, for messages.
+        refusal: how the message begins where there is none; by default it speaks of ``memory_budget``.
 
     Raises:
         BudgetError: there is none; the message says what is missing and what would help.
     """
-    return _Solver(plan, optimizer, prefetch, reshard, source).solve(budget, bounds)
+    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds, refusal)
 
 
 class _Solver:
-    def __init__(
-        self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | None, source: str = ""
-    ) -> None:
+    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | None) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
-        self.context, self.costs, self.source = plan.context, plan.costs, source
+        self.context, self.costs = plan.context, plan.costs
         self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
         self.policy = plan.decisions_by_policy()
         self._tried: dict[object, Timeline] = {}
         self._rooms: dict[object, np.ndarray] = {}
 
-    def solve(self, budget: int | None, bounds: int) -> Solution:
+    def solve(self, budget: int | None, bounds: int, refusal: str) -> Solution:
         limit = budget if budget is not None else math.inf
         smallest = self._smallest()
         low = smallest.timeline.peak_bytes
         if low > limit:
             assert budget is not None
-            raise BudgetError(self._refusal(smallest.timeline, budget), low)
+            raise BudgetError(self._refusal(smallest.timeline, budget, refusal), low)
         unbounded = [*self._schedules(None), *self._usual()]
         largest = min(unbounded, key=_rank)
         span = max(0, largest.timeline.peak_bytes - low)
@@ -415,9 +413,9 @@ class _Solver:
 
     # -- refusal ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, smallest: Timeline, budget: int) -> str:
+    def _refusal(self, smallest: Timeline, budget: int, refusal: str) -> str:
         parts = sorted(((size, category) for category, size in smallest.peak_parts.items() if size), reverse=True)
-        made_of = ", ".join(f"{category.value} {_gib(size)}" for size, category in parts)
+        made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in parts)
         where = f"in the {smallest.peak_stage.value}" + (f" of {smallest.peak_at}" if smallest.peak_at else "")
         help_for = {
             Category.SAVED: "activation checkpointing, or a smaller batch",
@@ -431,9 +429,9 @@ class _Solver:
         prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
         again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
         return (
-            f"{self.source} of {_gib(budget)} cannot be kept: the smallest schedule, {prefetch} and with {again}, has "
-            f"{_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
-            f"{_gib(smallest.peak_bytes - budget)} too much. What would help: {'; '.join(helps)}."
+            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and with {again}, has "
+            f"{gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
+            f"{gib(smallest.peak_bytes - budget)} too much. What would help: {'; '.join(helps)}."
         )
 
 
@@ -513,7 +511,8 @@ def _key(decisions: Decisions) -> object:
     return decisions.kept, gathers, reductions
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes in words."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.2f} MiB"
 
 
@@ -544,7 +543,7 @@ def _reason(exposure: Exposure, decisions: Decisions, phases: Mapping[Stage, Pha
         if exposure.stage is Stage.BACKWARD and not_kept is not None and (why is None or why.limit is not Limit.BUDGET):
             why = not_kept
     if why is not None and why.limit is Limit.BUDGET:
-        return f"limited by memory budget (needs {_gib(why.bytes)})" if why.bytes else "limited by memory budget"
+        return f"limited by memory budget (needs {gib(why.bytes)})" if why.bytes else "limited by memory budget"
     if why is not None and why.limit is Limit.OVERLAP:
         return why.limit.value
     if exposure.queued > exposure.exposed / 2:
