@@ -218,7 +218,8 @@ def sizes(job: Job, traced: Trace, candidate: Candidate) -> list[Sizes]:
         together = max(small) << doubling
         if together >= knee:
             break
-        rows.append(Sizes(2 * together, None, planned(replace(job, unit_bytes=2 * together), traced, candidate)))
+        least = 2 * together - max(small) // 2  # one neighbour less does not reach it
+        rows.append(Sizes(least, None, planned(replace(job, unit_bytes=least), traced, candidate)))
     most = max(info.gathered_bytes for info in rows[0].planned.context.buckets) // 2
     for _ in range(_HALVINGS):
         if most < knee:
