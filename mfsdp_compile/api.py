@@ -62,6 +62,7 @@ def fully_shard_model(
     whole_params: Callable[[str, nn.Parameter], bool] | None = None,
     optimizer_block_size: int = 1,
     bucket_bytes: int | None = None,
+    unit_bytes: int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -114,6 +115,13 @@ def fully_shard_model(
             when the first of them is there, reductions start when the first one's gradients are complete, and less is in
             memory at a time; but smaller messages use a network worse. ``mfsdp plan --bucket`` tells what is gained. None: a
             unit is one bucket.
+        unit_bytes: neighbouring units that are smaller than this when they are gathered become one unit, until it is as
+            large: gathered before the first of its modules runs, released after the last one, reduced when all have their
+            gradients. Fewer and larger messages (on thousands of ranks each costs much latency), and more in memory at a
+            time. What FSDP2's ``fully_shard([a, b])`` does, by size. Units that hold other units are not joined, nor
+            those of different parts of the model; names of parameters, and so checkpoints, stay the same. Blocks that are
+            compiled one by one would each gather all that they are joined with: compile the model. ``mfsdp plan --bucket
+            auto`` tells what is gained. None: each is a unit by itself.
         optimizer_block_size: elements that an optimizer quantises together (256 for most 8-bit optimizers); no such
             block is parted between ranks. A power of two.
 
@@ -161,7 +169,7 @@ def fully_shard_model(
         GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
         Overlap(overlap_param_gather, overlap_grad_reduce),
         check_values,
-        LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes),
+        LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes),
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
     )

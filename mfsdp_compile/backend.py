@@ -116,7 +116,9 @@ def prepare(
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].flat.device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting)
+    units = (unit for owner in owners for unit in owner.eager.units)
+    absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
     call = _Call(shells, buckets)
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in owners:

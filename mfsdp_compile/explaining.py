@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,12 +49,14 @@ class Explanation:
         graphs: in the order in which they were compiled.
         breaks: why Dynamo ended a graph before the model's end, each with the line of the model.
         eager: units that no graph computes with: hooks gather their parameters.
+        several: units that several graphs compute with: each of them gathers the whole unit, and reduces all its gradients.
         recompilations: what was compiled again, and the guard that had failed, since torch.compile was last reset.
     """
 
     graphs: tuple[GraphExplanation, ...]
     breaks: tuple[str, ...]
     eager: tuple[str, ...]
+    several: tuple[str, ...] = ()
     recompilations: tuple[str, ...] = field(default=())
 
     def __str__(self) -> str:
@@ -72,6 +75,7 @@ class Explanation:
         for title, found in (
             ("graph breaks", self.breaks),
             ("run as they are, parameters gathered by hooks", self.eager),
+            ("gathered by several graphs, by each as a whole", self.several),
             ("compiled again", self.recompilations),
         ):
             if found:
@@ -112,9 +116,10 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
         )
         for record in records
     )
-    covered = {unit for graph in graphs for unit in graph.units}
+    covered = Counter(unit for graph in graphs for unit in graph.units)
     eager = tuple(unit.name for unit in sharded.sharded.eager.units if unit.buckets and unit.name not in covered)
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, recompilations)
+    several = tuple(unit for unit, count in covered.items() if count > 1)
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations)
 
 
 @contextlib.contextmanager

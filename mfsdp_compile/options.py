@@ -90,6 +90,7 @@ class CompileOptions:
             numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
             numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
         schedule = SchedulePolicy(**numbers)
+        _refuse_idle(schedule, numbers)
         text = _schedule_text(given.pop("schedule", None), numbers)
         machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
         report = given.pop("report", False)
@@ -150,6 +151,24 @@ class CompileOptions:
         given["passes"] = tuple(map(name_of, self.passes))
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
         return f"options {', '.join(changed)}" if changed else "default options"
+
+
+def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options without effect beside the others."""
+    rules = ["prefetch_bytes", "reductions_in_flight", "reduction_bytes"]
+    if schedule.reshard_after_forward == "auto":
+        rules.append("keep_last")
+    if schedule.is_solved and (idle := [name for name in rules if name in given]):
+        raise ValueError(
+            f"options {', '.join(map(repr, idle))}: with a memory_budget, or 'auto', this is decided by what is fastest and "
+            "fits; the option is for schedules by number. Leave it out, or give numbers for prefetch and "
+            "reshard_after_forward and no memory_budget."
+        )
+    if not schedule.is_solved and "budget_reserve" in given:
+        raise ValueError(
+            "option 'budget_reserve' is a part of what a schedule may have in memory, and none is looked for: give "
+            "memory_budget too, or prefetch='auto', or leave it out."
+        )
 
 
 _UNITS = {

@@ -46,7 +46,7 @@ class Problem:
         plan: of its graphs.
         optimizer: whose state is in memory, and whose step ends a training step.
         budget: bytes.
-        prefetch, reshard: as in :func:`.solve.solve`.
+        prefetch, reshard, refusal: as in :func:`.solve.solve`.
     """
 
     plan: Plan
@@ -54,9 +54,17 @@ class Problem:
     budget: int
     prefetch: int | None = None
     reshard: bool | None = None
+    refusal: str = ""
 
     def solve(self) -> Solution:
-        return solve(self.plan, self.optimizer, self.budget, prefetch=self.prefetch, reshard=self.reshard)
+        return solve(
+            self.plan,
+            self.optimizer,
+            self.budget,
+            prefetch=self.prefetch,
+            reshard=self.reshard,
+            refusal=self.refusal,
+        )
 
     def smallest(self) -> Solution:
         return smallest(self.plan, self.optimizer, prefetch=self.prefetch, reshard=self.reshard)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 
 from .context import Context, Phase
 from .costs import CostModel
-from .decisions import Decisions, gather_by_policy, reduction_by_policy
+from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
 from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
@@ -16,6 +16,10 @@ __all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
 """Of a training step."""
+
+
+_Reductions = tuple[Sequence[tuple[int, Event]], Sequence[tuple[int, list[Event]]], list[Event]]
+"""What reductions do before a segment, after one, and at the end."""
 
 
 def gathered_bytes(use: Use, context: Context) -> int:
@@ -48,7 +52,11 @@ class Plan:
             if info.trainable
             for copied in (False, True)
         }
-
+        backward = self.outlines.get(Phase.BACKWARD)
+        reduced = [g.bucket for g in backward.gradients] if backward is not None else []
+        behind = reductions_by_policy(context.policy, [buckets[bucket] for bucket in reduced], context.overlap[1])
+        self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
+        self._placed: dict[object, _Reductions] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
         self._starts: list[list[Event]] = []
         self._waits: list[list[Event]] = []
@@ -83,25 +91,15 @@ class Plan:
             }
             for phase in self.outlines
         }
-        reductions = {}
-        if (backward := self.outlines.get(Phase.BACKWARD)) is not None:
-            sizes = [context.buckets[g.bucket].gathered_bytes for g in backward.gradients]
-            for i, gradients in enumerate(backward.gradients):
-                reductions[gradients.bucket] = reduction_by_policy(policy, sizes[i:], context.overlap[1])
-        return Decisions(kept, gathers, reductions)
+        return Decisions(kept, gathers, self._reductions_by_policy)
 
     def _kept_by_policy(self) -> frozenset[int]:
-        policy = self.context.policy
         forward, backward = self.outlines.get(Phase.FORWARD), self.outlines.get(Phase.BACKWARD)
-        if not self.context.whole_model or forward is None or backward is None or not forward.uses or not backward.uses:
+        if forward is None or backward is None:
             return frozenset()
-        again = {bucket for use in backward.uses for bucket in use.buckets}
-        if policy.reshard_after_forward is False:
-            return frozenset(bucket for use in forward.uses for bucket in use.buckets if bucket in again)
-        last, *_ = max((life for use in forward.uses for life in use.lives), key=lambda life: life[2])
-        if policy.keep_last and len(forward.uses) > 1 and backward.uses[0].buckets[0] == last:
-            return frozenset({last})
-        return frozenset()
+        last_used = {bucket: last for use in forward.uses for bucket, _, last in use.lives}
+        needed = {bucket: first for use in backward.uses for bucket, first, _ in use.lives}
+        return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -190,16 +188,26 @@ class Plan:
         before: list[list[Event]],
         after: list[list[Event]],
     ) -> None:
-        context, policy = self.context, self.context.policy
-        sizes = [context.buckets[g.bucket].gathered_bytes for g in gradients]
+        hows = [decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket] for g in gradients]
+        key = tuple((how.later, how.packed) for how in hows)
+        if key not in self._placed:  # many schedules that are tried differ in their gathers alone
+            self._placed[key] = self._reductions(gradients, hows)
+        packed, others, at_end = self._placed[key]
+        for segment, allocated in packed:
+            before[segment].append(allocated)
+        for segment, events in others:
+            after[segment] += events
+        before[-1] += at_end
+
+    def _reductions(self, gradients: Sequence[Gradients], hows: Sequence[Behind]) -> _Reductions:
+        context = self.context
         # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
         # the end.
         starts: list[list[Event]] = [[] for _ in gradients]
         ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
         behind: list[list[Event]] = [[] for _ in gradients]
-        for i, g in enumerate(gradients):
+        for i, (g, how) in enumerate(zip(gradients, hows, strict=True)):
             info = context.buckets[g.bucket]
-            how = decisions.reductions.get(g.bucket) or reduction_by_policy(policy, sizes[i:], context.overlap[1])
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
             place = starts[i]
@@ -209,7 +217,7 @@ class Plan:
                 place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, held))
-                following = i + (how.units * (stage + 1) if how.units else 0)
+                following = i + how.later * (stage + 1)
                 if following >= len(gradients):
                     place = ahead[-1]
                 else:
@@ -223,17 +231,18 @@ class Plan:
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:
                 place += [Free(Category.GRADIENTS, held), final]
+        packed: list[tuple[int, Event]] = []
+        others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
-            size = info.layout.numel * info.exchange.comm_dtype.itemsize
-            packed = Allocate(Category.GRADIENTS, size)
+            bucket = Allocate(Category.GRADIENTS, info.layout.numel * info.exchange.comm_dtype.itemsize)
             if g.begin is not None:
-                before[g.begin].append(packed)
-            pack: list[Event] = [packed] if g.begin is None else []
+                packed.append((g.begin, bucket))
+            pack: list[Event] = [bucket] if g.begin is None else []
             if g.elsewhere:
                 pack.append(Free(Category.TEMPORARY, g.elsewhere))
-            after[g.ready] += [*ahead[i], *pack, *starts[i], *behind[i]]
-        before[-1] += ahead[-1]
+            others.append((g.ready, [*ahead[i], *pack, *starts[i], *behind[i]]))
+        return packed, others, ahead[-1]
 
     def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
         """Starts and waits in order, a line each, by graph."""

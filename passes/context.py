@@ -32,6 +32,9 @@ __all__ = [
 class SchedulePolicy:
     """The numbers that steer the schedule of a compiled graph.
 
+    Where something is left to the solver (:attr:`is_solved`) it decides about gathers and reductions by time and memory alone:
+    ``prefetch_bytes``, ``reductions_in_flight`` and ``reduction_bytes`` are for schedules that are made by number.
+
     Args:
         memory_budget: bytes that a training step may have in memory at a time on this rank, parameters, gradients and
             optimizer state among them; None: no bound. With a budget, ``prefetch`` and ``reshard_after_forward`` are
@@ -42,8 +45,9 @@ class SchedulePolicy:
         reshard_after_forward: True: the backward gathers again, but for the unit that forward used last, where
             ``keep_last`` says so. False: what forward has gathered stays for the backward. ``"auto"``: those stay for which
             there is room, if that saves time.
-        reductions_in_flight: a reduction is awaited when this many later ones have started, or before the graph ends.
-        reduction_bytes: ... or when it and the next one together are larger than this.
+        reductions_in_flight: reductions of this many units may be under way: one is awaited when that of the unit which is so
+            many further on has started, or before the graph ends.
+        reduction_bytes: ... or when it and those that have started since are together larger than this.
         keep_last: a graph that holds the whole model keeps the bucket that forward uses last for the backward, which
             needs it first.
         budget_reserve: the part of the budget that is left free for what a prediction does not see: workspaces of kernels,

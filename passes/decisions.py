@@ -28,15 +28,17 @@ before the wait of an earlier unit, and be the sooner there; a reduction may be 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
-from .context import Phase, SchedulePolicy
+from .context import BucketInfo, Phase, SchedulePolicy
 
 __all__ = [
     "Ahead",
@@ -47,7 +49,9 @@ __all__ = [
     "Why",
     "decisions_of",
     "gather_by_policy",
-    "reduction_by_policy",
+    "kept_by_policy",
+    "reductions_by_policy",
+    "reductions_later",
     "set_decisions",
 ]
 
@@ -58,6 +62,8 @@ class Limit(str, Enum):
     NONE = "nothing: it is early enough"
     POLICY = "the option prefetch"
     SIZE = "prefetch_bytes"
+    IN_FLIGHT = "the option reductions_in_flight"
+    IN_FLIGHT_SIZE = "reduction_bytes"
     BUDGET = "memory budget"
     BEGIN = "the beginning of the graph"
     OVERLAP = "overlap is switched off"
@@ -96,10 +102,10 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Behind:
-    """How late a reduction is awaited: when ``units`` later ones have started (0: at once), or, with ``packed``, right
-    before the last of these is packed. The end of the graph, where there are not so many."""
+    """How late the reduction of a bucket is awaited: when ``later`` later ones have started (0: at once), or, with
+    ``packed``, right before the last of these is packed. The end of the graph, where there are not so many."""
 
-    units: int
+    later: int
     why: Why
     packed: bool = False
 
@@ -140,16 +146,70 @@ def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) ->
     return Ahead(prefetch, Why(Limit.POLICY))
 
 
-def reduction_by_policy(policy: SchedulePolicy, sizes: Sequence[int], overlap: bool = True) -> Behind:
-    """Of a bucket of gradients of ``sizes[0]`` bytes, which those of the other sizes follow."""
+def kept_by_policy(
+    policy: SchedulePolicy, whole_model: bool, last_used: Mapping[int, Any], needed: Mapping[int, Any]
+) -> frozenset[int]:
+    """Buckets that stay gathered from forward to backward: with ``reshard_after_forward`` False whatever both use; else the
+    one that forward uses last, if no other is used between that and its first use in backward.
+
+    Args:
+        last_used: where forward uses each bucket for the last time. Places can be compared.
+        needed: where backward uses each for the first time.
+    """
+    if not whole_model or not last_used or not needed:
+        return frozenset()
+    if policy.reshard_after_forward is False:
+        return frozenset(last_used.keys() & needed.keys())
+    last, first = max(last_used, key=last_used.__getitem__), min(needed, key=needed.__getitem__)
+    alone = len(last_used.keys() | needed.keys()) == 1
+    return frozenset({last}) if policy.keep_last and last == first and not alone else frozenset()
+
+
+def reductions_by_policy(policy: SchedulePolicy, buckets: Sequence[BucketInfo], overlap: bool = True) -> list[Behind]:
+    """Of reductions of these buckets, in the order in which they start."""
     if not overlap:
-        return Behind(0, Why(Limit.OVERLAP))
-    in_flight = sizes[0]
-    for units, size in enumerate(sizes[1 : 1 + policy.reductions_in_flight], 1):
-        in_flight += size
-        if in_flight > policy.reduction_bytes:
-            return Behind(units, Why(Limit.SIZE, detail=f"{in_flight:,} B would be in flight"), packed=True)
-    return Behind(policy.reductions_in_flight, Why(Limit.POLICY))
+        return [Behind(0, Why(Limit.OVERLAP)) for _ in buckets]
+    laters = reductions_later([info.unit for info in buckets], policy.reductions_in_flight)
+    sizes = [info.gathered_bytes for info in buckets]
+    return [_bounded(policy.reduction_bytes, sizes[i : i + later + 1], later) for i, later in enumerate(laters)]
+
+
+def _bounded(most: int, sizes: Sequence[int], later: int) -> Behind:
+    """For a reduction of ``sizes[0]`` bytes, which those of the other sizes follow."""
+    for count, size in enumerate(itertools.accumulate(sizes)):
+        if count and size > most:
+            why = Why(Limit.IN_FLIGHT_SIZE, detail=f"{size:,} B would be in flight")
+            return Behind(count, why, packed=True)
+    return Behind(later, Why(Limit.IN_FLIGHT))
+
+
+def reductions_later(units: Sequence[str], in_flight: int) -> list[int]:
+    """After how many later reductions each is awaited, so that those of ``in_flight`` units are under way: of a unit's buckets
+    the last waits for the last one of the unit that is so many further on, the one before it for the one before, and so on.
+
+    Args:
+        units: of reductions, in the order in which they start.
+
+    >>> reductions_later(["c", "b", "b", "a", "a", "a"], in_flight=1)
+    [2, 3, 3, 3, 2, 1]
+    """
+    groups = list(_groups(units))
+    found = []
+    for number, group in enumerate(groups):
+        target = groups[number + in_flight] if number + in_flight < len(groups) else None
+        for i in group:
+            # Where there is none, the end of the graph: beyond the last one.
+            following = max(target.start, target.stop - (group.stop - i)) if target is not None else len(units)
+            found.append(following - i if in_flight else 0)
+    return found
+
+
+def _groups(units: Sequence[str]) -> Iterator[range]:
+    start = 0
+    for _, same in itertools.groupby(units):
+        stop = start + len(list(same))
+        yield range(start, stop)
+        start = stop
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------

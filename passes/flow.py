@@ -24,7 +24,7 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import BucketInfo, Context, Kind, role_of
-from .costs import CostModel, Kernel, is_alias, kernels, readers
+from .costs import CostModel, Kernel, is_alias, kernels, origin, readers
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
@@ -251,7 +251,7 @@ class _Reader:
 
     def _packed_in_place(self, pack: fx.Node) -> list[fx.Node]:
         found = []
-        for gradient in map(_origin, pack.all_input_nodes):
+        for gradient in map(origin, pack.all_input_nodes):
             if self._is_packed_in_place(gradient, pack):
                 found.append(gradient)
         return found
@@ -322,7 +322,7 @@ class _Reader:
         for reduction in roles.reductions(self.graph):
             info = context.buckets[reduction.bucket]
             in_place = self._packed_in_place(reduction.pack) if costs.fused else []
-            gradients = [_origin(node) for node in reduction.pack.all_input_nodes]
+            gradients = [origin(node) for node in reduction.pack.all_input_nodes]
             elsewhere = (storage for node in gradients if node not in in_place for storage in self.roots[node])
             copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
             for stage, (start, wait) in enumerate(reduction.stages):
@@ -348,13 +348,6 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
     moved = 2 * info.layout.numel * info.exchange.comm_dtype.itemsize
     before = costs.moved(moved) if copied and stage == 0 else 0.0
     return Collective("reduce", bucket, stage, before, costs.reduction(info, stage), info.exchange.groups[stage])
-
-
-def _origin(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
-    while is_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 _CATEGORIES = {

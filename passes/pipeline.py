@@ -29,7 +29,7 @@ from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
 from .flow import Saved, flow_of
 from .outline import Outline, outline_of
 from .simulate import Event, OptimizerCost, events_of
-from .solve import Solution
+from .solve import Solution, gib
 
 __all__ = [
     "Observer",
@@ -88,6 +88,7 @@ class Record:
         observer: shown every graph, before the first pass and after each.
         prediction: what a prediction needs; None: nothing is predicted.
         meeting: where decisions are agreed on with other ranks; None: there are none.
+        absent: units of the model that the graph does not use.
         user_outputs: of the forward graph: the others are saved for backward.
         decisions: about the schedule.
         solution: what the solver found, or other ranks have, if it was asked.
@@ -104,6 +105,7 @@ class Record:
     observer: Observer | None = None
     prediction: Prediction | None = None
     meeting: Meeting | None = None
+    absent: tuple[str, ...] = ()
     user_outputs: int = 0
     decisions: Decisions = field(default_factory=Decisions)
     solution: Solution | None = None
@@ -193,17 +195,28 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
     prediction, context, policy = record.prediction, record.context, record.context.policy
     assert prediction is not None
     if policy.memory_budget is not None and not context.whole_model:
+        units = ", ".join(record.absent[:4]) + (f" and {len(record.absent) - 4} more" if len(record.absent) > 4 else "")
         raise ValueError(
-            f"memory_budget needs the whole model in one graph, but this one has {len(context.buckets)} of its buckets, "
-            f"{context.buckets[0].name} to {context.buckets[-1].name}: the others' memory is not known here. Compile with "
-            "fullgraph=True to see what breaks the graph (or use mfsdp_compile.explain), or leave memory_budget out."
+            f"memory_budget needs the whole model in one graph, but this one does not use {units}: what these have in memory "
+            "is not known here. If other graphs use them, compile with fullgraph=True to see what breaks the graph (or use "
+            "mfsdp_compile.explain). If forward does not use them at all, take them out of the model before "
+            "fully_shard_model. Or leave memory_budget out."
+        )
+    machine = prediction.costs.hardware
+    budget, refusal = usable_budget(policy, machine.memory_bytes), ""
+    if policy.memory_budget is None:
+        refusal = (
+            f"'auto' keeps a step within the device's memory, and cannot: {gib(budget)} are to be used, of "
+            f"{gib(machine.memory_bytes)} that the hardware file {machine.name!r} says (options={{'hardware': ...}} names "
+            "another one, 'memory_budget' another bound)"
         )
     problem = Problem(
         Plan(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
         prediction.optimizer,
-        usable_budget(policy, prediction.costs.hardware.memory_bytes),
+        budget,
         prefetch=None if policy.prefetch == "auto" else policy.prefetch,
         reshard=None if policy.reshard_after_forward == "auto" else policy.reshard_after_forward,
+        refusal=refusal,
     )
     if record.meeting is None or not problem.communicates:
         record.solution = problem.solve()

@@ -1,8 +1,8 @@
 """Backward graph: each bucket's reduction starts as soon as its last gradient is there, and is awaited soon after.
 
 Inductor keeps the input of a reduction alive until its wait, and autograd puts all waits at the end: without this pass
-every gradient of the model would be in memory at once. A reduction is awaited when the next has started (more may be in
-flight if the policy says so), so that it has that much computation to hide behind.
+every gradient of the model would be in memory at once. A reduction is awaited when that of the next unit has started (more
+may be in flight if the policy says so), so that it has that much computation to hide behind.
 
 Needs: roles. Leaves: order.
 """
@@ -13,7 +13,7 @@ from torch import fx
 
 from . import roles
 from .context import Context, Report
-from .decisions import Behind, decisions_of, reduction_by_policy
+from .decisions import Behind, decisions_of, reductions_by_policy
 
 __all__ = ["apply"]
 
@@ -36,11 +36,11 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
     decisions = decisions_of(graph)
-    sizes = [context.buckets[r.bucket].gathered_bytes for r in found]
+    by_policy = reductions_by_policy(context.policy, [context.buckets[r.bucket] for r in found], context.overlap[1])
     for i, reduction in enumerate(found):
         when = ""
         decided = decisions.reductions.get(reduction.bucket) if decisions is not None else None
-        how = decided or reduction_by_policy(context.policy, sizes[i:], context.overlap[1])
+        how = decided or by_policy[i]
         for stage in range(len(reduction.stages)):
             await_at, when = _await_at(found, i, stage, how, context)
             nodes = [reduction.stages[stage][1]]
@@ -59,9 +59,9 @@ def _await_at(
     found: list[roles.Reduction], i: int, stage: int, how: Behind, context: Context
 ) -> tuple[fx.Node | None, str]:
     """The node after which a stage of reduction ``i`` is awaited; None for the end of the graph."""
-    if how.units == 0:
+    if how.later == 0:
         return found[i].stages[stage][0], "at once"
-    following = i + how.units * (stage + 1)
+    following = i + how.later * (stage + 1)
     if following >= len(found):
         return None, "at the end"
     later = found[following]

@@ -22,7 +22,7 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import Context, Report
-from .decisions import Decisions, decisions_of, set_decisions
+from .decisions import Decisions, decisions_of, kept_by_policy, set_decisions
 
 __all__ = ["apply", "kept_buckets"]
 
@@ -64,24 +64,18 @@ def _casts(gather: roles.Gather) -> list[fx.Node]:
 
 
 def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
-    """What the policy keeps: with ``reshard_after_forward`` False whatever backward uses too; else the gather that forward
-    uses last, if no other one is used between that and its first use in backward."""
-    found = [gather for gather in roles.gathers(graph) if gather.start is not None]
-    if not context.whole_model:
-        return frozenset()
+    """What the policy keeps, by the uses of what is gathered in the graph."""
     backward = {node for node in graph.nodes if compat.is_backward_node(node)}
-    uses = {gather: [use for use in _final_uses(gather) if use.op != "output"] for gather in found}
-    forward_uses = {g: [u for u in uses[g] if u not in backward] for g in found}
-    backward_uses = {g: [u for u in uses[g] if u in backward] for g in found}
-    used_forward = [g for g in found if forward_uses[g]]
-    used_backward = [g for g in found if backward_uses[g]]
-    if context.policy.reshard_after_forward is False:
-        return frozenset(g.bucket for g in used_forward if g in used_backward)
-    if not (context.policy.keep_last and len(found) > 1 and used_forward and used_backward):
-        return frozenset()
-    last = max(used_forward, key=lambda g: max(forward_uses[g]))
-    first = min(used_backward, key=lambda g: min(backward_uses[g]))
-    return frozenset({last.bucket}) if last is first else frozenset()
+    uses = {
+        gather.bucket: [use for use in _final_uses(gather) if use.op != "output"]
+        for gather in roles.gathers(graph)
+        if gather.start is not None
+    }
+    in_forward = {bucket: [use for use in found if use not in backward] for bucket, found in uses.items()}
+    in_backward = {bucket: [use for use in found if use in backward] for bucket, found in uses.items()}
+    last_used = {bucket: max(found) for bucket, found in in_forward.items() if found}
+    needed = {bucket: min(found) for bucket, found in in_backward.items() if found}
+    return kept_by_policy(context.policy, context.whole_model, last_used, needed)
 
 
 def _final_uses(gather: roles.Gather) -> list[fx.Node]:

@@ -404,18 +404,19 @@ class _Clock:
         running: dict[Collective, _Running] = {}
         unit = ""
         for event in events:
-            if isinstance(event, Compute):
+            kind = type(event)
+            if kind is Allocate:
+                self.allocate(event.category, event.bytes, stage, unit)
+            elif kind is Free:
+                self.free(event.category, event.bytes)
+            elif kind is Compute:
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops
-            elif isinstance(event, Allocate):
-                self.allocate(event.category, event.bytes, stage, unit)
-            elif isinstance(event, Free):
-                self.free(event.category, event.bytes)
-            elif isinstance(event, Enter):
+            elif kind is Enter:
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
                     self.await_(stage, unit, resident)
-            elif isinstance(event, Start):
+            elif kind is Start:
                 collective = event.collective
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage, unit)

@@ -9,9 +9,12 @@ awaited. For a bound on memory a schedule is made in one go:
    before or after 1 is tried.
 3. Reductions are awaited later where that saves time.
 
-Bounds are tried between what the smallest schedule needs and what the largest one would take; of the schedules that fit into
-the budget the fastest is chosen, of equally fast ones the one that communicates least. Since the bounds do not depend on the
-budget, more memory never makes a step slower.
+Bounds are tried between what the smallest schedule needs and what the largest one would take, closer together where memory is
+tight; of the schedules that fit into the budget the fastest is chosen, of equally fast ones the one that communicates least.
+
+More memory never makes a step slower: what is made for a bound does not depend on the budget, and a larger budget chooses
+among all that a smaller one does. (The budget itself is no bound for that reason: a schedule that is made for 40 GiB would not
+be looked at with 41.)
 
 The idea of ranking what stays gathered by time saved per byte is DeepCompile's (https://arxiv.org/abs/2504.09983), which stops
 at the first bucket that does not fit.
@@ -19,20 +22,21 @@ at the first bucket that does not fit.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .arrange import Plan, gathered_bytes
+from .arrange import STAGES, Plan, gathered_bytes
 from .context import Phase
-from .decisions import Ahead, Behind, Decisions, Limit, Why
+from .decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
 from .flow import Category
 from .outline import Outline, Use
 from .simulate import Exposure, OptimizerCost, Stage, Timeline, resting_memory, simulate
 
-__all__ = ["BudgetError", "Solution", "excess", "explained", "smallest", "solve"]
+__all__ = ["BudgetError", "Solution", "excess", "explained", "gib", "smallest", "solve"]
 
 _BOUNDS = 12
 """Memory bounds that are tried between the smallest schedule and the largest."""
@@ -73,6 +77,7 @@ def solve(
     prefetch: int | None = None,
     reshard: bool | None = None,
     bounds: int = _BOUNDS,
+    refusal: str = "",
 ) -> Solution:
     """The fastest schedule within a budget.
 
@@ -83,11 +88,12 @@ def solve(
         prefetch: how many units ahead gathers start; None: as is best.
         reshard: whether buckets are gathered again in backward; None: as is best.
         bounds: memory bounds to try.
+        refusal: how the message begins where there is none; by default it speaks of ``memory_budget``.
 
     Raises:
         BudgetError: there is none; the message says what is missing and what would help.
     """
-    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds)
+    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds, refusal)
 
 
 def smallest(
@@ -100,11 +106,11 @@ def smallest(
 def excess(timeline: Timeline, budget: int) -> str:
     """``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
     made_of = ", ".join(
-        f"{category.value} {_gib(size)}"
+        f"{category.value} {gib(size)}"
         for size, category in sorted(((s, c) for c, s in timeline.peak_parts.items() if s), reverse=True)
     )
     where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
-    return f"{_gib(timeline.peak_bytes)} in memory {where} ({made_of}), {_gib(timeline.peak_bytes - budget)} too much"
+    return f"{gib(timeline.peak_bytes)} in memory {where} ({made_of}), {gib(timeline.peak_bytes - budget)} too much"
 
 
 class _Solver:
@@ -114,23 +120,28 @@ class _Solver:
         self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
         self.policy = plan.decisions_by_policy()
         self._tried: dict[object, Timeline] = {}
+        self._rooms: dict[object, np.ndarray] = {}
 
-    def solve(self, budget: int | None, bounds: int) -> Solution:
+    def solve(self, budget: int | None, bounds: int, refusal: str) -> Solution:
+        limit = budget if budget is not None else math.inf
         smallest = self._smallest()
-        if budget is not None and smallest.timeline.peak_bytes > budget:
-            raise BudgetError(self._refusal(smallest.timeline, budget), smallest.timeline.peak_bytes)
-        largest = min([*self._schedules(None), *self._usual()], key=_rank)
-        if budget is None or largest.timeline.peak_bytes <= budget:
-            return largest
-        low, high = smallest.timeline.peak_bytes, largest.timeline.peak_bytes
-        found = self._usual()
-        for step in range(bounds):
-            bound = low + (high - low) * step // bounds
-            if bound > budget:
+        low = smallest.timeline.peak_bytes
+        if low > limit:
+            assert budget is not None
+            raise BudgetError(self._refusal(smallest.timeline, budget, refusal), low)
+        unbounded = [*self._schedules(None), *self._usual()]
+        largest = min(unbounded, key=_rank)
+        span = max(0, largest.timeline.peak_bytes - low)
+        best = min((s for s in (smallest, *unbounded) if s.timeline.peak_bytes <= limit), key=_rank)
+        for bound in _between(low, low + span, bounds):
+            if bound > limit:
                 break
-            found += self._schedules(bound)
-        found.append(self._with_reasons(smallest, budget))
-        return min((s for s in found if s.timeline.peak_bytes <= budget), key=_rank)
+            for solution in self._schedules(bound, best.timeline.seconds):
+                if solution.timeline.peak_bytes <= limit and _rank(solution) < _rank(best):
+                    best = solution
+        if budget is not None and best is smallest:
+            best = self._with_reasons(smallest, budget)
+        return _with_reasons_of_reductions(best, largest)
 
     def _usual(self) -> list[Solution]:
         """What there would be without a solver, where everything is left to it: the rule of thumb may be better."""
@@ -187,31 +198,49 @@ class _Solver:
         both = ({b for use in outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
         return frozenset(set.intersection(*both))
 
-    def _reductions(self, in_flight: int) -> dict[int, Behind]:
+    def _reductions(self, in_flight: int, by_bucket: bool = False) -> dict[int, Behind]:
+        """With those of so many units, or of so many buckets, under way."""
         backward = self.plan.outlines.get(Phase.BACKWARD)
-        if backward is None:
-            return {}
-        limit = Limit.POLICY if self.context.overlap[1] else Limit.OVERLAP
-        units = in_flight if self.context.overlap[1] else 0
-        return {g.bucket: Behind(units, Why(limit)) for g in backward.gradients}
+        reduced = [g.bucket for g in backward.gradients] if backward is not None else []
+        overlap = self.context.overlap[1]
+        units = [str(bucket) if by_bucket else self.context.buckets[bucket].unit for bucket in reduced]
+        why = Why(Limit.NONE if overlap else Limit.OVERLAP)
+        laters = reductions_later(units, in_flight if overlap else 0)
+        return {bucket: Behind(later, why) for bucket, later in zip(reduced, laters, strict=True)}
+
+    @functools.cached_property
+    def _least_seconds_at_once(self) -> float:
+        """Of a step in which computation stands still during each reduction."""
+        computed = sum(segment.seconds for outline in self.plan.outlines.values() for segment in outline.segments)
+        return computed + sum(e.seconds for e in self._smallest().timeline.exposures if e.what == "reduce")
 
     # -- schedules for one bound --------------------------------------------------------------------------------------
 
-    def _schedules(self, bound: int | None) -> Iterator[Solution]:
-        """Those that come into question; their peaks may be above the bound by what a simulation adds."""
-        keep_first = (False, True) if self.reshard is None and bound is not None else (True,)
-        for first in keep_first:
+    def _schedules(self, bound: int | None, fastest: float = math.inf) -> Iterator[Solution]:
+        """Those that come into question; their peaks may be above the bound by what a simulation adds.
+
+        Args:
+            fastest: seconds of a step that is known already. What cannot be faster is left out.
+        """
+        overlap = self.context.overlap[1]
+        later = [self._reductions(units) for units in ((1, 2, 4) if overlap else (0,))]
+        sooner: list[dict[int, Behind]] = []
+        if overlap and bound is not None:  # what is not in flight leaves room for other things
+            sooner = [by_bucket] if (by_bucket := self._reductions(1, by_bucket=True)) != later[0] else []
+            sooner += [self._reductions(0)] if self._least_seconds_at_once < fastest else []
+        for first in (False, True) if self.reshard is None and bound is not None else (True,):
             best = None
-            for in_flight in (1, 2, 4) if self.context.overlap[1] else (0,):
-                solution = self._schedule(bound, first, in_flight)
+            for reductions in later:
+                solution = self._schedule(bound, first, reductions)
                 yield solution
                 exposed = any(e.exposed > 0 for e in solution.timeline.exposures if e.what == "reduce")
                 if not exposed or (best is not None and solution.timeline.seconds >= best.timeline.seconds):
                     break
                 best = solution
+            for reductions in sooner:
+                yield self._schedule(bound, first, reductions)
 
-    def _schedule(self, bound: int | None, keep_first: bool, in_flight: int) -> Solution:
-        reductions = self._reductions(in_flight)
+    def _schedule(self, bound: int | None, keep_first: bool, reductions: Mapping[int, Behind]) -> Solution:
         kept: frozenset[int] = frozenset()
         why_not: dict[int, Why] = {}
         if keep_first:
@@ -219,9 +248,10 @@ class _Solver:
         gathers = self._gathers(bound, kept, reductions, {})
         decisions = Decisions(kept, gathers, reductions, why_not)
         for _ in range(_ROUNDS):
-            late = {
-                (e.stage, e.bucket) for e in self.timeline(decisions).exposures if e.what == "gather" and e.exposed > 0
-            }
+            late: dict[Stage, set[int]] = {}
+            for e in self.timeline(decisions).exposures:
+                if e.what == "gather" and e.exposed > 0:
+                    late.setdefault(e.stage, set()).add(e.bucket)
             earlier = self._gathers(bound, kept, reductions, gathers, late)
             moved = replace(decisions, gathers=earlier)
             if _key(moved) == _key(decisions) or self.timeline(moved).seconds >= self.timeline(decisions).seconds:
@@ -238,7 +268,7 @@ class _Solver:
         kept: frozenset[int],
         reductions: Mapping[int, Behind],
         before: Mapping[Phase, Mapping[int, Ahead]],
-        late: set[tuple[Stage, int]] | None = None,
+        late: Mapping[Stage, set[int]] | None = None,
     ) -> dict[Phase, dict[int, Ahead]]:
         """How early gathers start, one unit earlier than ``before`` for those that came ``late``."""
         found: dict[Phase, dict[int, Ahead]] = {}
@@ -250,12 +280,15 @@ class _Solver:
                 found[phase] = {bucket: Ahead(units, Why(limit)) for use in uses for bucket in use.buckets}
                 continue
             memory = _Room(self, phase, kept, reductions, bound)
-            wanted = self._wanted(outline, uses)
-            stage = Stage.BACKWARD if phase is Phase.BACKWARD else Stage.FORWARD
-            for i, use in enumerate(uses):
-                if (known := before.get(phase, {}).get(use.buckets[0])) is not None:
-                    came_late = late is not None and any((stage, bucket) in late for bucket in use.buckets)
-                    wanted[i] = i - known.units - came_late
+            if phase in before:
+                came_late = late.get(STAGES[phase], set()) if late is not None else set()
+                known = (before[phase][use.buckets[0]] for use in uses)
+                wanted = [
+                    i - ahead.units - (not came_late.isdisjoint(use.buckets))
+                    for i, (use, ahead) in enumerate(zip(uses, known, strict=True))
+                ]
+            else:
+                wanted = self._wanted(outline, uses)
             starts: list[tuple[int, Why]] = []  # from the last one on
             latest = len(uses)
             for i in range(len(uses) - 1, -1, -1):  # later ones start later
@@ -344,9 +377,60 @@ class _Solver:
             kept.add(bucket)
         return frozenset(kept), why_not
 
+    def used(
+        self, phase: Phase, kept: frozenset[int], reductions: Mapping[int, Behind], gathers: Mapping[int, Ahead]
+    ) -> np.ndarray:
+        """Bytes that are in memory in each segment of a graph, for the caller to change; gathers that are not among
+        ``gathers`` start at their use."""
+        laters = tuple(behind.later for behind in reductions.values())
+        key = (phase, kept, laters, tuple((bucket, ahead.units) for bucket, ahead in gathers.items()))
+        if key not in self._rooms:
+            self._rooms[key] = self._used(phase, kept, reductions, gathers)
+        return self._rooms[key].copy()
+
+    def _used(
+        self, phase: Phase, kept: frozenset[int], reductions: Mapping[int, Behind], gathers: Mapping[int, Ahead]
+    ) -> np.ndarray:
+        outlines, infos = self.plan.outlines, self.context.buckets
+        outline = outlines[phase]
+        count = len(outline.segments)
+        change = [0] * (count + 1)  # from one segment to the next
+
+        def take(size: int, begin: int, end: int) -> None:
+            if begin < end:
+                change[begin] += size
+                change[end] -= size
+
+        level = sum(self.resting.values())
+        if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
+            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
+        rises = []
+        for segment in outline.segments:
+            rises.append(level + segment.rise)
+            level += segment.saved + segment.temporary
+        for i, use in enumerate(outline.uses):
+            ahead = gathers[use.buckets[0]].units if use.buckets[0] in gathers else 0
+            for bucket, last in zip(use.buckets, use.last, strict=True):
+                begin, end = outline.uses[i - ahead].first if i >= ahead else 0, last + 1
+                if bucket in kept:
+                    begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
+                take(infos[bucket].gathered_bytes, begin, end)
+        for bucket, (first, last) in outline.wholes.items():
+            take(infos[bucket].gathered_bytes, first, last + 1)
+        ready = [g.ready for g in outline.gradients]
+        for i, g in enumerate(outline.gradients):
+            info = infos[g.bucket]
+            following = i + reductions[g.bucket].later
+            end = ready[following] + 1 if following < len(ready) else count
+            # From the start on its result is there too.
+            begin = g.begin if g.begin is not None else g.ready
+            take(info.layout.numel * info.exchange.comm_dtype.itemsize, begin, end)
+            take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
+        return np.cumsum(np.array(change[:-1], dtype=np.int64)) + np.array(rises, dtype=np.int64)
+
     # -- refusal ------------------------------------------------------------------------------------------------------
 
-    def _refusal(self, smallest: Timeline, budget: int) -> str:
+    def _refusal(self, smallest: Timeline, budget: int, refusal: str) -> str:
         parts = sorted(((size, category) for category, size in smallest.peak_parts.items() if size), reverse=True)
         help_for = {
             Category.SAVED: "activation checkpointing, or a smaller batch",
@@ -360,9 +444,19 @@ class _Solver:
         prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
         again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
         return (
-            f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, {prefetch} and with {again}, has "
+            f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and with {again}, has "
             f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}."
         )
+
+
+def _between(low: int, high: int, count: int) -> list[int]:
+    """Bounds that are tried: equal steps, and one more in the first of them, where a little memory gains most.
+
+    >>> _between(100, 190, 3)
+    [100, 110, 130, 160]
+    """
+    steps = [low + (high - low) * step // count for step in range(count)]
+    return sorted({*steps, low + (high - low) // count**2}) if count else []
 
 
 class _Room:
@@ -382,36 +476,7 @@ class _Room:
         gathers: Mapping[int, Ahead] | None = None,
     ) -> None:
         self.bound, self.context = bound, solver.context
-        outlines = solver.plan.outlines
-        outline = outlines[phase]
-        self.outline = outline
-        count = len(outline.segments)
-        level = sum(solver.resting.values())
-        if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
-            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
-        self.used = np.zeros(count, dtype=np.int64)
-        for number, segment in enumerate(outline.segments):
-            self.used[number] += level + segment.rise
-            level += segment.saved + segment.temporary
-        for i, use in enumerate(outline.uses):
-            ahead = gathers[use.buckets[0]].units if gathers and use.buckets[0] in gathers else 0
-            for bucket, last in zip(use.buckets, use.last, strict=True):
-                size = solver.context.buckets[bucket].gathered_bytes
-                begin, end = outline.uses[i - ahead].first if i >= ahead else 0, last + 1
-                if bucket in kept:
-                    begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
-                self.take(size, begin, end)
-        for bucket, (first, last) in outline.wholes.items():
-            self.take(solver.context.buckets[bucket].gathered_bytes, first, last + 1)
-        ready = [g.ready for g in outline.gradients]
-        for i, g in enumerate(outline.gradients):
-            info = solver.context.buckets[g.bucket]
-            size = info.layout.numel * info.exchange.comm_dtype.itemsize
-            following = i + reductions[g.bucket].units
-            end = ready[following] + 1 if following < len(ready) else count
-            # From the start on its result is there too.
-            self.take(size, g.begin if g.begin is not None else g.ready, end)
-            self.take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
+        self.used = solver.used(phase, kept, reductions, gathers or {})
 
     def take(self, size: int, begin: int, end: int) -> None:
         self.used[begin:end] += size
@@ -436,6 +501,16 @@ class _Room:
         return start, max(missing, 0)
 
 
+def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Solution:
+    """With what keeps reductions from being awaited as late as they are where memory is no matter."""
+    later = largest.decisions.reductions
+    reductions = {
+        bucket: replace(behind, why=Why(Limit.BUDGET)) if behind.later < later[bucket].later else behind
+        for bucket, behind in solution.decisions.reductions.items()
+    }
+    return replace(solution, decisions=replace(solution.decisions, reductions=reductions))
+
+
 def _rank(solution: Solution) -> tuple[float, float, int]:
     """Fast, then little communication, then little memory. Times are rounded: what differs by less is equal."""
     timeline = solution.timeline
@@ -446,11 +521,12 @@ def _rank(solution: Solution) -> tuple[float, float, int]:
 def _key(decisions: Decisions) -> object:
     """What of decisions has an effect."""
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
-    reductions = tuple((bucket, behind.units, behind.packed) for bucket, behind in decisions.reductions.items())
+    reductions = tuple((bucket, behind.later, behind.packed) for bucket, behind in decisions.reductions.items())
     return decisions.kept, gathers, reductions
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
+    """Bytes in words."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.2f} MiB"
 
 
@@ -481,7 +557,7 @@ def _reason(exposure: Exposure, decisions: Decisions, phases: Mapping[Stage, Pha
         if exposure.stage is Stage.BACKWARD and not_kept is not None and (why is None or why.limit is not Limit.BUDGET):
             why = not_kept
     if why is not None and why.limit is Limit.BUDGET:
-        return f"limited by memory budget (needs {_gib(why.bytes)})" if why.bytes else "limited by memory budget"
+        return f"limited by memory budget (needs {gib(why.bytes)})" if why.bytes else "limited by memory budget"
     if why is not None and why.limit is Limit.OVERLAP:
         return why.limit.value
     if exposure.queued > exposure.exposed / 2:
@@ -489,9 +565,12 @@ def _reason(exposure: Exposure, decisions: Decisions, phases: Mapping[Stage, Pha
     what = "before" if exposure.what == "gather" else "after"
     if exposure.ahead < exposure.seconds / 20:
         return f"nothing is computed {what} it"
-    if why is not None and why.limit in (Limit.POLICY, Limit.SIZE, Limit.FILE):
+    if why is not None and why.limit in _CHOSEN:
         return f"limited by {why.limit.value}: {_ms(exposure.ahead)} of computation for {_ms(exposure.seconds)}"
     return f"bandwidth: {_ms(exposure.ahead)} of computation {what} it for {_ms(exposure.seconds)} of communication"
+
+
+_CHOSEN = (Limit.POLICY, Limit.SIZE, Limit.IN_FLIGHT, Limit.IN_FLIGHT_SIZE, Limit.FILE)
 
 
 def _ms(seconds: float) -> str:

@@ -12,6 +12,10 @@ Memory
     code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time, and the
     last one of a forward stays for the backward that follows.
 
+Joined units
+    A unit of several modules has a window for each. It is gathered when the first of them runs and let go of when all have
+    run, or, where a batch skips some, when another unit is used. (FSDP2's ``fully_shard([a, b])`` keeps it then.)
+
 Gradients
     One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it.
     Autograd runs it when all contributions have arrived, however often and from wherever the parameters were used, and
@@ -53,7 +57,7 @@ class EagerPolicy:
 
     Args:
         prefetch_bytes: the next unit is gathered early if it is at most this large; -1: never.
-        reductions_in_flight: reductions that may be under way before the oldest is awaited.
+        reductions_in_flight: how many units' reductions may be under way before the oldest is awaited.
     """
 
     prefetch_bytes: int = 4 << 30
@@ -62,17 +66,17 @@ class EagerPolicy:
 
 @dataclass(frozen=True, eq=False)
 class EagerUnit:
-    """A unit's module and buckets.
+    """A unit's modules and buckets.
 
     Args:
         name: of the unit.
-        module: whose forward is the unit's window; the model for parts of the root.
+        modules: whose forwards are the unit's windows: one, several that were joined, or the model for parts of the root.
         is_root: whether it is a part of the root.
         buckets: of the unit.
     """
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     is_root: bool
     buckets: tuple[Bucket, ...]
 
@@ -83,7 +87,7 @@ class EagerUnit:
     @property
     def is_compiled(self) -> bool:
         """Compiled in place (``module.compile()``): its graph gathers for itself."""
-        return not self.is_root and self.module._compiled_call_impl is not None
+        return not self.is_root and any(module._compiled_call_impl is not None for module in self.modules)
 
 
 @dataclass(eq=False)
@@ -129,6 +133,11 @@ class Window:
         if self.unit is not None:
             return self.unit.name
         return self.owns[0].plan.name if self.owns else "a part of a unit"
+
+    @property
+    def parts(self) -> tuple[EagerUnit | Bucket, ...]:
+        """What is done with when this window, and the others that have a share in it, have closed."""
+        return (*self.owns, self.unit) if self.unit is not None else self.owns
 
 
 @dataclass(frozen=True)
@@ -216,9 +225,10 @@ class EagerRuntime:
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
         self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is there
+        self._begun: list[EagerUnit] = []  # joined, and some of their forwards have run: the next may be one of theirs
         self._last_read: EagerUnit | None = None
-        self._ran: dict[Bucket, set[Window]] = {}
-        self._windows_of: dict[Bucket, set[Window]] = {}
+        self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
+        self._windows_of: dict[EagerUnit | Bucket, set[Window]] = {}
         self._reductions: deque[_Reduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
@@ -235,8 +245,8 @@ class EagerRuntime:
         return self._depth > 0
 
     def add_window(self, window: Window) -> None:
-        for bucket in window.owns:
-            self._windows_of.setdefault(bucket, set()).add(window)
+        for part in window.parts:
+            self._windows_of.setdefault(part, set()).add(window)
 
     @compat.python_only
     def enter(self, window: Window) -> None:
@@ -246,8 +256,9 @@ class EagerRuntime:
             if self._depth == 0:
                 self._open(window)
             if window.unit is not None:
-                if window.unit in self._idle:
-                    self._idle.remove(window.unit)
+                for waiting in (self._idle, self._begun):
+                    if window.unit in waiting:
+                        waiting.remove(window.unit)
                 self._start(window.unit)
         except BaseException as error:
             if self._depth == 0:
@@ -261,13 +272,13 @@ class EagerRuntime:
         if self._depth == 0:
             return
         if not compat.in_backward():  # else recomputing: backward of the same unit is next
-            if window.unit is not None:
-                self._idle.append(window.unit)
-            for bucket in window.owns:
-                ran = self._ran.setdefault(bucket, set())
+            for part in window.parts:
+                ran = self._ran.setdefault(part, set())
                 ran.add(window)
-                if ran == self._windows_of[bucket]:
-                    self._idle.append(self._unit_of[bucket])
+                if ran == self._windows_of[part]:
+                    self._idle.append(part if isinstance(part, EagerUnit) else self._unit_of[part])
+                elif isinstance(part, EagerUnit):
+                    self._begun.append(part)
         self._depth -= 1
         if self._depth == 0:
             self._close(keep_last=window.is_root and torch.is_grad_enabled())
@@ -306,6 +317,7 @@ class EagerRuntime:
             if not keep_last or unit is not self._last_read:
                 self._release(unit)
         self._idle.clear()
+        self._begun.clear()
         if self._order:
             self._learn(self._order)
         for bucket in written:
@@ -322,6 +334,7 @@ class EagerRuntime:
             compat.wait_tensor(self._reductions.popleft().result)
         self._anchors.clear()
         self._idle.clear()
+        self._begun.clear()
         self._ran.clear()
         self._order.clear()
 
@@ -385,6 +398,9 @@ class EagerRuntime:
         if state is not None and state.full is not None and state.version == bucket.flat._version:
             return state
         unit = self._unit_of[bucket]
+        if not unit.is_root:  # parameters of the root may be read between two modules of a joined unit
+            self._idle += self._begun
+            self._begun.clear()
         for idle in self._idle:
             if idle is not unit:
                 self._release(idle)
@@ -517,7 +533,8 @@ class EagerRuntime:
         self._owner.enter_backward()
         self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange))
         self._release_bucket(bucket)
-        for _ in range(len(self._reductions) - self.policy.reductions_in_flight):
+        in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
+        for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
             self._take_in()
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor) -> None:

@@ -61,6 +61,8 @@ class LayoutPolicy:
             that quantises its state in blocks is parted. A power of two.
         bucket_bytes: a unit that is larger than this, gathered, is parted into several buckets, in the order in which its
             modules were made. None: a unit is one bucket, as far as padding allows.
+        unit_bytes: units that are smaller than this, gathered, are joined with their neighbours until they are as large; see
+            :func:`.units.join`. None: each is a unit by itself.
     """
 
     alignment_bytes: int = ALIGNMENT_BYTES
@@ -68,10 +70,13 @@ class LayoutPolicy:
     free_padding_bytes: int = 1 << 20
     block_numel: int = 1
     bucket_bytes: int | None = None
+    unit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes is not None and self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        for name in ("bucket_bytes", "unit_bytes"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
         for name in ("alignment_bytes", "block_numel"):
             value = getattr(self, name)
             if value < 1 or value & (value - 1):

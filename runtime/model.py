@@ -28,7 +28,7 @@ from .order import Details, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, local_part
 from .running import named
 from .topology import Group, Topology
-from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
+from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 
 __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
 
@@ -173,7 +173,7 @@ class ShardedModel:
         partitions: dict[str, Partition | None] = {}
 
         def describe() -> list[str]:
-            units = _find_units(module, unit_modules)
+            units = _find_units(module, unit_modules, layout_policy.unit_bytes if layout_policy is not None else None)
             partitioner = Partitioner(topology.mesh, tensor_parallel)
             partitions.update((sites[0].name, partitioner.of(sites[0].name, p)) for u in units for p, sites in u.params)
             plan = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
@@ -214,7 +214,7 @@ class ShardedModel:
                     for site in sites:
                         site.module._parameters[site.attribute] = bucket.params[index]  # lets go of the original
                         homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
-            units.append(EagerUnit(unit.name, unit.module, unit.is_root, tuple(buckets)))
+            units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
         plans.clear()
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
@@ -273,7 +273,7 @@ class ShardedModel:
         self._known = frozenset(id(param) for bucket in self.buckets for param in bucket.params)
 
     def _shard_modules(self, root: nn.Module, homes: dict[nn.Module, dict[str, Home]]) -> None:
-        unit_of = {unit.module: unit for unit in self.eager.units if not unit.is_root}
+        unit_of = {m: unit for unit in self.eager.units if not unit.is_root for m in unit.modules}
         root_buckets = {bucket for unit in self.eager.units if unit.is_root for bucket in unit.buckets}
         for module in dict.fromkeys([root, *unit_of, *homes]):
             owned = {home.bucket for home in homes.get(module, {}).values()}
@@ -670,10 +670,15 @@ def _launches(topology: Topology, schedule: str, buckets: Sequence[str], due: bo
     return topology.launches(named(schedule, buckets), due)
 
 
-def _find_units(module: nn.Module, unit_modules: UnitClasses) -> tuple[Unit, ...]:
+def _find_units(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None) -> tuple[Unit, ...]:
     params = list(module.parameters())
     _check_shardable(module)
     check_no_stray_references(module, params)
+    if unit_modules is None and unit_bytes is not None:
+        raise ValueError(
+            f"unit_bytes={unit_bytes:,} joins small units, and fsdp_unit_modules is None: the whole model is one unit. Name "
+            "the classes to shard by, or leave unit_bytes out."
+        )
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
         warnings.warn(
@@ -681,7 +686,8 @@ def _find_units(module: nn.Module, unit_modules: UnitClasses) -> tuple[Unit, ...
             f"once. Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
             stacklevel=4,
         )
-    return find_units(module, resolve_unit_classes(module, unit_modules))
+    units = find_units(module, resolve_unit_classes(module, unit_modules))
+    return join(module, units, unit_bytes) if unit_bytes is not None else units
 
 
 def _check_shardable(module: nn.Module) -> None:

@@ -4,11 +4,14 @@ A unit is an instance of a class in ``fsdp_unit_modules``. A parameter belongs t
 places that hold it. What belongs to no unit is the root's, in up to three parts: parameters before, among and after the
 units (in a language model: embedding, nothing, norm and head), because a single root unit would keep the embedding
 gathered until the head has run.
+
+Small units can be joined (:func:`join`): on many ranks a message must be large to be worth its latency.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,8 +19,19 @@ from dataclasses import dataclass
 from torch import nn
 
 from .bucket import Site
+from .partition import local_part
 
-__all__ = ["Unit", "UnitClasses", "find_units", "repeated_blocks", "resolve_unit_classes"]
+__all__ = [
+    "Unit",
+    "UnitClasses",
+    "find_units",
+    "group_by_size",
+    "join",
+    "joined_name",
+    "neighbours",
+    "repeated_blocks",
+    "resolve_unit_classes",
+]
 
 UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
 
@@ -29,16 +43,22 @@ class Unit:
     """A unit and the parameters it owns.
 
     Args:
-        name: the module's name in the model; for parts of the root ``"root:before"`` and so on, or ``"root:all"`` where
-            the model has no other unit.
-        module: the module whose forward is the unit's window; the model itself for parts of the root.
+        name: the module's name in the model; ``"layers.0-3"`` for four that were joined; for parts of the root
+            ``"root:before"`` and so on, or ``"root:all"`` where the model has no other unit.
+        modules: whose forwards are the unit's window: one, several that were joined, in registration order, or the model
+            itself for parts of the root.
         params: each parameter once, with every place that holds it, in registration order.
     """
 
     name: str
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     params: tuple[tuple[nn.Parameter, tuple[Site, ...]], ...]
     is_root: bool
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Of its parameters, without padding."""
+        return sum(local_part(param).nbytes for param, _ in self.params)
 
 
 def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:
@@ -110,12 +130,95 @@ def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Un
     return tuple(
         Unit(
             name,
-            unit_modules.get(name, model),
+            (unit_modules.get(name, model),),
             tuple((param, tuple(sites[param])) for param in params),
             is_root=name not in unit_modules,
         )
         for name, params in owned.items()
     )
+
+
+def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...]:
+    """Make neighbours one unit, until each has ``least`` bytes when it is gathered. Where the number of neighbours does not
+    come out even, the last ones are fewer.
+
+    Args:
+        units: of :func:`find_units`.
+    """
+    joined: dict[str, Unit | None] = {}  # by name; None: it is in the one before
+    for run in neighbours(model, units):
+        for group in group_by_size([unit.gathered_bytes for unit in run], least):
+            members = [run[i] for i in group]
+            names = [unit.name for unit in members]
+            modules = tuple(module for unit in members for module in unit.modules)
+            params = tuple(param for unit in members for param in unit.params)
+            joined |= dict.fromkeys(names)
+            joined[names[0]] = Unit(joined_name(names), modules, params, is_root=False)
+    return tuple(found for unit in units if (found := joined.get(unit.name, unit)) is not None)
+
+
+def neighbours(model: nn.Module, units: Sequence[Unit]) -> list[list[Unit]]:
+    """Units that may be joined, in runs of those that follow on one another.
+
+    No unit that holds another one: it is in use for as long as that and what is around it. No two that different units hold.
+    No two of different parts of a model (an encoder's last layer and a decoder's first), of which one may well run without
+    the other: they must be children of one module, or lie in one list of modules.
+    """
+    own = [unit for unit in units if not unit.is_root]
+    names = {unit.name for unit in own}
+    holders = {name: [prefix for prefix in _prefixes(name) if prefix in names and prefix != name] for name in names}
+    holding = {holder for of in holders.values() for holder in of}
+    runs: list[list[Unit]] = [[]]
+    for unit in own:
+        last = runs[-1][-1] if runs[-1] else None
+        if last is None or holders[last.name] != holders[unit.name] or not _are_side_by_side(model, last, unit):
+            runs.append([])
+        if unit.name in holding:
+            runs.append([])
+        else:
+            runs[-1].append(unit)
+    return [run for run in runs if len(run) > 1]
+
+
+def _are_side_by_side(model: nn.Module, one: Unit, other: Unit) -> bool:
+    common, *depths = _parted([one.name, other.name])
+    return max(map(len, depths)) == 1 or isinstance(
+        model.get_submodule(".".join(common)), (nn.ModuleList, nn.Sequential)
+    )
+
+
+def group_by_size(sizes: Sequence[int], least: int) -> list[range]:
+    """Neighbours, by position, that together have ``least`` bytes: as few as that takes. What has as many by itself stays
+    alone; groups of one are left out.
+
+    >>> group_by_size([3, 3, 3, 9, 3, 3], least=5)
+    [range(0, 2), range(4, 6)]
+    """
+    groups: list[range] = []
+    start = total = 0
+    for position, size in enumerate([*sizes, least]):
+        if size >= least or total >= least:
+            groups.append(range(start, position))
+            start, total = position, 0
+        total += size
+    return [group for group in groups if len(group) > 1]
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Of a unit that was joined: from the first to the last.
+
+    >>> joined_name(["layers.0", "layers.1", "layers.2"])
+    'layers.0-2'
+    """
+    common, first, last = _parted([names[0], names[-1]])
+    return ".".join([*common, f"{'.'.join(first)}-{'.'.join(last)}"]) if len(names) > 1 else names[0]
+
+
+def _parted(names: Sequence[str]) -> list[list[str]]:
+    """The path that names have in common, and what each has behind it."""
+    paths = [name.split(".") for name in names]
+    common = len(list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))))
+    return [paths[0][:common], *(path[common:] for path in paths)]
 
 
 def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:

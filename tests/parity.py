@@ -48,6 +48,7 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
         fsdp_unit_modules=units,
         mixed_precision_policy=options.pop("precision", MixedPrecisionPolicy()),
         bucket_bytes=options.pop("bucket_bytes", None),
+        unit_bytes=options.pop("unit_bytes", None),
     )
     if mode == EAGER:
         return sharded, sharded

@@ -200,7 +200,7 @@ def test_without_overlap_nothing_starts_early() -> None:
     assert least == smallest_peak(plan)
     for found in (solve(plan, ADAMW), solve(plan, ADAMW, least), solve(plan, ADAMW, least, prefetch=2)):
         assert set(units_of(found.decisions, FORWARD)) == {0}
-        assert {behind.units for behind in found.decisions.reductions.values()} == {0}
+        assert {behind.later for behind in found.decisions.reductions.values()} == {0}
     found = solve(plan, ADAMW)
     assert {behind.why.limit for behind in found.decisions.reductions.values()} == {Limit.OVERLAP}
     shown = explained(found.timeline, found.decisions, {Stage.FORWARD: FORWARD, Stage.BACKWARD: BACKWARD})

@@ -18,7 +18,18 @@ from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.hardware import hardware, known_hardware
 from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
 
-from .planner import DEVICE_RESERVE, Forecast, Job, Planned, bucket_sizes, knee_bytes, plan, planned, problem_of
+from .planner import (
+    DEVICE_RESERVE,
+    Forecast,
+    Job,
+    Planned,
+    best_size,
+    knee_bytes,
+    plan,
+    planned,
+    problem_of,
+    sizes,
+)
 from .shapes import CHECKPOINT, SHAPES, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
@@ -55,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--bucket",
-        help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes for the best plan",
+        help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes of units and of buckets "
+        "for the best plan",
+    )
+    parser.add_argument(
+        "--unit", help="join neighbouring units that are smaller until they have this many bytes, such as 512MiB"
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
@@ -84,7 +99,11 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         )
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
         most = parse_bytes(given.bucket, "--bucket") if given.bucket not in (None, "auto") else None
-        job = Job(work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer], bucket_bytes=most)
+        least = parse_bytes(given.unit, "--unit") if given.unit else None
+        optimizer = OPTIMIZERS[given.optimizer]
+        job = Job(work, hardware(given.hardware), budget, optimizer, bucket_bytes=most, unit_bytes=least)
+        if given.bucket == "auto" and least is not None:
+            raise ValueError("--bucket auto tries sizes of units too: leave --unit out, or give --bucket a size")
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2
@@ -98,7 +117,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     if forecast.best is None:
         return 1
     if given.bucket == "auto":
-        _show_buckets(console, forecast)
+        _show_sizes(console, forecast)
     best = planned(job, forecast.traced, forecast.best.candidate, details=True)
     report = report_of(forecast, best)
     if given.details:
@@ -156,27 +175,32 @@ def _show(console: Console, forecast: Forecast) -> None:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
 
 
-def _show_buckets(console: Console, forecast: Forecast) -> None:
+def _show_sizes(console: Console, forecast: Forecast) -> None:
     assert forecast.best is not None
     candidate = forecast.best.candidate
-    knee = knee_bytes(candidate, forecast.job.hardware)
-    console.print(f"{candidate} on {candidate.world:,} ranks, with units parted into buckets", highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("at most", "buckets", "GiB", "step", "exposed"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for most, row in bucket_sizes(forecast.job, forecast.traced, candidate):
-        limit = bytes_text(most) if most is not None else "a unit"
-        cells = [limit, f"{len(row.context.buckets):,}", f"{row.needed / (1 << 30):,.1f}"]
-        if row.timeline is not None:
-            exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
-            cells += [f"{row.timeline.seconds:.4g} s", exposed]
-        table.add_row(*cells)
-    console.print(table)
-    small = sum(info.gathered_bytes < knee for info in forecast.best.context.buckets)
-    advice = f": {small} buckets are smaller, and would gain from larger units" if small > 2 else ""
     console.print(
-        f"A gather reaches nine tenths of this network's bandwidth from {bytes_text(knee)} on{advice}. "
-        "fully_shard_model(bucket_bytes=...) parts units.",
+        f"{candidate} on {candidate.world:,} ranks, with units joined or parted into buckets", highlight=False
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", ""):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    rows = sizes(forecast.job, forecast.traced, candidate)
+    best = best_size(rows)
+    for row in rows:
+        limits = [bytes_text(size) if size is not None else "" for size in (row.unit_bytes, row.bucket_bytes)]
+        cells = [*limits, f"{len(row.planned.context.buckets):,}", f"{row.planned.needed / (1 << 30):,.1f}"]
+        if (timeline := row.planned.timeline) is not None:
+            exposed = percent_text(timeline.exposed_seconds, timeline.seconds)
+            cells += [f"{timeline.seconds:.4g} s", exposed, "best" if row is best else ""]
+        else:
+            cells += ["", "", "too much"]
+        table.add_row(*cells, style=None if row.planned.fits else "dim")
+    console.print(table)
+    knee = knee_bytes(candidate, forecast.job.hardware)
+    small = sum(info.gathered_bytes < knee for info in rows[0].planned.context.buckets)
+    console.print(
+        f"A gather reaches nine tenths of this network's bandwidth from {bytes_text(knee)} on; without joining, {small} of "
+        f"{len(rows[0].planned.context.buckets)} buckets are smaller. fully_shard_model takes both sizes.",
         highlight=False,
     )
 

@@ -6,9 +6,12 @@ the memory budget, and its simulation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from mfsdp_compile.backend import bucket_info
 from mfsdp_compile.options import OPTIMIZERS
@@ -17,13 +20,15 @@ from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
 from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
-from mfsdp_compile.passes.outline import Gradients, Outline, Use
+from mfsdp_compile.passes.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory, simulate
-from mfsdp_compile.passes.solve import BudgetError, explained, solve
+from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime.bucket import Site
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Group, Topology
+from mfsdp_compile.runtime.units import Unit, group_by_size, joined_name
 
 from .shapes import Workload
 from .tracing import Trace, trace
@@ -33,12 +38,14 @@ __all__ = [
     "Forecast",
     "Job",
     "Planned",
-    "bucket_sizes",
+    "Sizes",
+    "best_size",
     "candidates",
     "knee_bytes",
     "plan",
     "planned",
     "problem_of",
+    "sizes",
 ]
 
 
@@ -94,6 +101,7 @@ class Job:
         solved: False: the schedule that a model has without a budget, each gather one unit ahead.
         bucket_bytes: units that are larger are parted into several buckets; see
             :func:`~mfsdp_compile.fully_shard_model`. None: a unit is one bucket.
+        unit_bytes: neighbouring units that are smaller are joined until they are as large; see there. None: none are.
     """
 
     work: Workload
@@ -107,6 +115,7 @@ class Job:
     overlap: tuple[bool, bool] = (True, True)
     solved: bool = True
     bucket_bytes: int | None = None
+    unit_bytes: int | None = None
 
     @property
     def usable(self) -> int:
@@ -175,26 +184,57 @@ class Forecast:
         return 3 * self.traced.forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
 
 
-def bucket_sizes(job: Job, traced: Trace, candidate: Candidate) -> list[tuple[int | None, Planned]]:
-    """What comes of parting units into smaller buckets: of halves, quarters and so on of the largest one, as long as they are
-    above the knee of the network (:func:`knee_bytes`).
+@dataclass(frozen=True)
+class Sizes:
+    """What comes of units and buckets of some size.
+
+    Args:
+        unit_bytes, bucket_bytes: as in :class:`Job`.
+        planned: what comes of it.
+    """
+
+    unit_bytes: int | None
+    bucket_bytes: int | None
+    planned: Planned
+
+
+def sizes(job: Job, traced: Trace, candidate: Candidate) -> list[Sizes]:
+    """What comes of joining small units, and of parting large ones.
+
+    Where units are below the knee of the network (:func:`knee_bytes`), two, four and so on of them are joined, until they are
+    above it. Units are parted into buckets of a half, a quarter and so on of the largest one, as long as these are above it.
 
     Args:
         traced: with ``parts``.
 
     Returns:
-        bytes that a bucket has at most, and the plan; the first one is without.
+        The first is without; then units that grow, then buckets that shrink.
     """
-    whole = planned(replace(job, bucket_bytes=None), traced, candidate)
-    rows: list[tuple[int | None, Planned]] = [(None, whole)]
-    most = max(info.gathered_bytes for info in whole.context.buckets) // 2
-    while most >= knee_bytes(candidate, job.hardware) and len(rows) <= _HALVINGS:
-        rows.append((most, planned(replace(job, bucket_bytes=most), traced, candidate)))
+    job = replace(job, unit_bytes=None, bucket_bytes=None)
+    knee = knee_bytes(candidate, job.hardware)
+    rows = [Sizes(None, None, planned(job, traced, candidate))]
+    small = [size for run in traced.neighbours for size in run.values() if size < knee]
+    for doubling in range(_DOUBLINGS if small else 0):
+        together = max(small) << doubling
+        if together >= knee:
+            break
+        least = 2 * together - max(small) // 2  # one neighbour less does not reach it
+        rows.append(Sizes(least, None, planned(replace(job, unit_bytes=least), traced, candidate)))
+    most = max(info.gathered_bytes for info in rows[0].planned.context.buckets) // 2
+    for _ in range(_HALVINGS):
+        if most < knee:
+            break
+        rows.append(Sizes(None, most, planned(replace(job, bucket_bytes=most), traced, candidate)))
         most //= 2
     return rows
 
 
-_HALVINGS = 4
+_DOUBLINGS = _HALVINGS = 4
+
+
+def best_size(rows: Sequence[Sizes]) -> Sizes | None:
+    """The one with the fastest step; of equally fast ones, the one that sends least, then the one that takes least memory."""
+    return min((row for row in rows if row.planned.fits), key=lambda row: _preference(row.planned), default=None)
 
 
 def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
@@ -231,7 +271,7 @@ def plan(
         job: what is planned for.
         worlds: numbers of ranks to try.
         chosen: ways to shard; None: see :func:`candidates`.
-        parts: trace so that :func:`bucket_sizes` can be asked afterwards.
+        parts: trace so that :func:`sizes` can be asked afterwards.
 
     Raises:
         ValueError: a number of ranks is below 1.
@@ -264,7 +304,13 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
     if job.solved:
         try:
             solution = solve(
-                problem, job.optimizer, job.usable, prefetch=job.prefetch, reshard=job.reshard, bounds=_BOUNDS
+                problem,
+                job.optimizer,
+                job.usable,
+                prefetch=job.prefetch,
+                reshard=job.reshard,
+                bounds=_BOUNDS,
+                refusal="" if job.budget is not None else _too_small(job),
             )
         except BudgetError as error:
             return Planned(candidate, problem.context, None, None, error.needed, str(error))
@@ -277,6 +323,11 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
     if details:
         timeline = explained(simulated(job, problem, decisions, details=True), decisions, PHASES)
     return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
+
+
+def _too_small(job: Job) -> str:
+    machine = job.hardware
+    return f"{gib(job.usable)}, {1 - DEVICE_RESERVE:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
 
 
 def simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
@@ -315,65 +366,118 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     )
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
     planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset())
-    infos_like = {
-        name: [bucket_info(bucket_plan, topology) for bucket_plan in planner.unit(unit)]
-        for name, unit in traced.units.items()
-    }
-    infos: list[BucketInfo] = []
-    sources: list[list[int]] = []  # of each bucket: which buckets were traced in its place
-    unit_buckets: dict[str, list[int]] = {}
-    like: dict[str, str] = {}
+    numbers: dict[str, list[int]] = {}  # of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
-        unit_buckets.setdefault(bucket.unit, []).append(number)
-        like[bucket.unit] = bucket.like
-    for unit in sorted(unit_buckets, key=traced.order.index):
-        own = infos_like[like[unit]]
-        for position, info in enumerate(own):
-            names = {slot.name for slot in info.layout.slots}
-            name = unit if len(own) == 1 else f"{unit}#{position}"
-            infos.append(replace(info, name=name, unit=unit))
-            sources.append([n for n in unit_buckets[unit] if traced.buckets[n].parameters & names])
+        numbers.setdefault(bucket.unit, []).append(number)
+    infos: list[BucketInfo] = []
+    sources: list[list[_Source]] = []
+    names: dict[str, str] = {}  # of what a unit has become a part of
+    known: dict[tuple[str, ...], list[_LaidOut]] = {}  # by the units that were traced
+    for name, members in _members(traced, job.unit_bytes).items():
+        names |= dict.fromkeys(members, name)
+        own = [numbers[member] for member in members]
+        alike = tuple(traced.buckets[of[0]].like for of in own)
+        if alike not in known:
+            parameters = [[traced.buckets[number].parameters for number in of] for of in own]
+            known[alike] = _lay_out([traced.units[unit] for unit in alike], parameters, planner)
+        for position, laid_out in enumerate(known[alike]):
+            which = name if len(known[alike]) == 1 else f"{name}#{position}"
+            infos.append(replace(laid_out.info, name=which, unit=name))
+            sources.append([_Source(own[i][j], part, whole) for i, j, part, whole in laid_out.sources])
     policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
     context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes)
-    outlines = {phase: _on_ranks(outline, infos, sources) for phase, outline in traced.outlines.items()}
+    outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
     return Plan(outlines, context, CostModel(job.hardware, job.fused))
 
 
-def _on_ranks(outline: Outline, infos: Sequence[BucketInfo], sources: Sequence[Sequence[int]]) -> Outline:
+def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:
+    """Names of units, and of those that each is made of, in order."""
+    joined: dict[str, list[str]] = {}
+    for run in traced.neighbours if unit_bytes is not None else ():
+        of_run = list(run)
+        for group in group_by_size(list(run.values()), unit_bytes or 0):
+            joined |= {of_run[i]: [of_run[j] for j in group] for i in group}
+    members = [joined.get(name, [name]) for name in traced.order]
+    return {joined_name(of): of for of in members}
+
+
+class _Source(NamedTuple):
+    """What was traced in the place of a bucket.
+
+    Args:
+        bucket: that was traced.
+        part: elements of it that are in the bucket now; whole: all of them.
+    """
+
+    bucket: int
+    part: int
+    whole: int
+
+
+class _LaidOut(NamedTuple):
+    """A bucket on a candidate's ranks.
+
+    Args:
+        info: of it.
+        sources: unit, which of that unit's buckets was traced in its place, and the part and the whole of :class:`_Source`.
+    """
+
+    info: BucketInfo
+    sources: Sequence[tuple[int, int, int, int]]
+
+
+def _lay_out(units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planner: BucketPlanner) -> list[_LaidOut]:
+    """The buckets of units that are one.
+
+    Args:
+        traced: of each unit, the parameters in each bucket that was traced.
+    """
+    params: list[tuple[nn.Parameter, tuple[Site, ...]]] = []
+    origin: dict[str, tuple[int, int]] = {}  # unit and bucket, by parameter
+    for i, unit in enumerate(units):
+        for param, (site, *_) in unit.params:
+            # Several may have been traced as one, so that their names are the same.
+            renamed = replace(site, module_name=f"{i}.{site.module_name}")
+            params.append((param, (renamed,)))
+            origin[renamed.name] = i, next(j for j, names in enumerate(traced[i]) if site.name in names)
+    whole = Counter[tuple[int, int]]()
+    for param, (site,) in params:
+        whole[origin[site.name]] += param.numel()
+    found = []
+    for plan in planner.unit(Unit(units[0].name, (), tuple(params), is_root=False)):
+        part = Counter[tuple[int, int]]()
+        for slot in plan.layout.slots:
+            part[origin[slot.name]] += slot.numel
+        laid_out = [(*where, count, whole[where]) for where, count in part.items()]
+        found.append(_LaidOut(bucket_info(plan, planner.topology), laid_out))
+    return found
+
+
+def _on_ranks(
+    outline: Outline, context: Context, sources: Sequence[Sequence[_Source]], names: Mapping[str, str]
+) -> Outline:
     """The outline with other buckets: each is used from the first use of what was traced in its place to the last."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for use in outline.uses:
-        for bucket, end in zip(use.buckets, use.last, strict=True):
-            first[bucket], last[bucket] = use.first, end
+    lives = {bucket: (wait, last) for use in outline.uses for bucket, wait, last in use.lives}
     gradients = {g.bucket: g for g in outline.gradients}
-    uses: list[Use] = []
+    gathered: list[tuple[int, int, int]] = []
     wholes: dict[int, tuple[int, int]] = {}
     reduced: list[Gradients] = []
-    for number, (info, traced) in enumerate(zip(infos, sources, strict=True)):
-        if used := [bucket for bucket in traced if bucket in first]:
-            begin, end = min(first[b] for b in used), max(last[b] for b in used)
+    for number, (info, traced) in enumerate(zip(context.buckets, sources, strict=True)):
+        if used := [lives[source.bucket] for source in traced if source.bucket in lives]:
+            begin, end = min(wait for wait, _ in used), max(last for _, last in used)
             if info.exchange.gather_group:
-                previous = uses[-1] if uses else None
-                if previous is not None and infos[previous.buckets[0]].unit == info.unit and previous.first == begin:
-                    uses[-1] = Use((*previous.buckets, number), begin, (*previous.last, end))
-                else:
-                    uses.append(Use((number,), begin, (end,)))
+                gathered.append((number, begin, end))
             elif info.main_dtype != info.exchange.dtype and not info.has_resident:
                 wholes[number] = (begin, end)
-        if computed := [gradients[bucket] for bucket in traced if bucket in gradients]:
-            begins = [g.begin for g in computed if g.begin is not None]
-            reduced.append(
-                Gradients(
-                    number,
-                    min(begins) if begins else None,
-                    max(g.ready for g in computed),
-                    0 if begins else info.layout.numel * info.exchange.dtype.itemsize,
-                )
-            )
+        if computed := [(gradients[source.bucket], source) for source in traced if source.bucket in gradients]:
+            begins = [g.begin for g, _ in computed if g.begin is not None]
+            elsewhere = sum(g.elsewhere * source.part // source.whole for g, source in computed if g.elsewhere)
+            ready = max(g.ready for g, _ in computed)
+            reduced.append(Gradients(number, min(begins, default=None), ready, elsewhere))
     return replace(
         outline,
-        uses=tuple(sorted(uses, key=lambda use: use.first)),
+        units=tuple(names.get(unit, unit) for unit in outline.units),
+        uses=tuple(grouped(sorted(gathered, key=lambda life: life[1]), context)),
         wholes=wholes,
         gradients=tuple(sorted(reduced, key=lambda g: g.ready)),
     )

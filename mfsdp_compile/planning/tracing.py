@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.units import Unit, find_units, repeated_blocks, resolve_unit_classes
+from mfsdp_compile.runtime.units import Unit, find_units, neighbours, repeated_blocks, resolve_unit_classes
 
 from .shapes import Workload
 
@@ -61,6 +61,8 @@ class Trace:
         buckets: as they were traced; a layout for other ranks may part them otherwise.
         units: that were traced, by name.
         order: names of all units, in order of their first use.
+        neighbours: names of those that can be joined, and what each has when it is gathered, in bytes: in runs of units that
+            follow on one another.
         buffer_bytes: of the whole model.
         parameters: of the whole model.
         tokens: of one rank's batch.
@@ -71,6 +73,7 @@ class Trace:
     buckets: Sequence[TracedBucket]
     units: Mapping[str, Unit]
     order: Sequence[str]
+    neighbours: Sequence[Mapping[str, int]]
     buffer_bytes: int
     parameters: int
     tokens: int
@@ -101,6 +104,7 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
+        runs_of_neighbours = [{unit.name: unit.gathered_bytes for unit in run} for run in neighbours(model, whole)]
         sizes = (sum(b.nbytes for b in model.buffers()), sum(p.numel() for u in whole for p, _ in u.params))
         runs, names = _shorten(model, classes)
         if work.checkpoint != "none":
@@ -115,7 +119,7 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
     for run in runs:
         outlines, buckets = _stretch(outlines, buckets, run)
     flops = sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
-    return Trace(outlines, buckets, units, order, *sizes, work.batch * work.length, flops)
+    return Trace(outlines, buckets, units, order, runs_of_neighbours, *sizes, work.batch * work.length, flops)
 
 
 def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
@@ -369,6 +373,10 @@ def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int])
     def moved(place: int) -> int:
         return place if place < end else place + (count - 1) * length
 
+    def use_of(lives: Iterable[tuple[int, int, int]]) -> Use:
+        buckets, waits, last = zip(*lives, strict=True)
+        return Use(buckets, min(waits), last, waits)
+
     segments = [*outline.segments[:begin], *outline.segments[begin:end] * count, *outline.segments[end:]]
     order = run.names[::-1] if backwards else run.names
     labels = [*outline.units[:begin], *(name for name in order for _ in range(length)), *outline.units[end:]]
@@ -379,8 +387,7 @@ def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int])
         shift, which = copy * length, count - 1 - copy if backwards else copy
         for use in outline.uses:
             if use.buckets[0] in own:
-                new = tuple(numbers[bucket, which] for bucket in use.buckets)
-                uses.append(Use(new, use.first + shift, tuple(last + shift for last in use.last)))
+                uses.append(use_of((numbers[b, which], wait + shift, last + shift) for b, wait, last in use.lives))
         for g in outline.gradients:
             if g.bucket in own:
                 start = g.begin + shift if g.begin is not None else None
@@ -390,7 +397,7 @@ def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int])
                 wholes[numbers[bucket, which]] = (start + shift, stop + shift)
     for use in outline.uses:
         if use.buckets[0] not in own:
-            uses.append(Use(use.buckets, moved(use.first), tuple(moved(last) for last in use.last)))
+            uses.append(use_of((bucket, moved(wait), moved(last)) for bucket, wait, last in use.lives))
     for g in outline.gradients:
         if g.bucket not in own:
             start = moved(g.begin) if g.begin is not None else None
