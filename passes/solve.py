@@ -71,7 +71,7 @@ def solve(
     budget: int | None = None,
     *,
     prefetch: int | None = None,
-    reshard: bool | None = None,
+    reshard: bool | int | None = None,
     bounds: int = _BOUNDS,
 ) -> Solution:
     """The fastest schedule within a budget.
@@ -81,7 +81,7 @@ def solve(
         optimizer: whose state is in memory, and whose step ends the timeline.
         budget: bytes of a rank in all; None: no bound.
         prefetch: how many units ahead gathers start; None: as is best.
-        reshard: whether buckets are gathered again in backward; None: as is best.
+        reshard: whether buckets are gathered again in backward, a number of ranks: from portions; None: as is best.
         bounds: memory bounds to try.
 
     Raises:
@@ -91,7 +91,7 @@ def solve(
 
 
 class _Solver:
-    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | None) -> None:
+    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
         self.context, self.costs = plan.context, plan.costs
         self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
@@ -140,7 +140,7 @@ class _Solver:
             }
             for phase in self.plan.outlines
         }
-        decisions = Decisions(kept, gathers, self._reductions(0))
+        decisions = Decisions(kept, gathers, self._reductions(0), portions=self.plan.portions(kept))
         return Solution(decisions, self.timeline(decisions))
 
     def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
@@ -164,11 +164,7 @@ class _Solver:
         return self.policy.kept
 
     def _keepable(self) -> frozenset[int]:
-        outlines = self.plan.outlines
-        if not self.context.whole_model or Phase.FORWARD not in outlines or Phase.BACKWARD not in outlines:
-            return frozenset()
-        both = ({b for use in outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
-        return frozenset(set.intersection(*both))
+        return self.plan.in_both if self.context.whole_model else frozenset()
 
     def _reductions(self, in_flight: int) -> dict[int, Behind]:
         backward = self.plan.outlines.get(Phase.BACKWARD)
@@ -200,7 +196,7 @@ class _Solver:
         if keep_first:
             kept, why_not = self._keep(bound, {}, reductions)
         gathers = self._gathers(bound, kept, reductions, {})
-        decisions = Decisions(kept, gathers, reductions, why_not)
+        decisions = Decisions(kept, gathers, reductions, why_not, self.plan.portions(kept))
         for _ in range(_ROUNDS):
             late = {
                 (e.stage, e.bucket) for e in self.timeline(decisions).exposures if e.what == "gather" and e.exposed > 0
@@ -212,7 +208,8 @@ class _Solver:
             decisions, gathers = moved, earlier
         if not keep_first:
             kept, why_not = self._keep(bound, gathers, reductions)
-            decisions = Decisions(kept, self._without(kept, gathers), reductions, why_not)
+            gathers = self._without(kept, gathers)
+            decisions = Decisions(kept, gathers, reductions, why_not, self.plan.portions(kept))
         return Solution(decisions, self.timeline(decisions))
 
     def _gathers(
@@ -233,7 +230,8 @@ class _Solver:
                 found[phase] = {bucket: Ahead(units, Why(limit)) for use in uses for bucket in use.buckets}
                 continue
             memory = _Room(self, phase, kept, reductions, bound)
-            wanted = self._wanted(outline, uses)
+            again = self.plan.portions(kept) if phase is Phase.BACKWARD else frozenset()
+            wanted = self._wanted(outline, uses, again)
             stage = Stage.BACKWARD if phase is Phase.BACKWARD else Stage.FORWARD
             for i, use in enumerate(uses):
                 if (known := before.get(phase, {}).get(use.buckets[0])) is not None:
@@ -271,9 +269,9 @@ class _Solver:
             found.update((bucket, ahead) for bucket in use.buckets)
         return {**gathers, Phase.BACKWARD: found}
 
-    def _wanted(self, outline: Outline, uses: Sequence[Use]) -> list[int]:
-        """For each gather the latest earlier one before whose wait it must start to be there in time; -1: as the graph
-        begins."""
+    def _wanted(self, outline: Outline, uses: Sequence[Use], portions: frozenset[int]) -> list[int]:
+        """For each gather, from ``portions`` of these buckets, the latest earlier one before whose wait it must start to be
+        there in time; -1: as the graph begins."""
         at = [0.0]
         for segment in outline.segments:
             at.append(at[-1] + segment.seconds)
@@ -281,7 +279,7 @@ class _Solver:
         wanted = [0] * len(uses)
         free = math.inf
         for i in range(len(uses) - 1, -1, -1):
-            begin = min(times[i], free) - self.plan.gather_seconds(uses[i])
+            begin = min(times[i], free) - self.plan.gather_seconds(uses[i], portions)
             free = begin
             wanted[i] = max((j for j in range(i + 1) if times[j] <= begin), default=-1)
         return wanted
@@ -344,6 +342,8 @@ class _Solver:
         helps = dict.fromkeys(help_for[category] for size, category in parts if size * 10 > smallest.peak_bytes)
         prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
         again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
+        if not isinstance(self.reshard, bool) and self.reshard is not None:
+            again = f"one of {self.reshard} portions of what backward needs kept"
         return (
             f"memory_budget of {_gib(budget)} cannot be kept: the smallest schedule, {prefetch} and with {again}, has "
             f"{_gib(smallest.peak_bytes)} in memory {where} ({made_of}), "
@@ -379,6 +379,7 @@ class _Room:
         for number, segment in enumerate(outline.segments):
             self.used[number] += level + segment.rise
             level += segment.saved + segment.temporary
+        portions = solver.plan.portions(kept)
         for i, use in enumerate(outline.uses):
             ahead = gathers[use.buckets[0]].units if gathers and use.buckets[0] in gathers else 0
             for bucket, last in zip(use.buckets, use.last, strict=True):
@@ -387,6 +388,9 @@ class _Room:
                 if bucket in kept:
                     begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
                 self.take(size, begin, end)
+                if bucket in portions:
+                    stays = (last + 1, count) if phase is Phase.FORWARD else (0, use.first)
+                    self.take(solver.context.buckets[bucket].portion_bytes, *stays)
         for bucket, (first, last) in outline.wholes.items():
             self.take(solver.context.buckets[bucket].gathered_bytes, first, last + 1)
         ready = [g.ready for g in outline.gradients]
@@ -433,7 +437,7 @@ def _key(decisions: Decisions) -> object:
     """What of decisions has an effect."""
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
     reductions = tuple((bucket, behind.units, behind.packed) for bucket, behind in decisions.reductions.items())
-    return decisions.kept, gathers, reductions
+    return decisions.kept, decisions.portions, gathers, reductions
 
 
 def _gib(size: float) -> str:

@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bucket",
         help="part larger units into buckets of this many bytes, such as 64MiB; auto: try some sizes for the best plan",
     )
+    parser.add_argument(
+        "--reshard",
+        default="auto",
+        help="whether the backward gathers again: true, false, auto, or a number of neighbours to gather over, as the option "
+        "reshard_after_forward (default: %(default)s)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
@@ -84,7 +90,10 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         )
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
         most = parse_bytes(given.bucket, "--bucket") if given.bucket not in (None, "auto") else None
-        job = Job(work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer], bucket_bytes=most)
+        reshard = _reshard(given.reshard)
+        job = Job(
+            work, hardware(given.hardware), budget, OPTIMIZERS[given.optimizer], reshard=reshard, bucket_bytes=most
+        )
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2
@@ -112,6 +121,15 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         ScheduleText.of(problem_of(job, forecast.traced, best.candidate).lines(best.decisions)).save(given.schedule)
         console.print(f"schedule: {given.schedule}", highlight=False)
     return 0
+
+
+def _reshard(text: str) -> bool | int | None:
+    words = {"true": True, "false": False, "auto": None}
+    if text in words:
+        return words[text]
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError(f"--reshard takes true, false, auto or a number of at least 2 ranks, got {text!r}")
+    return int(text)
 
 
 def _worlds(text: str) -> list[int]:
@@ -182,7 +200,7 @@ def _show_buckets(console: Console, forecast: Forecast) -> None:
 
 
 def _cells(forecast: Forecast, row: Planned) -> list[str]:
-    start = [f"{row.candidate.world:,}", str(row.candidate), f"{row.needed / (1 << 30):,.1f}"]
+    start = [f"{row.candidate.world:,}", row.sharding, f"{row.needed / (1 << 30):,.1f}"]
     if row.timeline is None or row.decisions is None:
         return [*start, "", "", "", "", "", "too much"]
     exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
@@ -204,7 +222,7 @@ def report_of(forecast: Forecast, row: Planned) -> Report:
     assert row.decisions is not None
     shown = replace(row, timeline=row.timeline)
     numbers = [
-        ("sharding", f"{row.candidate} over {row.candidate.world:,} ranks"),
+        ("sharding", f"{row.sharding} over {row.candidate.world:,} ranks"),
         ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
         ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
     ]

@@ -61,14 +61,21 @@ class Candidate:
     def world(self) -> int:
         return self.inner * self.outer
 
-    def topology(self) -> Topology:
-        """The ranks as passes know them: inner ranks are neighbours."""
+    def topology(self, portions: int = 0) -> Topology:
+        """The ranks as passes know them: inner ranks are neighbours.
+
+        Args:
+            portions: ranks that backwards gather over, if that is possible with this way to shard.
+        """
         inner = Group("inner", self.inner, 0)
         outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
         every = Group("every", self.world, 0) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
-        return Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+        if topology.gather_group is not None and 1 < portions < self.inner and self.inner % portions == 0:
+            topology.portions[portions] = Group("portions", portions, 0)
+        return topology
 
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
@@ -88,7 +95,8 @@ class Job:
         budget: bytes of a rank's memory; None: the device's, but for a reserve.
         optimizer: whose state is in memory.
         precision: dtypes of shards and gradients.
-        prefetch, reshard: fixed parts of the schedule; None: as is best.
+        prefetch, reshard: fixed parts of the schedule, as the options ``prefetch`` and ``reshard_after_forward``; None: as is
+            best. A number of ranks to reshard over means True for candidates that it does not divide further.
         fused: whether the inner compiler fuses kernels.
         overlap: whether gathers, and reductions, may run while the model computes.
         solved: False: the schedule that a model has without a budget, each gather one unit ahead.
@@ -102,7 +110,7 @@ class Job:
     optimizer: OptimizerCost = OPTIMIZERS["adamw"]
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prefetch: int | None = None
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     fused: bool = True
     overlap: tuple[bool, bool] = (True, True)
     solved: bool = True
@@ -142,6 +150,12 @@ class Planned:
     @property
     def fits(self) -> bool:
         return self.timeline is not None
+
+    @property
+    def sharding(self) -> str:
+        """In words, with what backwards gather over where these are fewer ranks."""
+        portions = max(info.portion_size for info in self.context.buckets)
+        return f"{self.candidate}, portions of {portions}" if portions else str(self.candidate)
 
 
 @dataclass(frozen=True)
@@ -309,14 +323,15 @@ def _smallest_world(job: Job, traced: Trace) -> int | None:
 
 def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     """The traced model, its buckets laid out for a candidate's ranks."""
-    topology = candidate.topology()
+    portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
+    topology = candidate.topology(portions)
     precision = Precision(
         job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
     )
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
     planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset())
     infos_like = {
-        name: [bucket_info(bucket_plan, topology) for bucket_plan in planner.unit(unit)]
+        name: [bucket_info(bucket_plan, topology, portions) for bucket_plan in planner.unit(unit)]
         for name, unit in traced.units.items()
     }
     infos: list[BucketInfo] = []
