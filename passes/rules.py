@@ -289,8 +289,9 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
 def _ordered(found: Analysis, contract: Contract | None) -> Findings:
     """Every rank starts the same collectives on the same process groups, in one order.
 
-    Those of the exchange of each bucket, stage after stage, with the operator, the group and the size that it gives (of
-    fewer ranks where portions are gathered), and none where a branch decides. That the order is the same on all ranks is for the digest of the schedule to say.
+    Those of the exchange of each bucket, stage after stage, with the operator, the group and the size that it gives, and
+    none where a branch decides; portions are of fewer ranks, and gathered over these. That the order is the same on all
+    ranks is for the digest of the schedule to say.
     """
     for launch in _gathers(found):
         info, given = found.info(launch.bucket), arguments(launch.node)
@@ -476,8 +477,9 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
     """What the optimizer holds and what the graph computes agree: a shard and its gradient have the same place, elements
     and dtype.
 
-    A bucket is gathered from its own shard, or from its own portions, in the compute dtype; parameters are read at their offsets of it; gradients
-    are packed in the dtype of their reduction; and every output is where it was, of the shape and dtype that it had.
+    A bucket is gathered from its own shard, or its own portion where one was left, in the compute dtype; parameters are
+    read at their offsets of it; gradients are packed in the dtype of their reduction; and every output is where it was, of
+    the shape and dtype that it had.
     """
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
