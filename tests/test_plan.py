@@ -195,6 +195,15 @@ def test_command_writes_report_and_schedule(tmp_path: Path, capsys: pytest.Captu
     assert set(ScheduleText.load(schedule).lines) == {Phase.FORWARD, Phase.BACKWARD}
 
 
+def test_command_reshards_over_fewer_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schedule = tmp_path / "plan.sched"
+    arguments = ["plan", "--model", "demo", "--world", "8", "--reshard", "4", "--schedule", str(schedule)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "ZeRO-3, portions of 4" in shown
+    assert "ZeRO-2, portions" not in shown
+
+
 def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--budget", "1MiB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -213,6 +222,7 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "demo", "--world", "0"], "--world takes numbers of at least 1"),
         (["--model", "demo", "--budget", "lots"], "--budget takes bytes"),
         (["--model", "demo", "--batch", "0"], "batch and length must be at least 1"),
+        (["--model", "demo", "--reshard", "1"], "--reshard takes true, false, auto or a number of at least 2 ranks"),
     ],
 )
 def test_command_explains_wrong_arguments(
