@@ -152,7 +152,8 @@ def _show(console: Console, forecast: Forecast) -> None:
     )
     console.print(
         f"on {job.hardware.name}, {bytes_text(job.usable)} of a rank's memory to be used; all figures are simulated, tok/s are "
-        "tokens per second of one rank, kept is how many buckets stay gathered for the backward",
+        "tokens per second of one rank, kept is how many buckets stay gathered for the backward"
+        f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -200,7 +201,7 @@ def _show_buckets(console: Console, forecast: Forecast) -> None:
 
 
 def _cells(forecast: Forecast, row: Planned) -> list[str]:
-    start = [f"{row.candidate.world:,}", row.sharding, f"{row.needed / (1 << 30):,.1f}"]
+    start = [f"{row.candidate.world:,}", str(row.candidate), f"{row.needed / (1 << 30):,.1f}"]
     if row.timeline is None or row.decisions is None:
         return [*start, "", "", "", "", "", "too much"]
     exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
@@ -210,9 +211,16 @@ def _cells(forecast: Forecast, row: Planned) -> list[str]:
         f"{forecast.tokens_per_second(row):,.0f}",
         f"{forecast.mfu(row):.1%}",
         exposed,
-        str(len(row.decisions.kept)),
+        f"{len(row.decisions.kept)}{_portions(row)}",
         "best" if row is forecast.best else "",
     ]
+
+
+def _portions(row: Planned) -> str:
+    """`` + 80/8``: of 80 buckets an eighth stays."""
+    assert row.decisions is not None
+    found = row.decisions.portions
+    return f" + {len(found)}/{row.portion_size}" if found else ""
 
 
 def report_of(forecast: Forecast, row: Planned) -> Report:
@@ -221,8 +229,9 @@ def report_of(forecast: Forecast, row: Planned) -> Report:
     assert row.timeline is not None
     assert row.decisions is not None
     shown = replace(row, timeline=row.timeline)
+    of = f", backward gathers portions over {row.portion_size}," if row.portion_size else ""
     numbers = [
-        ("sharding", f"{row.sharding} over {row.candidate.world:,} ranks"),
+        ("sharding", f"{row.candidate}{of} over {row.candidate.world:,} ranks"),
         ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
         ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
     ]

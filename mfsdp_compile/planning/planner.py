@@ -152,10 +152,9 @@ class Planned:
         return self.timeline is not None
 
     @property
-    def sharding(self) -> str:
-        """In words, with what backwards gather over where these are fewer ranks."""
-        portions = max(info.portion_size for info in self.context.buckets)
-        return f"{self.candidate}, portions of {portions}" if portions else str(self.candidate)
+    def portion_size(self) -> int:
+        """Ranks that the backward gathers portions over; 0: it gathers none."""
+        return max(info.portion_size for info in self.context.buckets)
 
 
 @dataclass(frozen=True)
