@@ -101,8 +101,11 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    portions = chosen.schedule.portions
+    for owner in owners if portions else ():
+        _make_portions(owner, portions)
     context = Context(
-        tuple(bucket_info(bucket.plan, bucket.topology) for bucket in buckets),
+        tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
         chosen.schedule,
         _is_whole_model(buckets),
         chosen.float32_gradients,
@@ -210,8 +213,32 @@ def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
     return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
 
 
-def bucket_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
-    """What passes know of a bucket."""
+def _make_portions(owner: ShardedModel, size: int) -> None:
+    """See to what ``options={"reshard_after_forward": size}`` needs. Raises ValueError where that means nothing."""
+    group = owner.topology.gather_group
+    if group is None:
+        raise ValueError(
+            f"options['reshard_after_forward'] is {size}, but with {owner.topology} parameters are not gathered at each use, "
+            "so that the backward gathers nothing again. Take the option out, or shard parameters too (zero_dp_strategy="
+            "'optim_grads_params')."
+        )
+    if group.size % size:
+        divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
+        raise ValueError(
+            f"options['reshard_after_forward'] is {size}, but parameters are sharded over {group.size} ranks, which cannot "
+            f"be divided into groups of {size}. Numbers that divide them: {', '.join(map(str, divisors))}."
+        )
+    if size < group.size:
+        owner.make_portions(size)
+
+
+def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
+    """What passes know of a bucket.
+
+    Args:
+        portions: ranks that backwards gather over; 0, or without a group of so many: those that forwards gather over.
+    """
+    few = topology.portions.get(portions)
     exchange = plan.exchange(topology)
     gathers, resident = topology.gather_group, topology.resident_group
     resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
@@ -230,6 +257,8 @@ def bucket_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         resident_numel * plan.compute_dtype.itemsize,
         resident.size if resident is not None else 1,
         resident.stride if resident is not None else 1,
+        few.size if few is not None else 0,
+        few.name if few is not None else "",
     )
 
 
@@ -280,6 +309,8 @@ def _compile_inner(
                 )
             pipeline.prepare_joint(joint.graph, record, user_outputs)
         forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        if record is not None:
+            pipeline.keep_portions(forward.graph, backward.graph, record)
         set_phase(forward.graph, Phase.FORWARD)
         set_phase(backward.graph, Phase.BACKWARD)
         return forward, backward

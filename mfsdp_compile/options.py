@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,8 @@ class CompileOptions:
         schedule = SchedulePolicy(**numbers)
         _refuse_idle(schedule, numbers)
         text = _schedule_text(given.pop("schedule", None), numbers)
+        if text is not None and text.portions:
+            schedule = replace(schedule, reshard_after_forward=text.portions)
         machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
         report = given.pop("report", False)
         inner = given.pop("inner", "inductor")

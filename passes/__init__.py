@@ -6,6 +6,8 @@ buckets are plain data in the :class:`Context`.
 
     Dynamo's graph      unshard     shells become one differentiable ``gather`` per bucket
     joint graph         reshard     what the partitioner must not save for backward
+    forward and         portions    (an option) a part of what forward gathers stays; backward gathers these parts
+    backward
     backward            float32_gradients   (an option) matmuls write gradients in float32
     forward, backward   reduce      where reductions start and are awaited
     and inference       schedule    where gathers start and are awaited

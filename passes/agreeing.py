@@ -53,7 +53,7 @@ class Problem:
     optimizer: OptimizerCost
     budget: int
     prefetch: int | None = None
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     refusal: str = ""
 
     def solve(self) -> Solution:

@@ -20,7 +20,7 @@ from . import roles
 from .context import BucketInfo, Context, Kind, Phase, role_of
 from .roles import GATHERS, REDUCES
 
-__all__ = ["Analysis", "Launch", "Memory", "Reduction", "Whole", "arguments", "tensor_of"]
+__all__ = ["Analysis", "Launch", "Memory", "Portion", "Reduction", "Whole", "arguments", "tensor_of"]
 
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -93,6 +93,21 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
+class Portion:
+    """A copy of this rank's portion of a bucket, in a forward graph.
+
+    Args:
+        bucket: that it is for.
+        node: copies it.
+        whole: that it is copied from, if it is a whole bucket.
+    """
+
+    bucket: int
+    node: fx.Node
+    whole: Whole | None
+
+
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """The reduction of a bucket's gradients.
 
@@ -132,6 +147,27 @@ class Analysis:
     def whole_of(self) -> dict[fx.Node, Whole]:
         """By node that is a gathered bucket, a view or a cast of one; or a shard that views are taken of."""
         return {n: whole for whole in self.wholes for n in (whole.node, *whole.aliases, *whole.casts, *whole.copies)}
+
+    @cached_property
+    def portion_of(self) -> dict[fx.Node, Portion]:
+        """By node that copies one."""
+        found = {}
+        for node in self.graph.find_nodes(op="call_function", target=roles.PORTION):
+            if (bucket := _bucket_of(node)) is not None:
+                whole = self.whole_of.get(node.all_input_nodes[0])
+                is_whole = whole is not None and whole.node is node.all_input_nodes[0]
+                found[node] = Portion(bucket, node, whole if is_whole else None)
+        return found
+
+    @property
+    def portions(self) -> list[Portion]:
+        return list(self.portion_of.values())
+
+    def needed_until(self, portion: fx.Node) -> int:
+        """Position up to which a portion, copied here or a placeholder, must not change."""
+        if portion.op != "placeholder":
+            return len(self.order)
+        return max((self.in_flight(self._launch_of[n])[1] for n in portion.users if n in self._launch_of), default=0)
 
     @cached_property
     def writes(self) -> list[tuple[fx.Node, Memory]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import cached_property
 
 from .context import Context, Phase
 from .costs import CostModel
@@ -40,10 +41,12 @@ class Plan:
         self.outlines = {phase: outlines[phase] for phase in Phase if phase in outlines}  # in the order of a step
         self.context, self.costs = context, costs
         buckets = context.buckets
-        self._gathers = [
-            gather_of(info, number, costs) if info.exchange.gather_group else None
+        self._gathers = {
+            (number, portions): gather_of(info, number, costs, portions)
             for number, info in enumerate(buckets)
-        ]
+            for portions in ((False, True) if info.portion_size else (False,))
+            if info.exchange.gather_group
+        }
         self._stages = {
             (number, copied): [
                 reduction_of(info, number, stage, costs, copied) for stage in range(len(info.exchange.groups))
@@ -58,17 +61,20 @@ class Plan:
         self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
         self._placed: dict[object, _Reductions] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
-        self._starts: list[list[Event]] = []
-        self._waits: list[list[Event]] = []
-        for info, gather in zip(buckets, self._gathers, strict=True):
-            # What is sent is made for it, if it is a cast of the shard.
-            sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather is not None and gather.before else 0
+        self._starts: dict[tuple[int, bool], list[Event]] = {}
+        self._waits: dict[tuple[int, bool], list[Event]] = {}
+        for (number, portions), gather in self._gathers.items():
+            info = buckets[number]
+            # What is sent is made for it, if it is a cast of the shard; a portion is there since the forward.
+            sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
+            if portions:
+                sent = info.portion_bytes
             gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
             whole = Allocate(Category.GATHERED, info.gathered_bytes)
             at_start, at_wait = ([], gone) if costs.holds_inputs else (gone, [])
-            self._starts.append([*cast, whole, Start(gather), *at_start] if gather is not None else [])
-            self._waits.append([Wait(gather), *at_wait] if gather is not None else [])
+            self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
+            self._waits[number, portions] = [Wait(gather), *at_wait]
 
     def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> list[Use]:
         """The gathers of a graph where some buckets stay from forward to backward."""
@@ -77,8 +83,21 @@ class Plan:
             return list(uses)
         return grouped((life for use in uses for life in use.lives if life[0] not in kept), self.context)
 
-    def gather_seconds(self, use: Use) -> float:
-        return sum(gather.seconds for bucket in use.buckets if (gather := self._gathers[bucket]) is not None)
+    def gather_seconds(self, use: Use, portions: Set[int] = frozenset()) -> float:
+        """``portions``: buckets that are gathered from those."""
+        return sum(self._gathers[bucket, bucket in portions].seconds for bucket in use.buckets)
+
+    @cached_property
+    def in_both(self) -> frozenset[int]:
+        """Buckets that forward gathers and backward gathers again."""
+        if Phase.FORWARD not in self.outlines or Phase.BACKWARD not in self.outlines:
+            return frozenset()
+        both = ({b for use in self.outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
+        return frozenset(set.intersection(*both))
+
+    def portions(self, kept: Set[int]) -> frozenset[int]:
+        """Buckets of which a portion stays for the backward, where these stay whole."""
+        return frozenset(bucket for bucket in self.in_both - kept if self.context.buckets[bucket].portion_size)
 
     def decisions_by_policy(self) -> Decisions:
         """What the policy says without a solver."""
@@ -91,7 +110,7 @@ class Plan:
             }
             for phase in self.outlines
         }
-        return Decisions(kept, gathers, self._reductions_by_policy)
+        return Decisions(kept, gathers, self._reductions_by_policy, portions=self.portions(kept))
 
     def _kept_by_policy(self) -> frozenset[int]:
         forward, backward = self.outlines.get(Phase.FORWARD), self.outlines.get(Phase.BACKWARD)
@@ -165,6 +184,9 @@ class Plan:
         after: list[list[Event]],
     ) -> None:
         policy, context = self.context.policy, self.context
+        portions = decisions.portions or frozenset()
+        again = portions if phase is Phase.BACKWARD else frozenset()
+        leaves = portions if phase is Phase.FORWARD else frozenset()
         aheads = decisions.gathers.get(phase, {})
         starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
         for i, use in enumerate(uses):
@@ -175,11 +197,15 @@ class Plan:
             place = uses[i].first if i >= 0 else 0
             for use in started:
                 for bucket in use.buckets:
-                    before[place] += self._starts[bucket]
+                    before[place] += self._starts[bucket, bucket in again]
             for bucket, first, last in uses[i].lives if i >= 0 else ():
-                before[first] += self._waits[bucket]
+                before[first] += self._waits[bucket, bucket in again]
+                info = context.buckets[bucket]
+                if bucket in leaves:
+                    copied = Compute(self.costs.moved(2 * info.portion_bytes), 0.0)
+                    after[last] += [Allocate(Category.GATHERED, info.portion_bytes), copied]
                 if bucket not in kept:
-                    after[last].append(Free(Category.GATHERED, context.buckets[bucket].gathered_bytes))
+                    after[last].append(Free(Category.GATHERED, info.gathered_bytes))
 
     def _place_reductions(
         self,
@@ -250,12 +276,15 @@ class Plan:
         found: dict[Phase, list[str]] = {}
         for phase in self.outlines:
             lines = found.setdefault(phase, [])
+            portions = (decisions.portions or frozenset()) if phase is Phase.BACKWARD else frozenset()
             for event in self._events(phase, decisions):
                 if isinstance(event, (Start, Wait)):
                     collective = event.collective
                     what = collective.what
                     if isinstance(event, Wait):
                         what = "wait" if what == "gather" else "await"
-                    stage = f", stage {collective.stage + 1}" if collective.stage else ""
-                    lines.append(f"{what:6}  {names[collective.bucket]}{stage}")
+                    which = f", stage {collective.stage + 1}" if collective.stage else ""
+                    if what == "gather" and collective.bucket in portions:
+                        which = f", portions of {self.context.buckets[collective.bucket].portion_size}"
+                    lines.append(f"{what:6}  {names[collective.bucket]}{which}")
         return found

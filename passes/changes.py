@@ -39,7 +39,7 @@ class Point(NamedTuple):
     Args:
         what: gather and wait or cast; reduce and await.
         stage: of a reduction.
-        which: the stage in words; empty if there is only one.
+        which: the stage in words, empty if there is only one; of a gather, what is gathered, if that is not the shards.
     """
 
     node: fx.Node
@@ -68,7 +68,9 @@ def points(graph: fx.Graph, context: Context) -> Iterator[Point]:
     """Of a graph with roles; gathers first, then reductions."""
     for gather in roles.gathers(graph):
         if gather.start is not None:
-            yield Point(gather.start, "gather", gather.bucket)
+            ranks = context.buckets[gather.bucket].portion_size
+            which = f", portions of {ranks}" if gather.is_of_portions else ""
+            yield Point(gather.start, "gather", gather.bucket, 0, which)
         if gather.whole is not None:
             waits = gather.start or context.buckets[gather.bucket].has_resident
             yield Point(gather.whole, "wait" if waits else "cast", gather.bucket)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -44,7 +45,9 @@ class SchedulePolicy:
         prefetch_bytes: a unit larger than this, gathered, is not prefetched by a number: two of them might not fit.
         reshard_after_forward: True: the backward gathers again, but for the unit that forward used last, where
             ``keep_last`` says so. False: what forward has gathered stays for the backward. ``"auto"``: those stay for which
-            there is room, if that saves time.
+            there is room, if that saves time. A number: as for True, but each rank keeps one of so many portions of what
+            forward has gathered, and the backward gathers over so many neighbours only, ranks of a node say. It divides
+            the ranks that parameters are sharded over; 1 means False, and all of them True, as for FSDP2.
         reductions_in_flight: reductions of this many units may be under way: one is awaited when that of the unit which is so
             many further on has started, or before the graph ends.
         reduction_bytes: ... or when it and those that have started since are together larger than this.
@@ -57,7 +60,7 @@ class SchedulePolicy:
     memory_budget: int | None = None
     prefetch: int | Literal["auto"] = 1
     prefetch_bytes: int = 4 << 30
-    reshard_after_forward: bool | Literal["auto"] = True
+    reshard_after_forward: bool | int | Literal["auto"] = True
     reductions_in_flight: int = 1
     reduction_bytes: int = 8 << 30
     keep_last: bool = True
@@ -73,18 +76,29 @@ class SchedulePolicy:
                 raise TypeError(f"{name} takes a whole number{also}, got {value!r}")
             if value < 0:
                 raise ValueError(f"{name} cannot be negative, got {value}")
-        if isinstance(self.reshard_after_forward, int) and not isinstance(self.reshard_after_forward, bool):
-            raise NotImplementedError(
-                f"reshard_after_forward={self.reshard_after_forward}: to keep parameters parted over {self.reshard_after_forward} "
-                "ranks between forward and backward is not implemented. HSDP with inner groups of that size gathers over so "
-                "few ranks always; 'auto' with a memory_budget keeps whole what there is room for."
+        if not isinstance(self.reshard_after_forward, int) and self.reshard_after_forward != "auto":
+            raise TypeError(
+                f"reshard_after_forward takes True, False, 'auto' or a number of ranks, got {self.reshard_after_forward!r}"
             )
-        if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward != "auto":
-            raise TypeError(f"reshard_after_forward takes True, False or 'auto', got {self.reshard_after_forward!r}")
+        if not isinstance(self.reshard_after_forward, (bool, str)) and self.reshard_after_forward < 2:
+            if self.reshard_after_forward < 1:
+                raise ValueError(f"reshard_after_forward takes at least 1 rank, got {self.reshard_after_forward}")
+            warnings.warn(
+                "reshard_after_forward=1 keeps whole what forward has gathered, and means False. Say True to gather it again "
+                "in backward.",
+                stacklevel=4,
+            )
+            object.__setattr__(self, "reshard_after_forward", False)
         if self.memory_budget is not None and self.memory_budget <= 0:
             raise ValueError(f"memory_budget must be above 0, got {self.memory_budget}")
         if not 0 <= self.budget_reserve < 1:
             raise ValueError(f"budget_reserve is a fraction below 1, got {self.budget_reserve}")
+
+    @property
+    def portions(self) -> int:
+        """Ranks that backwards gather over, each with its portion; 0: those that forwards gather over, or none."""
+        again = self.reshard_after_forward
+        return 0 if isinstance(again, (bool, str)) else again
 
     @property
     def is_solved(self) -> bool:
@@ -110,6 +124,8 @@ class BucketInfo:
             ranks of the job: how far data travels.
         resident_bytes: of what stays gathered between uses; 0 for none.
         resident_size, resident_stride: of the group that it is gathered over, once per optimizer step.
+        portion_size, portion_group: ranks that may gather it again in backward, each with its portion, and their process
+            group: a part of those that forward gathers over, and neighbours among them; 0 and "" for none.
     """
 
     name: str
@@ -126,6 +142,8 @@ class BucketInfo:
     resident_bytes: int = 0
     resident_size: int = 1
     resident_stride: int = 1
+    portion_size: int = 0
+    portion_group: str = ""
 
     @property
     def signature(self) -> str:
@@ -133,8 +151,13 @@ class BucketInfo:
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
-            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}"
+            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}"
         )
+
+    @property
+    def portion_bytes(self) -> int:
+        """Of what stays of the gathered bucket on a rank, where portions do."""
+        return self.gathered_bytes // self.portion_size
 
 
 @dataclass(frozen=True)
@@ -186,6 +209,7 @@ class Kind(Enum):
     START_GATHER = "start gather"
     GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, a cast of a whole shard
     VIEW = "view"  # of the gathered bucket
+    PORTION = "portion"  # of the gathered bucket, copied in forward, a placeholder in backward, which is gathered
     PACK = "pack"  # the bucket of gradients
     START_REDUCE = "start reduce"  # of a stage
     REDUCED = "reduced"  # an awaited stage; the last one is the shard's gradient

@@ -73,6 +73,7 @@ class Contract:
         gradients: by bucket, then by number of the parameter in it.
         reads: by bucket, how often each part ``(start, stop)`` of it is read.
         kept: buckets that were decided to stay gathered from forward to backward.
+        portions: buckets of which ranks keep portions, for the backward to gather.
     """
 
     user_outputs: int
@@ -82,9 +83,15 @@ class Contract:
     gradients: Mapping[int, Mapping[int, Gradient]] = field(default_factory=dict)
     reads: Mapping[int, Counter[tuple[int, int]]] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
+    portions: frozenset[int] = frozenset()
 
     @staticmethod
-    def of(found: Analysis, user_outputs: int, kept: frozenset[int] = frozenset()) -> Contract:
+    def of(
+        found: Analysis,
+        user_outputs: int,
+        kept: frozenset[int] = frozenset(),
+        portions: frozenset[int] = frozenset(),
+    ) -> Contract:
         return Contract(
             user_outputs,
             tuple(node.name for node in found.graph.nodes if node.op == "placeholder"),
@@ -93,6 +100,7 @@ class Contract:
             gradients_of(found),
             reads_of(found),
             kept,
+            portions,
         )
 
 

@@ -116,11 +116,11 @@ class CostModel:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def gather(self, info: BucketInfo) -> float:
-        """Of a bucket, at each use; 0.0 where nothing is sent."""
+    def gather(self, info: BucketInfo, portions: bool = False) -> float:
+        """Of a bucket, at each use, from shards or from portions; 0.0 where nothing is sent."""
         if info.exchange.gather_size == 1 and not info.exchange.gather_group:
             return 0.0
-        ring = Ring(info.exchange.gather_size, info.gather_stride)
+        ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
         return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
@@ -318,6 +318,8 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
+    if nodes[0].target is roles.PORTION:  # of what it copies it reads only a part
+        return Kernel(tuple(nodes), 0.0, 2 * value_bytes(nodes[0]), nodes[0].meta["val"].dtype, False)
     own = set(nodes)
     read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):

@@ -1,6 +1,7 @@
 """What is decided about a schedule: plain data, made from the policy, by the solver, or read from a file.
 
-Three things can be chosen without changing what is computed: which buckets stay gathered between forward and backward, how
+Four things can be chosen without changing what is computed: which buckets stay gathered between forward and backward, of
+which others a portion stays, how
 early each gather starts, and how late each reduction is awaited. Starts and waits are bound to other units, never to a time
 or an operator, so that a decision means the same for batches of other shapes.
 
@@ -24,6 +25,7 @@ As text, a schedule is the order of starts and waits, one to a line, as it is sh
 
 A bucket that the backward does not gather stays from the forward (``layers.2``). Lines can be moved: a gather may start
 before the wait of an earlier unit, and be the sooner there; a reduction may be awaited after later ones have started.
+``gather  layers.1, portions of 8`` in the backward gathers over eight ranks what their forwards have left of the bucket.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ __all__ = [
     "decisions_of",
     "gather_by_policy",
     "kept_by_policy",
+    "line_text",
     "reductions_by_policy",
     "reductions_later",
     "set_decisions",
@@ -119,12 +122,14 @@ class Decisions:
         gathers: by phase; buckets of a unit start together, and each is there by its own number.
         reductions: by bucket.
         why_not_kept: why others are gathered again.
+        portions: buckets of which each rank keeps a portion, for the backward to gather; None: as the policy says.
     """
 
     kept: frozenset[int] = frozenset()
     gathers: Mapping[Phase, Mapping[int, Ahead]] = field(default_factory=dict)
     reductions: Mapping[int, Behind] = field(default_factory=dict)
     why_not_kept: Mapping[int, Why] = field(default_factory=dict)
+    portions: frozenset[int] | None = None
 
 
 def decisions_of(graph: fx.Graph) -> Decisions | None:
@@ -215,10 +220,17 @@ def _groups(units: Sequence[str]) -> Iterator[range]:
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 _HEAD = "# mfsdp schedule"
-_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)((?:,?\s+stage \d+)?(?:\s{2,}.*)?)")
-_STAGE = re.compile(r"\bstage (\d+)")
+_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)((?:,?\s+(?:stage|portions of) \d+)?(?:\s{2,}.*)?)")
+_NUMBER = re.compile(r"\b(?:stage|portions of) (\d+)")
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
 _NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself")
+
+
+def line_text(line: tuple[str, str, int]) -> str:
+    """A start or a wait as a schedule file has it."""
+    what, name, number = line
+    detail = "portions of" if what == "gather" else "stage"
+    return f"{what:7} {name}{f', {detail} {number}' if number > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -226,7 +238,8 @@ class ScheduleText:
     """A schedule as text.
 
     Args:
-        lines: by phase, starts and waits ``(what, bucket, stage)`` in order; stages count from 1.
+        lines: by phase, starts and waits ``(what, bucket, number)`` in order. The number is the stage of a reduction, which
+            count from 1; of a gather, of how many portions, and 1 for shards.
         where: it came from.
     """
 
@@ -269,9 +282,29 @@ class ScheduleText:
                     f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
                     "bucket."
                 )
-            stage = _STAGE.search(match[3])
-            current.append((match[1], match[2], int(stage[1]) if stage else 1))
+            detail = _NUMBER.search(match[3])
+            current.append((match[1], match[2], int(detail[1]) if detail else 1))
         return ScheduleText(found, where)
+
+    @property
+    def portions(self) -> int:
+        """Ranks that the backward gathers portions over; 0: it gathers none.
+
+        Raises:
+            ValueError: there are several numbers, or another graph gathers portions.
+        """
+        found = {phase: {n for what, _, n in lines if what == "gather"} - {1} for phase, lines in self.lines.items()}
+        wrong = [phase.value for phase, numbers in found.items() if numbers and phase is not Phase.BACKWARD]
+        if wrong:
+            raise ValueError(
+                f"{self.where}: [{wrong[0]}] gathers portions, which only [backward] can: forward leaves them to it"
+            )
+        numbers = found.get(Phase.BACKWARD, set())
+        if len(numbers) > 1:
+            raise ValueError(
+                f"{self.where}: [backward] gathers portions of {sorted(numbers)} ranks; they are all of one number"
+            )
+        return next(iter(numbers), 0)
 
     @staticmethod
     def of(schedules: Mapping[Phase, Sequence[str]]) -> ScheduleText:
@@ -283,7 +316,7 @@ class ScheduleText:
         parts = [_HEAD]
         for phase, lines in self.lines.items():
             parts += ["", f"[{phase.value}]"]
-            parts += [f"{what:7} {name}{f', stage {stage}' if stage > 1 else ''}" for what, name, stage in lines]
+            parts += map(line_text, lines)
         return "\n".join(parts) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -318,7 +351,9 @@ class ScheduleText:
         if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
             # Those too that backward does not need: of these nothing is saved.
             kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
-        return Decisions(kept, gathers, reductions)
+        backward = self.lines.get(Phase.BACKWARD, ())
+        portions = frozenset(names.index(name) for what, name, number in backward if what == "gather" and number > 1)
+        return Decisions(kept, gathers, reductions, portions=portions)
 
     def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
         """By bucket, how many other units are awaited between the start of its gather and its wait; and the bucket whose

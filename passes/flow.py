@@ -318,7 +318,8 @@ class _Reader:
                 continue
             start, wait = gather.collective
             uses = [place[use] for use in gather.uses if use.op != "output"] or [place[wait]]
-            yield Placed(gather_of(info, gather.bucket, costs), place[start], place[wait], min(uses), max(uses))
+            collective = gather_of(info, gather.bucket, costs, gather.is_of_portions)
+            yield Placed(collective, place[start], place[wait], min(uses), max(uses))
         for reduction in roles.reductions(self.graph):
             info = context.buckets[reduction.bucket]
             in_place = self._packed_in_place(reduction.pack) if costs.fused else []
@@ -333,8 +334,10 @@ class _Reader:
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
 
 
-def gather_of(info: BucketInfo, bucket: int, costs: CostModel) -> Collective:
-    """The gather of a bucket."""
+def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = False) -> Collective:
+    """The gather of a bucket, from shards or from portions."""
+    if portions:
+        return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
     cast = 0.0 if info.has_resident else costs.cast(info)  # a resident has the dtype that is sent
     return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group)
 
@@ -354,6 +357,7 @@ _CATEGORIES = {
     Kind.CAST: Category.GATHERED,
     Kind.START_GATHER: Category.GATHERED,
     Kind.GATHERED: Category.GATHERED,
+    Kind.PORTION: Category.GATHERED,
     Kind.PACK: Category.GRADIENTS,
     Kind.START_REDUCE: Category.GRADIENTS,
     Kind.REDUCED: Category.GRADIENTS,

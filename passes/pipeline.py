@@ -17,7 +17,7 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from . import announce, float32_gradients, reduce, reshard, roles, schedule, unshard, verify
+from . import announce, float32_gradients, portions, reduce, reshard, roles, schedule, unshard, verify
 from .agreeing import Meeting, Problem, Settled, effect, plain, settle
 from .analysis import Analysis
 from .arrange import Plan
@@ -25,7 +25,7 @@ from .changes import changes, events, points
 from .context import Context, Phase, Report, SchedulePolicy, phase_of
 from .contract import Contract, set_contract
 from .costs import CostModel, reduced_bytes
-from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
+from .decisions import Decisions, ScheduleText, decisions_of, line_text, set_decisions
 from .flow import Saved, flow_of
 from .outline import Outline, outline_of
 from .simulate import Event, OptimizerCost, events_of
@@ -42,6 +42,7 @@ __all__ = [
     "decision_digest",
     "describe",
     "finish_graph",
+    "keep_portions",
     "name_of",
     "needs_decisions",
     "outlines_of",
@@ -168,6 +169,17 @@ def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
         _note_contract(graph, Phase.JOINT, record)
     _apply(graph, Phase.JOINT, record, reshard)
     decided = decisions_of(graph)
+    assert decided is not None
+    record.decisions = decided
+
+
+def keep_portions(forward: fx.Graph, backward: fx.Graph, record: Record) -> None:
+    """After the partition, where portions of what forward gathers are to stay for the backward."""
+    if not any(info.portion_size for info in record.context.buckets):
+        return
+    set_decisions(forward, record.decisions)
+    record.run(Phase.JOINT, portions.apply, forward, backward, record.context, record.user_outputs)
+    decided = decisions_of(forward)
     assert decided is not None
     record.decisions = decided
 
@@ -314,7 +326,7 @@ def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
     made = [line for line in made if line[0] != "cast"]
     for number, (asked, got) in enumerate(itertools.zip_longest(wanted, made), 1):
         if asked != got:
-            describe_line = [f"{line[0]} {line[1]}" if line is not None else "nothing" for line in (asked, got)]
+            describe_line = [" ".join(line_text(line).split()) if line else "nothing" for line in (asked, got)]
             raise ValueError(
                 f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {describe_line[0]!r}, where the graph "
                 f"can only have {describe_line[1]!r}. Gathers of a unit start together and in the order of their waits; "
@@ -335,7 +347,8 @@ def _predict(graph: fx.Graph, phase: Phase, record: Record, prediction: Predicti
 
 def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
     found = Analysis(graph, record.context, phase)
-    set_contract(graph, Contract.of(found, record.user_outputs, record.decisions.kept))
+    decisions = record.decisions
+    set_contract(graph, Contract.of(found, record.user_outputs, decisions.kept, decisions.portions or frozenset()))
 
 
 def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:
@@ -399,7 +412,8 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         info, detail = context.buckets[bucket], which
         exchange = info.exchange
         if what == "gather":
-            detail = f"  {info.gathered_bytes:,} B in {_short(exchange.dtype)} of {exchange.gather_size} ranks"
+            ranks = info.portion_size if which else exchange.gather_size
+            detail = f"{which}  {info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
         elif what == "reduce":
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
             due = ", if due" if exchange.may_wait(stage) else ""

@@ -6,6 +6,10 @@
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks)
 
+Where a backward gathers portions that its forward has left (:mod:`.portions`):
+
+    portion -> all_gather -> wait -> view -> view ...
+
 Other strategies have gathers without an all-gather: ``resident -> wait -> view ...``, ``shard -> [cast] -> view ...``.
 
 ``passes.unshard`` marks the ``gather`` call in Dynamo's graph with the number of its bucket, in ``meta["custom"]``,
@@ -62,6 +66,11 @@ class Gather:
         assert self.whole is not None
         return self.start, self.whole
 
+    @property
+    def is_of_portions(self) -> bool:
+        """Whether ranks send their portions of it, and not their shards."""
+        return self.start is not None and has_kind(self.start.all_input_nodes[0], Kind.PORTION)
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -108,6 +117,7 @@ def is_view(node: fx.Node) -> bool:
 
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default)
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
+PORTION = torch.ops.mfsdp.portion.default
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
@@ -126,7 +136,7 @@ def assign(graph: fx.Graph) -> None:
             bucket = source.bucket
         set_role(node, Role(kind, bucket))
         for source in node.all_input_nodes if kind is not Kind.PACK else ():
-            if source.op == "placeholder":
+            if source.op == "placeholder" and not has_kind(source, Kind.PORTION):
                 set_role(source, Role(Kind.TOKEN if kind is Kind.START_REDUCE else Kind.SHARD, bucket))
 
 
@@ -141,6 +151,8 @@ def _kind(node: fx.Node) -> Kind | None:
     target = node.target
     if target is torch.ops.mfsdp.pack_gradients.default and _mark(node) is not None:
         return Kind.PACK
+    if target is PORTION and _mark(node) is not None:
+        return Kind.PORTION
     if target in REDUCES and of in (Kind.PACK, Kind.REDUCED):
         return Kind.START_REDUCE
     if target is _c10d.wait_tensor.default and of is Kind.START_REDUCE:

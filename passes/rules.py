@@ -170,7 +170,7 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     """Gathered buckets that are in use at a time are never in the same memory, and nothing else is written there.
 
     Matters where collectives write into buffers that a pass gives them (``all_gather_into_tensor_out``), and for
-    operators that write in place.
+    operators that write in place. Nor is anything written to a portion that waits for its gather in backward.
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
     by_root: dict[fx.Node, list[Any]] = {}
@@ -189,6 +189,9 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
     for node, memory in found.writes:
         at = found.order[node]
+        role = role_of(memory.root)
+        if role is not None and role.kind is Kind.PORTION and at < found.needed_until(memory.root):
+            yield f"{node} writes to the portion of it", node, role.bucket
         for place in by_root.get(memory.root, ()):
             if place[0].overlaps(memory) and found.order[place[3].node] < at and at <= place[2]:
                 yield f"{node} writes to it while it is in use", node, place[3].bucket
@@ -283,17 +286,24 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
 # -- collectives ------------------------------------------------------------------------------------------------------
 
 
-def _ordered(found: Analysis, _: Contract | None) -> Findings:
+def _ordered(found: Analysis, contract: Contract | None) -> Findings:
     """Every rank starts the same collectives on the same process groups, in one order.
 
     Those of the exchange of each bucket, stage after stage, with the operator, the group and the size that it gives, and
-    none where a branch decides. That the order is the same on all ranks is for the digest of the schedule to say.
+    none where a branch decides; portions are of fewer ranks, and gathered over these. That the order is the same on all
+    ranks is for the digest of the schedule to say.
     """
     for launch in _gathers(found):
-        exchange, given = found.info(launch.bucket).exchange, arguments(launch.node)
-        wanted = exchange.gather_size, exchange.gather_group
+        info, given = found.info(launch.bucket), arguments(launch.node)
+        wanted = info.exchange.gather_size, info.exchange.gather_group
+        if _of_portions(found, contract, launch):
+            wanted = info.portion_size, info.portion_group
         if (got := (given.get("group_size"), given.get("group_name"))) != wanted:
             yield f"it is gathered over {_group(*got)}, not {_group(*wanted)}", launch.node, launch.bucket
+    for portion in found.portions:
+        info, (_, *got) = found.info(portion.bucket), portion.node.args
+        if (wanted := [info.portion_size, info.portion_group]) != got:
+            yield f"its portion is one of {_group(*got)}, not {_group(*wanted)}", portion.node, portion.bucket
     for reduction in found.reductions:
         exchange = found.info(reduction.bucket).exchange
         if len(reduction.stages) != len(exchange.groups):
@@ -315,6 +325,13 @@ def _ordered(found: Analysis, _: Contract | None) -> Findings:
             if role is not None or bucket is not None:
                 yield f"{inner} is in the body of a branch, {node}", node, role.bucket if role is not None else bucket
                 break
+
+
+def _of_portions(found: Analysis, contract: Contract | None, launch: Launch) -> bool:
+    """Whether a bucket is to be gathered from portions; of graphs made by hand, whether it is."""
+    if contract is not None:
+        return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
+    return launch.input is not None and roles.has_kind(launch.input, Kind.PORTION)
 
 
 def _group(size: Any, name: Any) -> str:
@@ -367,7 +384,7 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
 def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
     """No gathered bucket, view or cast of one is saved for backward, nor returned; what the model returns apart.
 
-    As a whole those buckets may be that were decided to stay.
+    As a whole those buckets may be that were decided to stay; and of others, where that was decided, a portion.
     """
     before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
     own = contract.user_outputs if contract is not None else 0
@@ -379,6 +396,9 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
         saved = found.phase is Phase.FORWARD and position >= own
         if (launch := started.get(value)) is not None:
             yield f"output {position} is its unawaited gather", value, launch.bucket
+        portion = found.portion_of.get(value)
+        if portion is not None and not (saved and contract is not None and portion.bucket in contract.portions):
+            yield f"its portion {value} is {'saved for backward' if saved else 'returned'}", value, portion.bucket
         if whole is None or value.op == "placeholder" or not (saved or contract is None or value.name not in before):
             continue
         if value in whole.copies and value.name in before:
@@ -457,17 +477,33 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
     """What the optimizer holds and what the graph computes agree: a shard and its gradient have the same place, elements
     and dtype.
 
-    A bucket is gathered from its own shard, in the compute dtype; parameters are read at their offsets of it; gradients
-    are packed in the dtype of their reduction; and every output is where it was, of the shape and dtype that it had.
+    A bucket is gathered from its own shard, or its own portion where one was left, in the compute dtype; parameters are
+    read at their offsets of it; gradients are packed in the dtype of their reduction; and every output is where it was, of
+    the shape and dtype that it had.
     """
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role = role_of(found.memory(_source(launch)).root)
-        if role is not None and role.kind is Kind.SHARD and role.bucket != launch.bucket:
-            yield f"it is gathered from the shard of {found.info(role.bucket).name!r}", launch.node, launch.bucket
+        if role is not None and role.kind in (Kind.SHARD, Kind.PORTION) and role.bucket != launch.bucket:
+            what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
+            yield f"it is gathered from the {what}", launch.node, launch.bucket
+        elif role is not None and (role.kind is Kind.PORTION) != _of_portions(found, contract, launch):
+            yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
         if value is not None and (value.dtype, value.numel()) != (info.exchange.dtype, info.layout.numel):
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of "
             yield f"{what}{info.exchange.dtype}", launch.node, launch.bucket
+    for portion in found.portions:
+        if portion.whole is None or portion.whole.bucket != portion.bucket:
+            of = (
+                f"of {found.info(portion.whole.bucket).name!r}"
+                if portion.whole is not None
+                else "of no gathered bucket"
+            )
+            yield f"its portion {portion.node} is one {of}", portion.node, portion.bucket
+    if contract is not None and found.phase is Phase.FORWARD:
+        saved = {portion.bucket for value in found.outputs if (portion := found.portion_of.get(value)) is not None}
+        for bucket in contract.portions - saved:
+            yield "its portion is not saved for backward", found.graph.output_node(), bucket
     reads = reads_of(found) if contract is not None else {}
     for whole in found.wholes:
         slots = {(slot.offset, slot.end): slot for slot in found.info(whole.bucket).layout.slots}

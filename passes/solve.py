@@ -75,7 +75,7 @@ def solve(
     budget: int | None = None,
     *,
     prefetch: int | None = None,
-    reshard: bool | None = None,
+    reshard: bool | int | None = None,
     bounds: int = _BOUNDS,
     refusal: str = "",
 ) -> Solution:
@@ -86,7 +86,7 @@ def solve(
         optimizer: whose state is in memory, and whose step ends the timeline.
         budget: bytes of a rank in all; None: no bound.
         prefetch: how many units ahead gathers start; None: as is best.
-        reshard: whether buckets are gathered again in backward; None: as is best.
+        reshard: whether buckets are gathered again in backward, a number of ranks: from portions; None: as is best.
         bounds: memory bounds to try.
         refusal: how the message begins where there is none; by default it speaks of ``memory_budget``.
 
@@ -97,7 +97,7 @@ def solve(
 
 
 def smallest(
-    plan: Plan, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | None = None
+    plan: Plan, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | int | None = None
 ) -> Solution:
     """The schedule that takes the least memory; of any batch the same, since nothing of it depends on times."""
     return _Solver(plan, optimizer, prefetch, reshard)._smallest()
@@ -114,7 +114,7 @@ def excess(timeline: Timeline, budget: int) -> str:
 
 
 class _Solver:
-    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | None) -> None:
+    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
         self.context, self.costs = plan.context, plan.costs
         self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
@@ -168,7 +168,7 @@ class _Solver:
             }
             for phase in self.plan.outlines
         }
-        decisions = Decisions(kept, gathers, self._reductions(0))
+        decisions = Decisions(kept, gathers, self._reductions(0), portions=self.plan.portions(kept))
         return Solution(decisions, self.timeline(decisions))
 
     def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
@@ -192,11 +192,7 @@ class _Solver:
         return self.policy.kept
 
     def _keepable(self) -> frozenset[int]:
-        outlines = self.plan.outlines
-        if not self.context.whole_model or Phase.FORWARD not in outlines or Phase.BACKWARD not in outlines:
-            return frozenset()
-        both = ({b for use in outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
-        return frozenset(set.intersection(*both))
+        return self.plan.in_both if self.context.whole_model else frozenset()
 
     def _reductions(self, in_flight: int, by_bucket: bool = False) -> dict[int, Behind]:
         """With those of so many units, or of so many buckets, under way."""
@@ -246,7 +242,7 @@ class _Solver:
         if keep_first:
             kept, why_not = self._keep(bound, {}, reductions)
         gathers = self._gathers(bound, kept, reductions, {})
-        decisions = Decisions(kept, gathers, reductions, why_not)
+        decisions = Decisions(kept, gathers, reductions, why_not, self.plan.portions(kept))
         for _ in range(_ROUNDS):
             late: dict[Stage, set[int]] = {}
             for e in self.timeline(decisions).exposures:
@@ -259,7 +255,8 @@ class _Solver:
             decisions, gathers = moved, earlier
         if not keep_first:
             kept, why_not = self._keep(bound, gathers, reductions)
-            decisions = Decisions(kept, self._without(kept, gathers), reductions, why_not)
+            gathers = self._without(kept, gathers)
+            decisions = Decisions(kept, gathers, reductions, why_not, self.plan.portions(kept))
         return Solution(decisions, self.timeline(decisions))
 
     def _gathers(
@@ -288,7 +285,8 @@ class _Solver:
                     for i, (use, ahead) in enumerate(zip(uses, known, strict=True))
                 ]
             else:
-                wanted = self._wanted(outline, uses)
+                again = self.plan.portions(kept) if phase is Phase.BACKWARD else frozenset()
+                wanted = self._wanted(outline, uses, again)
             starts: list[tuple[int, Why]] = []  # from the last one on
             latest = len(uses)
             for i in range(len(uses) - 1, -1, -1):  # later ones start later
@@ -321,9 +319,9 @@ class _Solver:
             found.update((bucket, ahead) for bucket in use.buckets)
         return {**gathers, Phase.BACKWARD: found}
 
-    def _wanted(self, outline: Outline, uses: Sequence[Use]) -> list[int]:
-        """For each gather the latest earlier one before whose wait it must start to be there in time; -1: as the graph
-        begins."""
+    def _wanted(self, outline: Outline, uses: Sequence[Use], portions: frozenset[int]) -> list[int]:
+        """For each gather, from ``portions`` of these buckets, the latest earlier one before whose wait it must start to be
+        there in time; -1: as the graph begins."""
         at = [0.0]
         for segment in outline.segments:
             at.append(at[-1] + segment.seconds)
@@ -331,7 +329,7 @@ class _Solver:
         wanted = [0] * len(uses)
         free = math.inf
         for i in range(len(uses) - 1, -1, -1):
-            begin = min(times[i], free) - self.plan.gather_seconds(uses[i])
+            begin = min(times[i], free) - self.plan.gather_seconds(uses[i], portions)
             free = begin
             wanted[i] = max((j for j in range(i + 1) if times[j] <= begin), default=-1)
         return wanted
@@ -408,6 +406,7 @@ class _Solver:
         for segment in outline.segments:
             rises.append(level + segment.rise)
             level += segment.saved + segment.temporary
+        portions = self.plan.portions(kept)
         for i, use in enumerate(outline.uses):
             ahead = gathers[use.buckets[0]].units if use.buckets[0] in gathers else 0
             for bucket, last in zip(use.buckets, use.last, strict=True):
@@ -415,6 +414,9 @@ class _Solver:
                 if bucket in kept:
                     begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
                 take(infos[bucket].gathered_bytes, begin, end)
+                if bucket in portions:
+                    stays = (last + 1, count) if phase is Phase.FORWARD else (0, use.first)
+                    take(infos[bucket].portion_bytes, *stays)
         for bucket, (first, last) in outline.wholes.items():
             take(infos[bucket].gathered_bytes, first, last + 1)
         ready = [g.ready for g in outline.gradients]
@@ -443,6 +445,8 @@ class _Solver:
         helps = dict.fromkeys(help_for[category] for size, category in parts if size * 10 > smallest.peak_bytes)
         prefetch = f"with prefetch {self.prefetch}" if self.prefetch else "without prefetch"
         again = "what backward needs kept" if self.reshard is False else "every bucket gathered again"
+        if not isinstance(self.reshard, bool) and self.reshard is not None:
+            again = f"one of {self.reshard} portions of what backward needs kept"
         return (
             f"{refusal or f'memory_budget of {gib(budget)} cannot be kept'}: the smallest schedule, {prefetch} and with {again}, has "
             f"{excess(smallest, budget)}. What would help: {'; '.join(helps)}."
@@ -522,7 +526,7 @@ def _key(decisions: Decisions) -> object:
     """What of decisions has an effect."""
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
     reductions = tuple((bucket, behind.later, behind.packed) for bucket, behind in decisions.reductions.items())
-    return decisions.kept, gathers, reductions
+    return decisions.kept, decisions.portions, gathers, reductions
 
 
 def gib(size: float) -> str:

@@ -11,10 +11,12 @@ V3    memory apart           gathers that are in use at a time never share memor
 V4    reduced once           each trainable element is in exactly one reduction of a backward; frozen elements in none
 V5    reduced complete       a reduction starts after all that contributes to its gradients: for tied parameters, all uses
 V6    one order              each process group gets the collectives of the buckets' exchanges, stage after stage, with
-                             their operators, groups and sizes. Ranks agree on the order at run time: :mod:`.announce`
+                             their operators, groups and sizes; backward gathers over the ranks that have portions, of
+                             buckets that forward has left portions of. Ranks agree on the order at run time: :mod:`.announce`
 V7    untouched in flight    between the start of a collective and its wait nobody writes to, or reads, what it works on,
                              and all are awaited. Streams are the runtime's; waits are the order that a graph can give
-V8    not saved              no gathered bucket, view or cast of one is saved for backward or returned
+V8    not saved              no gathered bucket, view or cast of one is saved for backward or returned, but for those
+                             buckets, and portions of others, that were decided to stay
 V9    scaled right           the operations of the stages, the factor, and what is summed over microbatches first, are
                              those of the bucket's exchange
 V10   shards match           what is returned for a shard, which the optimizer applies to it, has its place, elements and

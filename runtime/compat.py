@@ -212,11 +212,16 @@ def fake_process_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def new_group_like(name: str) -> dist.ProcessGroup:
-    """A process group of the same ranks, backend and time-out. Its ranks must all call this, others need not."""
+def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A process group of the same backend and time-out. Its ranks must all call this, others need not.
+
+    Args:
+        name: of the group that it is to be like.
+        ranks: of the job, this one among them; None: those of that group.
+    """
     old = _resolve_process_group(name)
     return dist.new_group(
-        dist.get_process_group_ranks(old),
+        list(ranks) if ranks is not None else dist.get_process_group_ranks(old),
         timeout=timeout_of(old),
         backend=dist.get_backend(old),
         use_local_synchronization=True,

@@ -353,6 +353,17 @@ class ShardedModel:
         """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
         agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience, epoch)
 
+    def make_portions(self, size: int) -> None:
+        """See to the process group that backwards gather over with ``reshard_after_forward=size``. Collective, once.
+
+        Raises:
+            RuntimeError: not all ranks came to ask for it.
+        """
+        if size not in self.topology.portions:
+            self._note("process groups for reshard_after_forward")
+            self.agree("Compiling", [f"reshard_after_forward={size}"])
+            self.topology.make_portions(size)
+
     def _join_order(self, kind: str) -> None:
         self._order = order_of_group(self.group.group_name)
         self._name, self._copies = self._order.join(kind), 0

@@ -7,6 +7,10 @@
     A bucket's parameters. Composite and differentiable: for full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies leave collectives out
     or add some; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
+``portion(whole, size, group)``
+    This rank's part of a gathered bucket, copied: what stays of it from forward to backward where parameters are gathered
+    again over ``size`` ranks only. Which part that is depends on the rank's place in the group, which is looked up when it
+    runs: graphs are the same on all ranks.
 ``pack_gradients(gradients, offsets, numel, dtype)``
     Gradients at their offsets of one flat bucket; zeros elsewhere. Inductor gets a lowering for it that lets a matmul
     write its result straight into the bucket (``mfsdp_compile.inductor``).
@@ -27,6 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import compat, running
@@ -43,6 +48,7 @@ _library.define(
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> Tensor[]"
 )
+_library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define("pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype) -> Tensor")
 _library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
@@ -113,6 +119,16 @@ class _Gather(torch.autograd.Function):
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
 def _gather(shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any) -> list[Tensor]:
     return list(_Gather.apply(shard, resident, token, Exchange(*arguments)))
+
+
+@torch.library.impl(_library, "portion", "CompositeExplicitAutograd")
+def _portion(whole: Tensor, size: int, group: str) -> Tensor:
+    return whole.chunk(size)[dist.get_rank(compat.process_group(group))].clone()
+
+
+@torch.library.register_fake("mfsdp::portion", lib=_library)
+def _portion_fake(whole: Tensor, size: int, group: str) -> Tensor:
+    return whole.new_empty(whole.numel() // size)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -111,6 +111,8 @@ class Topology:
         every: all of them.
         inner_gathers: the ranks of ``inner`` with a communicator of their own for gathers, which then do not queue up
             behind reductions; None: :attr:`inner`.
+        portions: parts of :attr:`gather_group` that backwards gather over where ``reshard_after_forward`` is their size;
+            neighbours, this rank among them. Made when a graph first needs one.
     """
 
     mesh: DeviceMesh
@@ -120,6 +122,7 @@ class Topology:
     outer: Group | None
     every: Group
     inner_gathers: Group | None = None
+    portions: dict[int, Group] = field(default_factory=dict, compare=False)
 
     @property
     def is_hfsdp(self) -> bool:
@@ -186,6 +189,14 @@ class Topology:
             return None
         return self.inner_gathers or self.inner
 
+    def make_portions(self, size: int) -> None:
+        """Make the process group of ``size`` neighbours, a divisor of the size of :attr:`gather_group`. Every rank must."""
+        gathers = self.gather_group
+        assert gathers is not None
+        start = gathers.rank // size * size
+        ranks = dist.get_process_group_ranks(compat.process_group(gathers.name))[start : start + size]
+        self.portions[size] = Group.of(compat.new_group_like(gathers.name, ranks))
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property
@@ -204,7 +215,7 @@ class Topology:
     @property
     def _groups(self) -> list[Group]:
         """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
-        others = (self.inner, self.inner_gathers, self.outer)
+        others = (self.inner, self.inner_gathers, self.outer, *self.portions.values())
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property
@@ -222,7 +233,10 @@ class Topology:
         for line in schedule:
             kind, name, *rest = line.split("  ")
             if kind == "gather" and self.gather_group is not None:
-                found.append((f"gather {name}", self.gather_group.name))
+                of = re.search(r", portions of (\d+)$", name)
+                group = self.portions.get(int(of[1])) if of else self.gather_group
+                if group is not None:  # else another model made it, whose code this one runs
+                    found.append((f"gather {name}", group.name))
             elif kind == "reduce" and (due or not line.endswith(", if due")):
                 stage = re.search(r", stage (\d+)", rest[-1])
                 number = int(stage[1]) if stage else 1
@@ -245,6 +259,7 @@ class Topology:
         Returns:
             that of :attr:`every`.
         """
+        self.portions.clear()  # ranks may have failed before all had one; graphs are compiled anew, and ask for it
         for group in self._groups:
             made = compat.new_group_like(group.name)
             group.name = made.group_name

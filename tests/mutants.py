@@ -145,6 +145,12 @@ def shard_read(s: Subject) -> Iterator[Change]:
             yield replace_in(view, whole.node, whole.launch.input)
 
 
+def portion_reads_start(s: Subject) -> Iterator[Change]:
+    """A portion of what is still being received."""
+    for portion in s.portions:
+        yield replace_in(portion.node, portion.whole.node, portion.whole.launch.node)
+
+
 def resident_unawaited(s: Subject) -> Iterator[Change]:
     """The runtime's gather of the resident may still be under way."""
     for whole in s.wholes:
@@ -296,6 +302,15 @@ def weight_copied_over(s: Subject) -> Iterator[Change]:
         for a, b in itertools.permutations(s.ranges(whole), 2):
             if s.order[a] < s.order[b] and tensor_of(a).shape == tensor_of(b).shape:
                 yield lambda a=a, b=b: call(b, aten.copy_.default, a, b)
+
+
+def portion_written(s: Subject) -> Iterator[Change]:
+    """Backward computes with another weight than forward did, and on this rank's neighbours too."""
+    for portion in s.portions:
+        yield lambda p=portion.node: call(p, aten.mul_.Scalar, p, 2)
+    for launch in s.gathers:
+        if roles.has_kind(launch.input, Kind.PORTION):
+            yield lambda at=launch.node: call(at, aten.zero_.default, at.args[0], before=True)
 
 
 # -- V4: reduced once -------------------------------------------------------------------------------------------------
@@ -461,6 +476,27 @@ def other_size(s: Subject) -> Iterator[Change]:
         if "group_size" in names:
             index = names.index("group_size")
             yield set_arg(launch.node, index, 2 * launch.node.args[index])
+
+
+def portion_of_another_group(s: Subject) -> Iterator[Change]:
+    """This rank's place in it is another."""
+    for portion in s.portions:
+        yield set_arg(portion.node, 2, "another group")
+
+
+def portion_of_another_size(s: Subject) -> Iterator[Change]:
+    """Elements are missing, or there twice."""
+    for portion in s.portions:
+        yield set_arg(portion.node, 1, 2 * portion.node.args[1])
+
+
+def portion_gathered_from_all(s: Subject) -> Iterator[Change]:
+    """Their portions overlap."""
+    for launch in s.gathers:
+        if roles.has_kind(launch.input, Kind.PORTION):
+            exchange = s.info(launch.bucket).exchange
+            whole = (launch.input, exchange.gather_size, exchange.gather_group)
+            yield lambda node=launch.node, whole=whole: setattr(node, "args", whole)
 
 
 def other_operator(s: Subject) -> Iterator[Change]:
@@ -644,6 +680,31 @@ def weight_returned(s: Subject) -> Iterator[Change]:
         yield from ((lambda v=view: s.save(v)) for view in s.ranges(whole))
 
 
+def portion_not_copied(s: Subject) -> Iterator[Change]:
+    """A view keeps the whole bucket in memory."""
+    for portion in s.portions:
+
+        def change(node: fx.Node = portion.node, whole: fx.Node = portion.whole.node) -> None:
+            s.return_(s.outputs.index(node), part(whole, 0, tensor_of(node).numel()))
+
+        yield change
+
+
+def portion_of_what_is_kept(s: Subject) -> Iterator[Change]:
+    """Memory for nothing: backward does not gather it."""
+    for whole in s.gathered if s.phase is Phase.FORWARD else ():
+        info = s.info(whole.bucket)
+        if info.portion_size and whole.bucket not in {portion.bucket for portion in s.portions}:
+            arguments = (whole.node, info.portion_size, info.portion_group)
+            yield lambda w=whole, a=arguments: s.save(call(w.node, roles.PORTION, *a, bucket=w.bucket))
+
+
+def portion_returned(s: Subject) -> Iterator[Change]:
+    """In the place of a loss."""
+    for portion in s.portions:
+        yield lambda p=portion.node: s.return_(0, p)
+
+
 # -- V9: scaled right -------------------------------------------------------------------------------------------------
 
 
@@ -781,6 +842,34 @@ def another_shard_gathered(s: Subject) -> Iterator[Change]:
                 yield replace_in(reader, source, shard)
 
 
+def portion_of_another_bucket(s: Subject) -> Iterator[Change]:
+    """Backward computes with another unit's weights."""
+    for portion in s.portions:
+        for whole in s.gathered:
+            if whole.bucket != portion.bucket:
+                yield replace_in(portion.node, portion.whole.node, whole.node)
+
+
+def portion_of_a_view(s: Subject) -> Iterator[Change]:
+    """A part of one parameter."""
+    for portion in s.portions:
+        for view in s.ranges(portion.whole):
+            yield replace_in(portion.node, portion.whole.node, view)
+
+
+def portion_lost(s: Subject) -> Iterator[Change]:
+    """Backward gets something else."""
+    for portion in s.portions:
+        yield lambda p=portion.node: s.return_(s.outputs.index(p), s.outputs[0])
+
+
+def another_portion_gathered(s: Subject) -> Iterator[Change]:
+    """Another unit's weights."""
+    of_portions = [launch for launch in s.gathers if roles.has_kind(launch.input, Kind.PORTION)]
+    for launch, other in itertools.permutations(of_portions, 2):
+        yield replace_in(launch.node, launch.input, other.input)
+
+
 def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
     """Twice the bytes, in a dtype that ranks do not agree on."""
     for launch in s.gathers:
@@ -836,7 +925,7 @@ def output_dropped(s: Subject) -> Iterator[Change]:
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
-        *(another_gather_awaited, shard_read, resident_unawaited),
+        *(another_gather_awaited, shard_read, portion_reads_start, resident_unawaited),
     ),
     "V2": (
         *(gathered_twice, gathered_for_nobody, released_early, released_through_a_view, released_twice),
@@ -844,7 +933,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V3": (
         *(buffer_shared, buffer_parts_overlap, into_another_bucket, into_a_shard, weight_written),
-        *(bucket_zeroed, weight_copied_over),
+        *(bucket_zeroed, weight_copied_over, portion_written),
     ),
     "V4": (
         *(reduced_twice, gradient_dropped, gradients_swapped, gradient_packed_twice, gradient_moved),
@@ -854,14 +943,17 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(term_dropped, term_counted_twice, packed_early, reduced_early, another_pack_reduced),
         *(unpacked_reduced, gradient_replaced),
     ),
-    "V6": (*(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),),
+    "V6": (
+        *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
+        *(portion_of_another_group, portion_of_another_size, portion_gathered_from_all),
+    ),
     "V7": (
         *(reduction_unawaited, reduction_awaited_early, gradients_written_in_flight, result_written_in_flight),
         *(shard_written_in_flight, gradients_released_in_flight, another_reduction_awaited),
     ),
     "V8": (
         *(view_saved, bucket_saved, cast_saved, transpose_saved, clone_saved, activation_replaced, gather_saved),
-        weight_returned,
+        *(weight_returned, portion_not_copied, portion_of_what_is_kept, portion_returned),
     ),
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
@@ -870,6 +962,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V10": (
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),
         *(gathered_in_other_dtype, parameter_moved, parameter_confused, packed_in_other_dtype, packed_too_long),
-        *(saved_exchanged, output_dropped),
+        *(saved_exchanged, output_dropped, portion_of_another_bucket, portion_of_a_view, portion_lost),
+        another_portion_gathered,
     ),
 }

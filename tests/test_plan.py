@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,28 @@ def test_command_writes_report_and_schedule(tmp_path: Path, capsys: pytest.Captu
     assert set(ScheduleText.load(schedule).lines) == {Phase.FORWARD, Phase.BACKWARD}
 
 
+def test_command_reshards_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "demo", "--world", "8", "--reshard", "4"]) == 0
+    rows = [line for line in capsys.readouterr().out.split("\n") if "ZeRO" in line]
+    assert [" + 6/4 " in row for row in rows] == [False, False, True]  # nothing is gathered again by the others
+
+
+def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
+    """An eighth of the gathered parameters for backwards that gather in the node."""
+    job = Job(workload("llama3-8b", length=1024, checkpoint="full"), hardware("h100-eth"))
+    traced = trace(job.work, job.hardware, fused=True)
+    again, portions = (planned(replace(job, reshard=n), traced, Candidate(ZERO3, 64)) for n in (True, 8))
+    assert again.timeline is not None
+    assert portions.timeline is not None
+    assert portions.decisions is not None
+    assert portions.portion_size == 8
+    assert portions.timeline.seconds < 0.9 * again.timeline.seconds
+    problem = problem_of(replace(job, reshard=8), traced, Candidate(ZERO3, 64))
+    assert ScheduleText.of(problem.lines(portions.decisions)).portions == 8
+    held = sum(portions.context.buckets[bucket].portion_bytes for bucket in portions.decisions.portions or ())
+    assert again.needed <= portions.needed <= again.needed + held  # most of it where gradients are later
+
+
 def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--budget", "1MiB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -213,6 +236,7 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "demo", "--world", "0"], "--world takes numbers of at least 1"),
         (["--model", "demo", "--budget", "lots"], "--budget takes bytes"),
         (["--model", "demo", "--batch", "0"], "batch and length must be at least 1"),
+        (["--model", "demo", "--reshard", "1"], "--reshard takes true, false, auto or a number of at least 2 ranks"),
     ],
 )
 def test_command_explains_wrong_arguments(

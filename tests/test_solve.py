@@ -496,19 +496,25 @@ def assert_same(outlined: Timeline, finished: Timeline) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize(
-    ("factory", "strategy"),
+    ("factory", "strategy", "options"),
     [
-        (zoo.FrozenParameters, "3"),
-        (zoo.Plain, "2"),
-        (zoo.Tied, "1"),
-        (zoo.Checkpointed, "0"),
-        (zoo.FrozenUnit, "HFSDP"),
-        (zoo.Uneven, "HSDP optim_grads_params"),
-        (zoo.Autocast, "3"),
+        (zoo.FrozenParameters, "3", {}),
+        (zoo.Plain, "2", {}),
+        (zoo.Tied, "1", {}),
+        (zoo.Checkpointed, "0", {}),
+        (zoo.FrozenUnit, "HFSDP", {}),
+        (zoo.Uneven, "HSDP optim_grads_params", {}),
+        (zoo.Autocast, "3", {}),
+        (zoo.Tied, "3", {"reshard_after_forward": 2}),
+        (zoo.Checkpointed, "3", {"reshard_after_forward": 2}),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=lambda value: (
+        getattr(value, "__name__", None) or (",".join(value) or "default" if isinstance(value, dict) else value)
+    ),
 )
-def test_graphs_do_what_their_outlines_say(factory: Any, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_do_what_their_outlines_say(
+    factory: Any, strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An outline with decisions, simulated, is the finished graph, simulated: with a tight budget, without one, and by a
     policy that no solver was asked about."""
     plans: list[Plan] = []
@@ -518,14 +524,14 @@ def test_graphs_do_what_their_outlines_say(factory: Any, strategy: str, monkeypa
         return solve(plan, *args, **kwargs)
 
     monkeypatch.setattr(agreeing, "solve", spy)
-    free = compiled(factory, strategy, memory_budget="1GiB")
+    free = compiled(factory, strategy, memory_budget="1GiB", **options)
     (plan,) = plans
     assert free.solution is not None
     assert_same(free.solution.timeline, of_graphs(free))
 
-    least = smallest_peak(plan)
+    least = smallest_peak(plan, reshard=options.get("reshard_after_forward"))
     budget = int((least + free.solution.timeline.peak_bytes) / 2 / (1 - SchedulePolicy().budget_reserve)) + 2
-    tight = compiled(factory, strategy, memory_budget=budget)
+    tight = compiled(factory, strategy, memory_budget=budget, **options)
     assert tight.solution is not None
     assert_same(tight.solution.timeline, of_graphs(tight))
     assert tight.solution.timeline.peak_bytes <= budget
@@ -534,9 +540,11 @@ def test_graphs_do_what_their_outlines_say(factory: Any, strategy: str, monkeypa
     followed = compiled(factory, strategy, schedule=text)
     assert ScheduleText.of(followed.schedules).lines == text.lines
 
-    plain = compiled(factory, strategy)
+    plain = compiled(factory, strategy, **options)
     assert plain.solution is None
     by_policy = Plan(plan.outlines, plain.context, plan.costs)
     decisions = by_policy.decisions_by_policy()
     assert decisions.kept == plain.decisions.kept
+    assert decisions.portions == (plain.decisions.portions or frozenset())
+    assert bool(decisions.portions) == bool(options)
     assert_same(simulated(by_policy, decisions), of_graphs(plain))

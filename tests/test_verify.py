@@ -106,6 +106,8 @@ def graphs() -> list[Scheduled]:
             *captured("plain", zoo.Plain, "optim_grads_params"),
             *captured("plain, nothing kept", zoo.Plain, "optim_grads_params", **KEEPS_NOTHING),
             *captured("tied", zoo.Tied, "optim_grads_params"),
+            *captured("portions", zoo.Uneven, "optim_grads_params", BF16, reshard_after_forward=2),
+            *captured("portions, nested", zoo.Nested, "optim_grads_params", reshard_after_forward=2),
             *captured("frozen biases", zoo.FrozenParameters, "optim"),
             *captured("frozen unit", zoo.FrozenUnit, "optim_grads"),
             *captured("tied", zoo.Tied, "no_shard"),

@@ -72,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unit", help="join neighbouring units that are smaller until they have this many bytes, such as 512MiB"
     )
+    parser.add_argument(
+        "--reshard",
+        default="auto",
+        help="whether the backward gathers again: true, false, auto, or a number of neighbours to gather over, as the option "
+        "reshard_after_forward (default: %(default)s)",
+    )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")
     parser.add_argument("--html", help="write a report of the best plan here; text and a trace for Perfetto beside it")
     parser.add_argument("--schedule", help="write the best plan's schedule here, for options={'schedule': FILE}")
@@ -100,8 +106,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
         most = parse_bytes(given.bucket, "--bucket") if given.bucket not in (None, "auto") else None
         least = parse_bytes(given.unit, "--unit") if given.unit else None
-        optimizer = OPTIMIZERS[given.optimizer]
-        job = Job(work, hardware(given.hardware), budget, optimizer, bucket_bytes=most, unit_bytes=least)
+        reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
+        machine = hardware(given.hardware)
+        job = Job(work, machine, budget, optimizer, reshard=reshard, bucket_bytes=most, unit_bytes=least)
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto tries sizes of units too: leave --unit out, or give --bucket a size")
     except ValueError as error:
@@ -133,6 +140,15 @@ def _run(given: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _reshard(text: str) -> bool | int | None:
+    words = {"true": True, "false": False, "auto": None}
+    if text in words:
+        return words[text]
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError(f"--reshard takes true, false, auto or a number of at least 2 ranks, got {text!r}")
+    return int(text)
+
+
 def _worlds(text: str) -> list[int]:
     try:
         worlds = [int(part) for part in text.split(",")]
@@ -153,7 +169,8 @@ def _show(console: Console, forecast: Forecast) -> None:
     )
     console.print(
         f"on {job.hardware.name}, {bytes_text(job.usable)} of a rank's memory to be used; all figures are simulated, tok/s are "
-        "tokens per second of one rank, kept is how many buckets stay gathered for the backward",
+        "tokens per second of one rank, kept is how many buckets stay gathered for the backward"
+        f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -216,9 +233,16 @@ def _cells(forecast: Forecast, row: Planned) -> list[str]:
         f"{forecast.tokens_per_second(row):,.0f}",
         f"{forecast.mfu(row):.1%}",
         exposed,
-        str(len(row.decisions.kept)),
+        f"{len(row.decisions.kept)}{_portions(row)}",
         "best" if row is forecast.best else "",
     ]
+
+
+def _portions(row: Planned) -> str:
+    """`` + 80/8``: of 80 buckets an eighth stays."""
+    assert row.decisions is not None
+    found = row.decisions.portions
+    return f" + {len(found)}/{row.portion_size}" if found else ""
 
 
 def report_of(forecast: Forecast, row: Planned) -> Report:
@@ -227,8 +251,9 @@ def report_of(forecast: Forecast, row: Planned) -> Report:
     assert row.timeline is not None
     assert row.decisions is not None
     shown = replace(row, timeline=row.timeline)
+    of = f", backward gathers portions over {row.portion_size}," if row.portion_size else ""
     numbers = [
-        ("sharding", f"{row.candidate} over {row.candidate.world:,} ranks"),
+        ("sharding", f"{row.candidate}{of} over {row.candidate.world:,} ranks"),
         ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
         ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
     ]

@@ -68,14 +68,21 @@ class Candidate:
     def world(self) -> int:
         return self.inner * self.outer
 
-    def topology(self) -> Topology:
-        """The ranks as passes know them: inner ranks are neighbours."""
+    def topology(self, portions: int = 0) -> Topology:
+        """The ranks as passes know them: inner ranks are neighbours.
+
+        Args:
+            portions: ranks that backwards gather over, if that is possible with this way to shard.
+        """
         inner = Group("inner", self.inner, 0)
         outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
         every = Group("every", self.world, 0) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
-        return Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+        if topology.gather_group is not None and 1 < portions < self.inner and self.inner % portions == 0:
+            topology.portions[portions] = Group("portions", portions, 0)
+        return topology
 
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
@@ -95,7 +102,8 @@ class Job:
         budget: bytes of a rank's memory; None: the device's, but for a reserve.
         optimizer: whose state is in memory.
         precision: dtypes of shards and gradients.
-        prefetch, reshard: fixed parts of the schedule; None: as is best.
+        prefetch, reshard: fixed parts of the schedule, as the options ``prefetch`` and ``reshard_after_forward``; None: as is
+            best. A number of ranks to reshard over means True for candidates that it does not divide further.
         fused: whether the inner compiler fuses kernels.
         overlap: whether gathers, and reductions, may run while the model computes.
         solved: False: the schedule that a model has without a budget, each gather one unit ahead.
@@ -110,7 +118,7 @@ class Job:
     optimizer: OptimizerCost = OPTIMIZERS["adamw"]
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prefetch: int | None = None
-    reshard: bool | None = None
+    reshard: bool | int | None = None
     fused: bool = True
     overlap: tuple[bool, bool] = (True, True)
     solved: bool = True
@@ -151,6 +159,11 @@ class Planned:
     @property
     def fits(self) -> bool:
         return self.timeline is not None
+
+    @property
+    def portion_size(self) -> int:
+        """Ranks that the backward gathers portions over; 0: it gathers none."""
+        return max(info.portion_size for info in self.context.buckets)
 
 
 @dataclass(frozen=True)
@@ -360,7 +373,8 @@ def _smallest_world(job: Job, traced: Trace) -> int | None:
 
 def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     """The traced model, its buckets laid out for a candidate's ranks."""
-    topology = candidate.topology()
+    portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
+    topology = candidate.topology(portions)
     precision = Precision(
         job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
     )
@@ -379,7 +393,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
         alike = tuple(traced.buckets[of[0]].like for of in own)
         if alike not in known:
             parameters = [[traced.buckets[number].parameters for number in of] for of in own]
-            known[alike] = _lay_out([traced.units[unit] for unit in alike], parameters, planner)
+            known[alike] = _lay_out([traced.units[unit] for unit in alike], parameters, planner, portions)
         for position, laid_out in enumerate(known[alike]):
             which = name if len(known[alike]) == 1 else f"{name}#{position}"
             infos.append(replace(laid_out.info, name=which, unit=name))
@@ -426,11 +440,14 @@ class _LaidOut(NamedTuple):
     sources: Sequence[tuple[int, int, int, int]]
 
 
-def _lay_out(units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planner: BucketPlanner) -> list[_LaidOut]:
+def _lay_out(
+    units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planner: BucketPlanner, portions: int
+) -> list[_LaidOut]:
     """The buckets of units that are one.
 
     Args:
         traced: of each unit, the parameters in each bucket that was traced.
+        portions: ranks that backwards gather over; 0: those of forwards.
     """
     params: list[tuple[nn.Parameter, tuple[Site, ...]]] = []
     origin: dict[str, tuple[int, int]] = {}  # unit and bucket, by parameter
@@ -449,7 +466,7 @@ def _lay_out(units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planne
         for slot in plan.layout.slots:
             part[origin[slot.name]] += slot.numel
         laid_out = [(*where, count, whole[where]) for where, count in part.items()]
-        found.append(_LaidOut(bucket_info(plan, planner.topology), laid_out))
+        found.append(_LaidOut(bucket_info(plan, planner.topology, portions), laid_out))
     return found
 
 
