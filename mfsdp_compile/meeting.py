@@ -49,7 +49,15 @@ class RankMeeting:
     def meet(
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
     ) -> Any:
-        return self._model.conclude(topic, lines, offer, combine, patience=1.0 if again else 1.5)
+        if again:
+            return self._model.conclude(topic, lines, offer, combine, patience=1.0)
+        try:
+            return self._model.conclude(topic, lines, offer, combine)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"Ranks agree on a schedule when code for it is first compiled, and could not. {error} All ranks must compile "
+                "the same parts of the model, with the same options."
+            ) from None
 
     def warn(self, error: Exception) -> None:
         self._model.warn_others(error)

@@ -81,13 +81,15 @@ class Problem:
         return any(outline.uses or outline.gradients for outline in self.plan.outlines.values())
 
     def uses(self, names: Sequence[str]) -> list[str]:
-        """The structure: which buckets are used in which order, by graph."""
+        """The structure: which buckets each graph gathers and reduces. Without their order in it, which is that of their
+        numbers, or follows from it."""
         lines = []
         for phase, outline in self.plan.outlines.items():
-            used = ", ".join("+".join(names[bucket] for bucket in use.buckets) for use in outline.uses)
-            lines.append(f"the {phase.value} graph gathers {used or 'nothing'}")
-            if outline.gradients:
-                lines.append(f"the {phase.value} graph reduces {', '.join(names[g.bucket] for g in outline.gradients)}")
+            gathered = sorted(bucket for use in outline.uses for bucket in use.buckets)
+            reduced = sorted(g.bucket for g in outline.gradients)
+            for what, buckets in (("gathers", gathered), ("reduces", reduced)):
+                if buckets:
+                    lines.append(f"the {phase.value} graph {what} {', '.join(names[bucket] for bucket in buckets)}")
         return lines
 
 
@@ -172,7 +174,13 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
     lines = [meeting.options, *(f"bucket {name}" for name in names), *problem.uses(names)]
     known = meeting.known.get(key)
     if known is None:
-        meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
+        try:
+            meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
+        except BudgetError:  # of all ranks
+            raise
+        except RuntimeError as error:
+            meeting.failed(error)
+            raise
     else:
         timeline = problem.timeline(known.decisions)
         if timeline.peak_bytes <= problem.budget:

@@ -243,9 +243,10 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
 def decide_inference(graph: fx.Graph, record: Record) -> None:
     """:func:`decide` for an inference graph, before compile caches are asked for its code; for others, nothing."""
     if needs_decisions(record) and record.solution is None and phase_of(graph) is Phase.INFERENCE:
+        if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
+            return
         roles.assign(graph)
-        is_joint = any(compat.is_backward_node(node) for node in graph.nodes)
-        if not is_joint and roles.gathers(graph):  # else the body of a region
+        if roles.gathers(graph):  # else the body of a region
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
 

@@ -81,13 +81,19 @@ def conclude(
         timeout: for ranks that do not come.
 
     Raises:
-        RuntimeError: on every rank: lines differ, ``combine`` failed, or a rank did not come in time.
+        RuntimeError: on every rank: lines differ, ``combine`` failed, a rank did not come in time, or the store is gone.
     """
     ranks = dist.get_process_group_ranks(group)
-    verdict = _verdict(group, ranks, topic, {"digest": _digest(lines), "offer": offer}, timeout, combine)
-    if verdict["kind"] != "same":
+    try:
+        verdict = _verdict(group, ranks, topic, {"digest": _digest(lines), "offer": offer}, timeout, combine)
+        if verdict["kind"] == "same":
+            return verdict["result"]
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
-    return verdict["result"]
+    except dist.DistNetworkError as error:
+        raise RuntimeError(
+            f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
+            "its launcher, has ended."
+        ) from error
 
 
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -124,6 +124,7 @@ def least(length: int) -> int:
     model = build()
     error = refused(lambda: compiled(model, memory_budget=1)(batch(length)))
     assert isinstance(error, BudgetError), error
+    torch._dynamo.reset()  # it would know that lengths change
     return error.needed
 
 
@@ -183,7 +184,7 @@ def test_hybrid_sharding_and_evaluation_in_between() -> None:
             found.append(loss.detach())
         found += [param.grad.to_local() for param in model.parameters()]
         if mode != EAGER:
-            assert offers_differ(met)
+            assert offers_differ(met[2:])
             graphs = [set(record.schedules) for record in model.sharded.compiled_graphs]
             assert {Phase.INFERENCE} in graphs
             assert {Phase.FORWARD, Phase.BACKWARD} in graphs
@@ -231,7 +232,7 @@ def test_one_rank_forgets_its_code() -> None:
 @on_ranks(2, timeout=300)
 def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
     """One rank evaluates alone: nothing in it depends on others."""
-    model = build(zero_dp_strategy="optim_grads")
+    model = build(zero_dp_strategy="no_shard")
     call = compiled(model, **AUTO)
     met = watch(model)
     train(model, call, [(3, 1000)])
@@ -329,6 +330,22 @@ def test_all_ranks_outgrow_what_was_agreed_on() -> None:
     assert agreeing.effect(met[0][1]["decisions"]) != agreeing.effect(met[2][1]["decisions"])
     eager = build()
     assert all(torch.equal(a, b) for a, b in zip(found, train(eager, eager, lengths), strict=True))
+
+
+@on_ranks(2, timeout=120)
+def test_a_store_that_is_gone() -> None:
+    """The process that keeps it has ended."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    model = build()
+    del server
+    real, compat.default_store = compat.default_store, lambda: client
+    try:
+        error = refused(lambda: compiled(model, **AUTO)(batch(3)))
+    finally:
+        compat.default_store = real
+    assert "Schedule: the store through which ranks agree cannot be reached" in str(error)
+    assert "rank 0 or its launcher" in str(error)
 
 
 # -- compile caches ---------------------------------------------------------------------------------------------------

@@ -199,7 +199,7 @@ def test_a_rank_that_does_not_come() -> None:
     hall = Hall(2, patience=0.2)
     found = hall.run({0: problem()})
     assert "did not come" in str(found[0])
-    assert hall.told == []
+    assert hall.told == [(0, "failed: a rank did not come")], "the others learn why they miss this one"
 
 
 # -- afterwards -------------------------------------------------------------------------------------------------------
