@@ -49,6 +49,7 @@ try:
     )
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -250,6 +251,22 @@ def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     """
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
     return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
+
+
+def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:
+    """Rows of ``tensor`` for each rank of a group, and those that come from each; its backward takes the way back.
+
+    Args:
+        tensor: ``[sum(outgoing), ...]``.
+        incoming, outgoing: rows from, and for, each rank. While Dynamo traces they may be sizes that are known only at run
+            time.
+        group: name of the process group.
+
+    Returns:
+        ``[sum(incoming), ...]``.
+    """
+    received = all_to_all_single_autograd(tensor, list(incoming), list(outgoing), group)
+    return wait_tensor(received)
 
 
 def wait_tensor_when_dropped(tensor: Tensor) -> None:

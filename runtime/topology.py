@@ -17,9 +17,10 @@ knows no strategy by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,15 @@ from torch.distributed.tensor import Placement, Replicate
 from . import compat
 from .exchange import When
 
-__all__ = ["Group", "ShardingStrategy", "Stage", "Topology", "build_topology"]
+__all__ = [
+    "EXPERT_ARGUMENTS",
+    "Group",
+    "ShardingStrategy",
+    "Stage",
+    "Topology",
+    "build_topology",
+    "launches",
+]
 
 
 class ShardingStrategy(IntEnum):
@@ -211,25 +220,6 @@ class Topology:
     def group_names(self) -> list[str]:
         return [group.name for group in self._groups]
 
-    def launches(self, schedule: Sequence[str], due: bool) -> list[tuple[str, str]]:
-        """The collectives that a compiled graph starts, each with its process group.
-
-        Args:
-            schedule: lines of ``passes.pipeline.collectives``.
-            due: whether reductions run that may be left out.
-        """
-        found = []
-        for line in schedule:
-            kind, name, *rest = line.split("  ")
-            if kind == "gather" and self.gather_group is not None:
-                found.append((f"gather {name}", self.gather_group.name))
-            elif kind == "reduce" and (due or not line.endswith(", if due")):
-                stage = re.search(r", stage (\d+)", rest[-1])
-                number = int(stage[1]) if stage else 1
-                what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
-                found.append((what, self.stages[number - 1].group.name))
-        return found
-
     def probe(self) -> None:
         """Raise RuntimeError if a collective on one of the groups fails."""
         for group in self._groups:
@@ -257,6 +247,43 @@ class Topology:
         return f"{'HFSDP' if self.is_hfsdp else 'HSDP'}, {name} over {self.outer.size} x {self.inner.size} ranks"
 
 
+def launches(
+    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
+) -> list[tuple[str, str]]:
+    """The collectives that a compiled graph starts, each with its process group.
+
+    Args:
+        schedule: lines of ``passes.pipeline.collectives``.
+        topologies: by name of the bucket.
+        other: of buckets that are not among these.
+        due: whether reductions run that may be left out.
+    """
+    found = []
+    for line in schedule:
+        kind, name, *rest = line.split("  ")
+        topology = topologies.get(name, other)
+        if kind == "gather" and topology.gather_group is not None:
+            found.append((f"gather {name}", topology.gather_group.name))
+        elif kind == "reduce" and (due or not line.endswith(", if due")):
+            stage = re.search(r", stage (\d+)", rest[-1])
+            number = int(stage[1]) if stage else 1
+            what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
+            found.append((what, topology.stages[number - 1].group.name))
+    return found
+
+
+class Arguments(NamedTuple):
+    """What ``fully_shard_model`` calls those of :func:`build_topology`, for messages."""
+
+    mesh: str
+    hybrid_group: str
+    gathers: str
+
+
+DENSE_ARGUMENTS = Arguments("device_mesh", "hybrid_fsdp_group", "fsdp_group_ag")
+EXPERT_ARGUMENTS = Arguments("expt_device_mesh", "hybrid_fsdp_expt_group", "expt_fsdp_group_ag")
+
+
 def build_topology(
     mesh: DeviceMesh | None,
     shard_dim: str | None,
@@ -265,6 +292,7 @@ def build_topology(
     strategy: ShardingStrategy,
     outer_strategy: ShardingStrategy,
     gathers: dist.ProcessGroup | None = None,
+    called: Arguments = DENSE_ARGUMENTS,
 ) -> tuple[Topology, dist.ProcessGroup]:
     """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
 
@@ -291,9 +319,9 @@ def build_topology(
         )
     if (outer_dim is None) != (hybrid_group is None):
         raise ValueError(
-            "dp_outer_dim and hybrid_fsdp_group belong together: the name of the outer mesh dimension and the process "
+            f"dp_outer_dim and {called.hybrid_group} belong together: the name of the outer mesh dimension and the process "
             "group of all ranks of the outer and the inner one, for instance "
-            "device_mesh['outer', 'inner']._flatten().get_group()."
+            f"{called.mesh}['outer', 'inner']._flatten().get_group()."
         )
     if mesh is None:
         if outer_dim is not None:
@@ -301,14 +329,14 @@ def build_topology(
         mesh = init_device_mesh(compat.device_type(), (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
-            f"The device mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
+            f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
             "dp_shard_dim."
         )
-    inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim")
+    inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim", called)
     inner = inner_mesh.get_group()
     if gathers is not None and dist.get_process_group_ranks(gathers) != dist.get_process_group_ranks(inner):
         raise ValueError(
-            f"fsdp_group_ag has the ranks {dist.get_process_group_ranks(gathers)}, but parameters are sharded over "
+            f"{called.gathers} has the ranks {dist.get_process_group_ranks(gathers)}, but parameters are sharded over "
             f"{dist.get_process_group_ranks(inner)}: it must have the same ranks in the same order."
         )
     for_gathers = Group.of(gathers) if gathers is not None else None
@@ -320,11 +348,11 @@ def build_topology(
     assert hybrid_group is not None
     if outer_dim == shard_dim:
         raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
-    outer = _dimension(mesh, outer_dim, "dp_outer_dim").get_group()
+    outer = _dimension(mesh, outer_dim, "dp_outer_dim", called).get_group()
     both = mesh[outer_dim, shard_dim]
     if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
         raise ValueError(
-            f"hybrid_fsdp_group has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
+            f"{called.hybrid_group} has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
             f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
         )
     every = Group.of(hybrid_group)
@@ -334,10 +362,10 @@ def build_topology(
     )
 
 
-def _dimension(mesh: DeviceMesh, name: str, argument: str) -> DeviceMesh:
+def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:
     try:
         return mesh[name]
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{argument}={name!r} is not a dimension of the device mesh, which has {mesh.mesh_dim_names}. ({error})"
+            f"{argument}={name!r} is not a dimension of {called.mesh}, which has {mesh.mesh_dim_names}. ({error})"
         ) from error

@@ -1,0 +1,174 @@
+"""Expert parallelism: each rank has experts of its own, and gradients are those of one process that has all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.examples.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
+
+CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
+STEPS = 3
+RELATIVE = 1e-5
+"""Of the largest gradient: sums over tokens and ranks in another order, in float32 (eps 6e-8), of some hundred terms."""
+
+# -- meshes -----------------------------------------------------------------------------------------------------------
+
+MESHES = {
+    "2 x 2": ((2, 2), ("fsdp", "ep"), 0),
+    "1 x 4": ((1, 4), ("fsdp", "ep"), 0),
+    "4 x 1": ((4, 1), ("fsdp", "ep"), 0),
+    "HSDP 2 x 1 x 2": ((2, 1, 2), ("outer", "fsdp", "ep"), 0),
+    "HFSDP 2 x 1 x 2": ((2, 1, 2), ("outer", "fsdp", "ep"), 1),
+    "HSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 0),
+    "HFSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 1),
+}
+"""Shape and names of the expert mesh, and the strategy over outer ranks. Everything else is sharded over all ranks but the
+outer ones."""
+
+
+def mesh_arguments(name: str) -> tuple[dict[str, Any], dist.ProcessGroup]:
+    """Arguments of ``fully_shard_model``, and the group that experts are parallel over."""
+    shape, names, outer_strategy = MESHES[name]
+    experts = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    arguments: dict[str, Any] = {"expt_device_mesh": experts, "dp_shard_dim": "fsdp"}
+    if "outer" in names:
+        mesh = init_device_mesh("cpu", (shape[0], shape[1] * shape[2]), mesh_dim_names=("outer", "fsdp"))
+        arguments |= {
+            "device_mesh": mesh,
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": mesh["outer", "fsdp"]._flatten().get_group(),
+            "hybrid_fsdp_expt_group": experts["outer", "fsdp"]._flatten().get_group(),
+            "outer_dp_sharding_strategy": outer_strategy,
+        }
+    return arguments, experts["ep"].get_group()
+
+
+def make(name: str, config: MoeConfig = CONFIG, checkpointed: bool = False, **more: Any) -> MegatronFSDP:
+    arguments, group = mesh_arguments(name)
+    return fully_shard_model(_model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments, **more)
+
+
+def _model(config: MoeConfig, group: dist.ProcessGroup | None, checkpointed: bool = False) -> MoeLlama:
+    torch.manual_seed(0)
+    model = MoeLlama(config, group)
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            nn.init.normal_(module.router.weight, std=1.0)  # decided routers leave experts without tokens
+        if checkpointed and isinstance(module, MoeBlock):
+            module.forward = _checkpointed(module.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def compiled(model: MegatronFSDP, mode: str) -> Callable[..., Tensor]:
+    if mode == EAGER:
+        return model
+    torch._dynamo.config.capture_scalar_outputs = True
+    return torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+
+
+def batches(step: int, microbatches: int = 1) -> Tensor:
+    """``[microbatches, ranks, batch, length + 1]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(0, CONFIG.vocabulary, (microbatches, dist.get_world_size(), 2, 8), generator=generator)
+
+
+def loss_of(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    return call(tokens[:, :-1], tokens[:, 1:])
+
+
+def is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Alone:
+    """One process with all experts, on all ranks' batches."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    params: dict[str, Tensor]
+
+
+def train_alone(microbatches: int = 1) -> Alone:
+    model = _model(CONFIG, None)
+    optimizer = parity.sgd(model.parameters())
+    found = Alone([], [], {})
+    for step in range(STEPS):
+        for micro in batches(step, microbatches):
+            for rank, tokens in enumerate(micro):
+                loss = loss_of(model, tokens)
+                (loss / len(micro)).backward()
+                if rank == dist.get_rank():
+                    found.losses.append(loss.detach())
+        found.gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.params = {name: param.detach() for name, param in model.named_parameters()}
+    return found
+
+
+def mine(whole: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
+    return whole.chunk(group.size())[group.rank()] if is_expert(name) else whole
+
+
+def check_against(alone: Alone, mesh: str, mode: str, checkpointed: bool, microbatches: int = 1) -> list[Tensor]:
+    arguments, group = mesh_arguments(mesh)
+    model = fully_shard_model(_model(CONFIG, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments)
+    call = compiled(model, mode)
+    optimizer = fully_shard_optimizer(parity.sgd(model.parameters()))
+    losses = iter(alone.losses)
+    shards = []
+    for step in range(STEPS):
+        for number, micro in enumerate(batches(step, microbatches)):
+            model.is_last_microbatch = number == microbatches - 1
+            loss = loss_of(call, micro[dist.get_rank()])
+            loss.backward()
+            expected = next(losses)
+            assert abs(loss - expected) <= RELATIVE * abs(expected), (loss, expected)
+        largest = max(gradient.abs().max() for gradient in alone.gradients[step].values())
+        for name, param in model.module.named_parameters():
+            gradient, wanted = param.grad.full_tensor(), mine(alone.gradients[step][name], name, group)
+            assert (gradient - wanted).abs().max() <= RELATIVE * largest, (name, step)
+            shards.append(param.grad.to_local().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.module.named_parameters():
+        whole, wanted = param.full_tensor(), mine(alone.params[name], name, group)
+        assert (whole - wanted).abs().max() <= RELATIVE * wanted.abs().max(), name
+        shards.append(param.to_local().detach().clone())
+    return shards
+
+
+def check_parity(mesh: str, microbatches: int = 1) -> None:
+    """Eager and compiled, with and without activation checkpointing."""
+    alone = train_alone(microbatches)
+    for checkpointed in (False, True):
+        eager = check_against(alone, mesh, EAGER, checkpointed, microbatches)
+        graph = check_against(alone, mesh, AOT_EAGER, checkpointed, microbatches)
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True)), "eager and compiled differ"
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2"])
+@on_ranks(4)
+def test_gradients_of_one_process(mesh: str) -> None:
+    check_parity(mesh)
