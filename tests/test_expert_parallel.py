@@ -13,7 +13,7 @@ import torch.distributed as dist
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
@@ -86,7 +86,7 @@ def compiled(model: MegatronFSDP, mode: str) -> Callable[..., Tensor]:
 def batches(step: int, microbatches: int = 1) -> Tensor:
     """``[microbatches, ranks, batch, length + 1]``, the same on every rank."""
     generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(0, CONFIG.vocabulary, (microbatches, dist.get_world_size(), 2, 8), generator=generator)
+    return torch.randint(0, CONFIG.vocabulary, (microbatches, dist.get_world_size(), 1, 7), generator=generator)
 
 
 def loss_of(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
@@ -131,14 +131,25 @@ def mine(whole: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
     return whole.chunk(group.size())[group.rank()] if is_expert(name) else whole
 
 
-def check_against(alone: Alone, mesh: str, mode: str, checkpointed: bool, microbatches: int = 1) -> list[Tensor]:
+def check_against(
+    alone: Alone,
+    mesh: str,
+    mode: str,
+    checkpointed: bool,
+    microbatches: int = 1,
+    config: MoeConfig = CONFIG,
+    **more: Any,
+) -> list[Tensor]:
+    """Train as ``alone`` was trained, compare losses, gradients and weights, and return this rank's shards of them."""
     arguments, group = mesh_arguments(mesh)
-    model = fully_shard_model(_model(CONFIG, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments)
+    model = fully_shard_model(
+        _model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments | more
+    )
     call = compiled(model, mode)
     optimizer = fully_shard_optimizer(parity.sgd(model.parameters()))
     losses = iter(alone.losses)
     shards = []
-    for step in range(STEPS):
+    for step in range(len(alone.gradients)):
         for number, micro in enumerate(batches(step, microbatches)):
             model.is_last_microbatch = number == microbatches - 1
             loss = loss_of(call, micro[dist.get_rank()])
@@ -153,6 +164,8 @@ def check_against(alone: Alone, mesh: str, mode: str, checkpointed: bool, microb
         optimizer.step()
         optimizer.zero_grad()
     for name, param in model.module.named_parameters():
+        if name not in alone.params:
+            continue
         whole, wanted = param.full_tensor(), mine(alone.params[name], name, group)
         assert (whole - wanted).abs().max() <= RELATIVE * wanted.abs().max(), name
         shards.append(param.to_local().detach().clone())
@@ -172,3 +185,80 @@ def check_parity(mesh: str, microbatches: int = 1) -> None:
 @on_ranks(4)
 def test_gradients_of_one_process(mesh: str) -> None:
     check_parity(mesh)
+
+
+@pytest.mark.parametrize("mesh", ["HSDP 2 x 2 x 2", pytest.param("HFSDP 2 x 2 x 2", marks=pytest.mark.long)])
+@on_ranks(8, timeout=480)
+def test_gradients_of_one_process_on_eight_ranks(mesh: str) -> None:
+    check_parity(mesh, microbatches=2)
+
+
+@pytest.mark.parametrize("mesh", ["1 x 4", "4 x 1"])
+@on_ranks(4)
+def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
+    check_against(train_alone(), mesh, EAGER, checkpointed=False)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+@on_ranks(4)
+def test_gradients_of_other_strategies(strategy: str) -> None:
+    check_against(train_alone(2), "2 x 2", EAGER, False, 2, zero_dp_strategy=strategy)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
+    """Averages over the ranks that share an expert, of sums over all that send it tokens."""
+    alone = train_alone()
+    check_against(alone, "2 x 2", mode, False, average_in_collective=True)
+    ranks = dist.get_world_size()
+    summed = [{name: gradient * ranks for name, gradient in each.items()} for each in alone.gradients[:1]]
+    first_step = dataclasses.replace(alone, gradients=summed, params={})
+    check_against(first_step, "2 x 2", mode, False, calculate_per_token_loss=True)
+
+
+@on_ranks(4)
+def test_some_experts_get_no_token() -> None:
+    """What the tests above train with: loads are uneven, and on some rank an expert is chosen by nobody."""
+    model = _model(CONFIG, None)
+    loads = []
+    router = model.layers[0].mixture.router
+
+    def note(module: nn.Module, args: Any, scores: Tensor) -> None:
+        loads.append(torch.bincount(scores.topk(CONFIG.chosen).indices.flatten(), minlength=CONFIG.experts))
+
+    router.register_forward_hook(note)
+    for tokens in batches(0)[0]:
+        loss_of(model, tokens)
+    assert any((load == 0).any() for load in loads), loads
+    assert all(load.max() > load.min() for load in loads), loads
+
+
+@on_ranks(4)
+def test_tokens_are_gathered_instead() -> None:
+    """The dispatch with static shapes makes the same gradients."""
+    alone = train_alone()
+    static = dataclasses.replace(CONFIG, dispatch="all_gather")
+    check_against(alone, "2 x 2", EAGER, False, config=static)
+    check_against(alone, "2 x 2", AOT_EAGER, True, config=static)
+
+
+@on_ranks(4)
+def test_a_mesh_of_this_ranks_alone() -> None:
+    """As Megatron makes it: with the ranks that share experts, and no others."""
+    alone = train_alone()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    group = mesh["fsdp"].get_group()
+    own = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
+    check_against(alone, "2 x 2", EAGER, False, expt_device_mesh=own)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_inductor() -> None:
+    check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
