@@ -142,9 +142,7 @@ def check_against(
 ) -> list[Tensor]:
     """Train as ``alone`` was trained, compare losses, gradients and weights, and return this rank's shards of them."""
     arguments, group = mesh_arguments(mesh)
-    model = fully_shard_model(
-        _model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments | more
-    )
+    model = fully_shard_model(_model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments | more)
     call = compiled(model, mode)
     optimizer = fully_shard_optimizer(parity.sgd(model.parameters()))
     losses = iter(alone.losses)
@@ -259,6 +257,165 @@ def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(error: type[Exception], *fragments: str, model: nn.Module | None = None, **arguments: Any) -> None:
+    """``fully_shard_model`` raises on this rank, and leaves the model as it was."""
+    model = model if model is not None else _model(CONFIG, None)
+    with raises_everywhere(error, *fragments):
+        fully_shard_model(model, **{"fsdp_unit_modules": [MoeBlock]} | arguments)
+    assert not any(hasattr(param, "mfsdp_home") for param in model.parameters())
+
+
+@on_ranks(4, timeout=60)
+def test_arguments_that_do_not_fit_together() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    fsdp, ep = mesh["fsdp"].get_group(), mesh["ep"].get_group()
+    for name, value in {"hybrid_fsdp_expt_group": fsdp, "expt_fsdp_group_ag": fsdp, "is_expert": bool}.items():
+        refused(ValueError, f"{name} is given without expt_device_mesh", **{name: value})
+    refused(TypeError, "is_expert takes a function", expt_device_mesh=mesh, dp_shard_dim="fsdp", is_expert="experts")
+    refused(ValueError, "expt_device_mesh has 2 dimensions", "dp_shard_dim", expt_device_mesh=mesh)
+    refused(
+        ValueError,
+        "dp_shard_dim='dp' is not a dimension of expt_device_mesh",
+        "('fsdp', 'ep')",
+        expt_device_mesh=mesh,
+        dp_shard_dim="dp",
+    )
+    refused(
+        ValueError,
+        "expt_fsdp_group_ag has the ranks",
+        "sharded over",
+        expt_device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        expt_fsdp_group_ag=ep,
+    )
+    refused(
+        ValueError,
+        "dp_outer_dim and hybrid_fsdp_expt_group belong together",
+        expt_device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        hybrid_fsdp_expt_group=dist.group.WORLD,
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_hybrid_groups_that_do_not_fit() -> None:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "fsdp"))
+    experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "fsdp", "ep"))
+    arguments = {
+        "device_mesh": dense,
+        "dp_shard_dim": "fsdp",
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": dist.group.WORLD,
+    }
+    missing = "dp_outer_dim and hybrid_fsdp_expt_group belong together"
+    refused(ValueError, missing, "expt_device_mesh['outer', 'inner']", expt_device_mesh=experts, **arguments)
+    wrong = experts["ep"].get_group()
+    refused(
+        ValueError,
+        "hybrid_fsdp_expt_group has the ranks",
+        expt_device_mesh=experts,
+        hybrid_fsdp_expt_group=wrong,
+        **arguments,
+    )
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    refused(
+        ValueError,
+        "dp_outer_dim='outer' is not a dimension of expt_device_mesh",
+        expt_device_mesh=flat,
+        hybrid_fsdp_expt_group=flat["fsdp"].get_group(),
+        **arguments,
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_experts_over_other_ranks_than_the_rest() -> None:
+    """Two replicas of a model, as in a pipeline: experts must not be shared between them."""
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    refused(
+        ValueError,
+        "expt_device_mesh shards experts over the ranks",
+        "must divide the latter into equal parts",
+        device_mesh=replicas["fsdp"],
+        dp_shard_dim="fsdp",
+        expt_device_mesh=across,
+    )
+    # What only all ranks together can see: each rank's own mesh is fine.
+    rank, ring = dist.get_rank(), [dist.new_group([r, (r + 1) % 4]) for r in range(4)]
+    own = DeviceMesh.from_group(ring[rank], "cpu", mesh_dim_names=("fsdp",))
+    refused(ValueError, "must divide the latter into equal parts", dp_shard_dim="fsdp", expt_device_mesh=own)
+    triple = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    own = DeviceMesh.from_group(triple[rank == 3], "cpu", mesh_dim_names=("fsdp",))
+    refused(RuntimeError, "rank 3 of 4 differs from rank 0", dp_shard_dim="fsdp", expt_device_mesh=own)
+
+
+@on_ranks(4, timeout=60)
+def test_models_whose_experts_do_not_fit() -> None:
+    arguments, group = mesh_arguments("2 x 2")
+    rank = dist.get_rank()
+
+    marked = _model(CONFIG, group)
+    marked.layers[0].mixture.experts.up.allreduce = False
+    refused(ValueError, "'layers.0.mixture.experts.up' has allreduce=False", "expt_device_mesh", model=marked)
+
+    dense = {"model": nn.Linear(4, 4), "fsdp_unit_modules": [nn.Linear]}
+    refused(ValueError, "no parameter is an expert", "is_expert=", **dense, **arguments)
+
+    tied = _model(CONFIG, group)
+    tied.shared_down = tied.layers[0].mixture.experts.down
+    refused(ValueError, "is an expert, and 'shared_down' is the same parameter", model=tied, **arguments)
+
+    wider = _model(dataclasses.replace(CONFIG, hidden=24 + 8 * (rank == 1)), group)
+    refused(RuntimeError, "rank 1 of 4 differs from rank 0", "an expert's", model=wider, **arguments)
+
+    changed = _model(CONFIG, group)
+    if rank == 3:
+        changed.layers[1].mixture.experts.down.data[0, 0, 0] += 1
+    refused(
+        RuntimeError, "rank 3 of 4 differs from rank 1", "layers.1.mixture.experts.down", model=changed, **arguments
+    )
+
+    taken_for_dense = "values of layers.0.mixture.experts.up"
+    refused(
+        RuntimeError, taken_for_dense, model=_model(CONFIG, group), **arguments, is_expert=lambda name, param: False
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_an_error_on_one_rank_is_one_on_all() -> None:
+    arguments, group = mesh_arguments("2 x 2")
+
+    def fails(name: str, param: nn.Parameter) -> bool:
+        if dist.get_rank() == 2:
+            raise KeyError(name)
+        return is_expert(name)
+
+    error, *fragments = (
+        (KeyError, "embedding") if dist.get_rank() == 2 else (RuntimeError, "rank 2 failed with KeyError")
+    )
+    refused(error, *fragments, model=_model(CONFIG, group), **arguments, is_expert=fails)
+
+
+@on_ranks(4, timeout=60)
+def test_marked_parameters_are_experts_wherever_they_are() -> None:
+    """Megatron's way: by a mark, and not by the name of a module."""
+    arguments, _ = mesh_arguments("2 x 2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.manual_seed(arguments["expt_device_mesh"].get_local_rank("ep"))
+    nn.init.normal_(model[1].weight)
+    model[1].weight.allreduce = False
+    with torch.no_grad():
+        for param in (*model[0].parameters(), model[1].bias):
+            param.zero_()
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], **arguments).sharded
+    assert {bucket.plan.name: bucket.plan.is_expert for bucket in sharded.buckets} == {
+        "0": False,
+        "1#0": True,
+        "1#1": False,
+    }
+
+
 # -- communication ----------------------------------------------------------------------------------------------------
-
-
