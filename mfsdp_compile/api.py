@@ -14,7 +14,7 @@ from mfsdp_compile.runtime import optimizer as optimizers
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
-from mfsdp_compile.runtime.topology import build_topology
+from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
 
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
@@ -77,6 +77,9 @@ def fully_shard_model(
         dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
         dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
             or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
+        tp_dim: name of the tensor-parallel mesh dimension, for models whose parameters are ordinary tensors: those marked as
+            Megatron marks them (``tensor_model_parallel``, ``partition_dim``) are parts, the others the same on all its
+            ranks. Parameters that are DTensors (``torch.distributed.tensor.parallel``) tell by themselves.
         hybrid_fsdp_group: the process group of all ranks of both; needed with ``dp_outer_dim``.
         fsdp_group_ag: a second process group of the ranks that parameters are sharded over. Gathers use it, so that they do
             not queue up behind reductions: NCCL runs the collectives of one communicator one after the other.
@@ -187,6 +190,7 @@ def fully_shard_model(
         LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes),
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
         experts=experts if expt_device_mesh is not None else None,
+        tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
@@ -253,7 +257,6 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "tp_dim": (None, "tensor parallelism"),
     "init_model_with_meta_device": (False, "initialisation from the meta device"),
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),

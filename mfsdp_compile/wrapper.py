@@ -164,10 +164,10 @@ class MegatronFSDP(nn.Module):
         once, under their first name.
         """
         for bucket in self.sharded.buckets:
-            wholes = bucket.gather_shards()
-            for sites, whole in zip(bucket.sites, wholes, strict=True):
-                yield sites[0].name, whole
-            del wholes, whole
+            parts = bucket.gather_shards()
+            for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):
+                yield sites[0].name, part if split.partition is None else split.partition.assemble(part)
+            del parts, part
 
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,

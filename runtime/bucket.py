@@ -8,7 +8,7 @@ flat          this rank's slice, a leaf that autograd knows; main dtype
 params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
 resident      what stays gathered between uses, in the compute dtype, for strategies that leave parameters whole, or
               HFSDP, which leaves them whole over outer ranks. ``flat`` is a part of it where dtypes agree
-shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user
+shells        full-shape parameters (parts, where they are divided over other ranks too) without storage: what Dynamo traces. Never handed to a user
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from . import compat
 from .exchange import Exchange
 from .layout import BucketLayout
+from .partition import Partition, local_part
 from .pending import Pending
 from .tensor import RowShardedTensor, RowSplit, UnreducedGradient
 from .topology import Topology
@@ -121,10 +122,11 @@ class Bucket:
 
     Args:
         plan: layout and dtypes.
-        originals: the whole parameters, in the order of the layout's slots. Their rows are copied; they are not kept.
+        originals: the parameters, in the order of the layout's slots. Their rows are copied; they are not kept.
         sites: for each parameter, every place where a module holds it.
         topology: who holds what.
         device: of the shard.
+        partitions: for each parameter, how it is divided over other ranks than those of the topology.
     """
 
     owner: Any
@@ -137,19 +139,19 @@ class Bucket:
         sites: Sequence[Sequence[Site]],
         topology: Topology,
         device: torch.device,
+        partitions: Sequence[Partition | None],
     ) -> None:
         self.plan = plan
         self.sites = tuple(tuple(s) for s in sites)
         self.topology = topology
         layout = plan.layout
-        self.splits = tuple(RowSplit(layout, index) for index in range(len(layout.slots)))
+        self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         for original, view, split in zip(originals, self.views(flat), self.splits, strict=True):
-            whole = original.detach()
-            rows = split.rows(topology.shard)
+            part, rows = local_part(original), split.rows(topology.shard)
             if rows:
-                view.copy_(whole[rows.start : rows.stop] if split.shape else whole)
+                view.copy_(part[rows.start : rows.stop] if split.shape else part)
         self._make(flat, originals)
 
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
@@ -179,7 +181,7 @@ class Bucket:
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # making a Parameter detached it, from the version too
         self.shells = tuple(
-            _shell(split.shape, plan.compute_dtype, flat.device, plan.requires_grad) for split in self.splits
+            _shell(split.part_shape, plan.compute_dtype, flat.device, plan.requires_grad) for split in self.splits
         )
         for index, original in enumerate(like):
             kept = {k: v for k, v in vars(original).items() if k not in _OWN_ATTRIBUTES}
@@ -254,7 +256,8 @@ class Bucket:
 
     @torch.no_grad()
     def gather_shards(self) -> list[Tensor]:
-        """Every parameter whole, in the main dtype; views of one tensor of the bucket's size. Every rank must."""
+        """Every parameter, or the part of it that the bucket holds, in the main dtype; views of one tensor of the bucket's
+        size. Every rank must."""
         whole = self.flat.detach()
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))

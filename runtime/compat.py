@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 MIN_TORCH = (2, 11)
 MAX_TESTED_TORCH = (2, 15)
@@ -58,6 +60,7 @@ try:
     from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.fx.graph import _BoxedCodeGen
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
@@ -214,6 +217,11 @@ def new_group_like(name: str) -> dist.ProcessGroup:
         use_local_synchronization=True,
         group_desc="mfsdp",
     )
+
+
+def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of these ranks, which must all call this; others need not."""
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mfsdp")
 
 
 def stand_around_collectives(
@@ -739,6 +747,36 @@ class RowShard(Shard):
 
 
 EVERY_ROW = RowShard(None)
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of this rank's part of an ordinary DTensor: its shape, and where it begins."""
+    local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(local), tuple(offset)
+
+
+def dtensor_of(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """A DTensor without history. ``DTensor.from_local`` would check, and record for autograd."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def renew_mesh(mesh: DeviceMesh) -> None:
+    """Process groups of the same ranks in the place of a mesh's. Every rank of each must. Other slices of the mesh that it
+    was taken from keep the old ones."""
+    for dim in range(mesh.ndim):
+        mesh._dim_group_names[dim] = new_group_like(mesh.get_group(dim).group_name).group_name
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """The dimensions of both, which are slices of one mesh.
+
+    Raises:
+        RuntimeError: they are not.
+    """
+    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return mesh
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from . import compat, gradients
 from .bucket import Bucket, Home
@@ -139,6 +140,14 @@ class _SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True)
+class _SavedDTensor:
+    """A DTensor saved for backward whose local part lies in a bucket."""
+
+    local: Any
+    spec: compat.DTensorSpec
 
 
 def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -462,7 +471,12 @@ class EagerRuntime:
     # -- tensors saved for backward -----------------------------------------------------------------------------------
 
     @compat.python_only
-    def _pack(self, tensor: Tensor) -> _SavedView | tuple[Tensor, int]:
+    def _pack(self, tensor: Tensor) -> _SavedView | _SavedDTensor | tuple[Tensor, int]:
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            if self._by_storage.get(compat.storage_address(local) or 0) is not None:
+                return _SavedDTensor(self._pack(local), tensor._spec)
+            return tensor.detach(), tensor._version
         bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
         if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not look for
@@ -472,7 +486,9 @@ class EagerRuntime:
         return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
     @compat.python_only
-    def _unpack(self, packed: _SavedView | tuple[Tensor, int]) -> Tensor:
+    def _unpack(self, packed: _SavedView | _SavedDTensor | tuple[Tensor, int]) -> Tensor:
+        if isinstance(packed, _SavedDTensor):
+            return compat.dtensor_of(self._unpack(packed.local), packed.spec)
         if isinstance(packed, tuple):
             tensor, version = packed
             if tensor._version != version:

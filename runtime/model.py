@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import compat, gradients, guards, tracing
 from .agreement import agree, everyones, forget_failure, report_failure, value_digest
@@ -24,6 +26,7 @@ from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
+from .partition import Partition, Partitioner, local_part
 from .running import named
 from .topology import Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, repeated_blocks, resolve_unit_classes
@@ -141,6 +144,7 @@ class ShardedModel:
         whole: names of parameters that should lie on one rank each.
         eager_policy: bounds for the eager path.
         experts: finds out which parameters are experts, and who holds them; None: no rank has parameters of its own.
+        tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
 
     Raises:
         ValueError, TypeError: unit classes or parameters that cannot be sharded. The model is as it was.
@@ -162,6 +166,7 @@ class ShardedModel:
         whole: Collection[str] = (),
         eager_policy: EagerPolicy | None = None,
         experts: Callable[[], Experts] | None = None,
+        tensor_parallel: DeviceMesh | None = None,
     ) -> None:
         self.topology = topology
         self.precision = precision
@@ -169,6 +174,7 @@ class ShardedModel:
         self.synchronisation = Synchronisation()
         plans: list[tuple[Unit, list[BucketPlan]]] = []
         found: list[Experts] = []
+        partitions: dict[str, Partition | None] = {}
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules)
@@ -177,6 +183,7 @@ class ShardedModel:
             planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), *found)
             plans.extend((unit, planner.unit(unit)) for unit in units)
             _check_experts(module, plans, *found)
+            partitions.update(_partitions(units, plans, Partitioner(topology.mesh, tensor_parallel), *found))
             # Versions, because passes and Inductor's choices of kernels differ between them.
             return [
                 f"torch {torch.__version__}",
@@ -192,6 +199,15 @@ class ShardedModel:
 
         agree(every, "fully_shard_model", describe, within=describe_experts)
         self.experts = found[0].known_to_all(every) if found else None
+        if self.experts is not None:
+            params = dict(module.named_parameters())
+            undivided = [name for name in _experts_in(plans) if partitions[name] is None]
+            partitions |= {name: self.experts.partition(name, params[name]) for name in undivided}
+        self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
+        others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
+        self._tensor_parallel = tuple(partition for partition in others if partition is not None)
+        self._agree_on_replicas(module, partitions, check_values)
+        self.everyone = every if not self._tensor_parallel else compat.new_group_of(self._ranks())
 
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
@@ -212,7 +228,9 @@ class ShardedModel:
             buckets = []
             for plan in unit_plans:
                 params = [members[slot.name] for slot in plan.layout.slots]
-                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], self._topology_of(plan), device)
+                parts = [partitions[slot.name] for slot in plan.layout.slots]
+                topology = self._topology_of(plan)
+                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device, parts)
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
@@ -242,6 +260,30 @@ class ShardedModel:
     def topologies(self) -> list[Topology]:
         """Of all buckets: that of :attr:`topology`, and that of experts if they have their own."""
         return [self.topology] if self.experts is None else [self.topology, self.experts.topology]
+
+    def _agree_on_replicas(
+        self, module: nn.Module, partitions: Mapping[str, Partition | None], check_values: bool
+    ) -> None:
+        """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it."""
+        params = dict(module.named_parameters())
+        for mesh in self._other_meshes:
+            for dim in range(mesh.ndim):
+                lines = []
+                for name, partition in partitions.items():
+                    if partition is not None and partition.mesh is mesh and partition.placements[dim].is_replicate():
+                        lines.append(f"parameter {name}: {partition.part_shape}, {params[name].dtype}")
+                        if check_values:
+                            lines.append(f"values of {name}: {value_digest(local_part(params[name]))}")
+                dimension = (mesh.mesh_dim_names or ("",))[dim]
+                topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
+                agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
+
+    def _ranks(self) -> list[int]:
+        """All that hold a part of the model: data-parallel ranks, which divide its experts, and those of other dimensions that
+        divide parameters."""
+        mesh = self.topology.mesh
+        meshes = dict.fromkeys(partition.beside(mesh) for partition in self._tensor_parallel)
+        return sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()})
 
     def buffer_bytes(self) -> int:
         """Of the model's buffers, on this rank."""
@@ -420,8 +462,8 @@ class ShardedModel:
             # Ranks that wait for this one come when they have timed out.
             self.agree("The step before failed", [stopped])
             self.eager.settle()
-            for topology in self.topologies:
-                topology.probe()  # what failed everywhere may have been a collective
+            for group in [*(group for topology in self.topologies for group in topology.groups), *self._other_groups]:
+                group.probe(self.topology.mesh.device_type)  # what failed everywhere may have been a collective
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
@@ -430,6 +472,15 @@ class ShardedModel:
         forget_failure(self.group)
         self._order.restart()
         self._failure = None
+
+    @property
+    def _other_meshes(self) -> list[DeviceMesh]:
+        return list({id(partition.mesh): partition.mesh for partition in self.partitions}.values())
+
+    @property
+    def _other_groups(self) -> tuple[Group, ...]:
+        """Of ranks that hold other parts of parameters."""
+        return tuple({group.name: group for partition in self.partitions for group in partition.groups}.values())
 
     def reset(self) -> None:
         """Start afresh after a failure: new process groups of the same ranks, no gradients, nothing under way.
@@ -446,6 +497,11 @@ class ShardedModel:
         self.group = self.topology.renew()
         if self.experts is not None:
             self.experts.topology.renew()
+        self.everyone = self.group if not self._tensor_parallel else compat.new_group_of(self._ranks())
+        for mesh in self._other_meshes:
+            compat.renew_mesh(mesh)
+        for partition in self.partitions:
+            partition.forget_groups()
         self.started, self._failure = 0, None
         self._join_order(self._name.rpartition(" #")[0])  # of the new group
         self._forget_backward()
@@ -587,6 +643,8 @@ class ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate
         duplicate.topology, duplicate.experts, duplicate.group = self.topology, self.experts, self.group
+        duplicate.partitions, duplicate._tensor_parallel = self.partitions, self._tensor_parallel
+        duplicate.everyone = self.everyone
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
@@ -633,10 +691,12 @@ def _check_shardable(module: nn.Module) -> None:
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
             )
-        if type(param) is not nn.Parameter and type(param.data) is not torch.Tensor and not compat.is_fake(param):
+        if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
             kind = type(param.data).__name__
             sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
-            raise ValueError(f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters.{sharded}")
+            raise ValueError(
+                f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
+            )
         if param.is_complex():
             raise NotImplementedError(
                 f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
@@ -662,7 +722,9 @@ class BucketPlanner:
     def unit(self, unit: Unit) -> list[BucketPlan]:
         groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
-            spec = ParamSpec(sites[0].name, tuple(param.shape), whole=any(site.name in self.whole for site in sites))
+            spec = ParamSpec(
+                sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
+            )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
             groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)
         plans: list[BucketPlan] = []
@@ -715,6 +777,22 @@ def _slots(bucket: Bucket) -> tuple[Slot, ...]:
     return bucket.plan.layout.slots
 
 
+def _partitions(
+    units: Sequence[Unit],
+    plans: Sequence[tuple[Unit, Sequence[BucketPlan]]],
+    partitioner: Partitioner,
+    experts: Experts | None = None,
+) -> dict[str, Partition | None]:
+    """How parameters come divided, by name; of experts, those that are DTensors."""
+    of_experts = Partitioner(experts.topology.mesh) if experts is not None else partitioner
+    names = _experts_in(plans)
+    found = {}
+    for param, sites in (found for unit in units for found in unit.params):
+        name = sites[0].name
+        found[name] = (of_experts if name in names else partitioner).of(name, param)
+    return found
+
+
 def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:
     """What all data-parallel ranks hold alike. Of experts that is how they look, and not their names and values."""
     experts = _experts_in(plans)
@@ -730,7 +808,7 @@ def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan
             lines.append(f"bucket {plan.name}: {digest}, main dtype {plan.main_dtype}")
     if check_values:
         shared = ((name, param) for name, param in module.named_parameters() if name not in experts)
-        lines.extend(f"values of {name}: {value_digest(param)}" for name, param in shared)
+        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in shared)
     return lines
 
 

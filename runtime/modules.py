@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import compat
 from .bucket import Home
 from .eager import Window
+from .partition import Partition
 
 __all__ = ["check_no_stray_references", "label_module", "shard_module"]
 
@@ -51,7 +52,10 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
     label_module(module)
     cls: Any = type(module)
-    module.__class__ = _sharded_class(cls, tuple(homes))
+    partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
+    # Modules that compute with ordinary tensors share classes whatever the parameters are at rest.
+    computed = tuple(p if p is not None and not p.bare else None for p in partitions)
+    module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 
 def label_module(module: nn.Module) -> None:
@@ -61,8 +65,12 @@ def label_module(module: nn.Module) -> None:
 
 
 @functools.cache
-def _sharded_class(cls: type[nn.Module], attributes: tuple[str, ...]) -> type[nn.Module]:
-    namespace: dict[str, Any] = {name: _parameter_property(name) for name in attributes}
+def _sharded_class(
+    cls: type[nn.Module], attributes: tuple[str, ...], partitions: tuple[Partition | None, ...]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        name: _parameter_property(name, partition) for name, partition in zip(attributes, partitions, strict=True)
+    }
     namespace["forward"] = _forward_in_window(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -90,11 +98,14 @@ def _forward_in_window(cls: type[nn.Module]) -> Any:
     return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
 
 
-def _parameter_property(name: str) -> property:
+def _parameter_property(name: str, partition: Partition | None) -> property:
+    """Args: partition: of a parameter that the module computes with as a DTensor."""
+
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # while Dynamo traces; not while it merely runs us, as guards do
-            return torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+            part = torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+            return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)
         if param is None:  # taken out for a moment: see _apply
@@ -104,7 +115,8 @@ def _parameter_property(name: str) -> property:
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call puts others in their place
-        return runtime.read(home)
+        part = runtime.read(home)
+        return part if partition is None else partition.of_part(part)
 
     return property(get)
 

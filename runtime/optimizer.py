@@ -89,6 +89,12 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
                 "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
             )
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.split.groups:
+                raise NotImplementedError(
+                    f"Muon works on whole matrices, and {param.split.name!r} is divided over other ranks than the data-parallel "
+                    "ones (tensor or expert parallel). Give such parameters to another optimizer."
+                )
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad

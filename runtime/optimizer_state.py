@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .bucket import Home
-from .tensor import RowShardedTensor, take_rows, whole_tensor
+from .partition import whole_tensor
+from .tensor import RowShardedTensor, take_rows
 
 __all__ = [
     "cut_loaded_state",

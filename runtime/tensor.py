@@ -26,19 +26,27 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 
 from . import compat
 from .layout import BucketLayout
-from .topology import Topology
+from .partition import Partition, whole_tensor
+from .topology import Group, Topology
 
-__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows", "whole_tensor"]
+__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class RowSplit:
-    """How the rows of one parameter are spread over ranks: parameter ``index`` of a bucket's layout."""
+    """How the rows of one parameter are spread over ranks: parameter ``index`` of a bucket's layout.
+
+    Args:
+        layout: of the bucket.
+        index: of the parameter.
+        partition: how the parameter was divided before; then the bucket holds a part of it. None: all of it.
+    """
 
     layout: BucketLayout
     index: int
+    partition: Partition | None = None
 
     @property
     def name(self) -> str:
@@ -46,26 +54,49 @@ class RowSplit:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self.part_shape if self.partition is None else self.partition.shape
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what the bucket holds of it."""
         return self.layout.slots[self.index].shape
 
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where that begins in the whole parameter."""
+        return (0,) * len(self.shape) if self.partition is None else self.partition.offsets
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Ranks, besides the data-parallel ones, that hold other parts."""
+        return () if self.partition is None else self.partition.groups
+
     def rows(self, rank: int) -> range:
+        """Of the part that the bucket holds, those of ``rank``."""
         return self.layout.rows(self.index, rank)
+
+    def rows_of_whole(self, rank: int) -> range:
+        """The same, counted in the whole parameter."""
+        rows, first = self.rows(rank), self.offsets[0] if self.shape else 0
+        return range(rows.start + first, rows.stop + first)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` holds. A scalar's owner holds a scalar, the other ranks an empty vector."""
         count = len(self.rows(rank))
         if not self.shape:
             return () if count else (0,)
-        return (count, *self.shape[1:])
+        return (count, *self.part_shape[1:])
 
 
 _T = TypeVar("_T", bound="RowShardedTensor")
 
 
 class RowShardedTensor(DTensor):
-    """A DTensor, ``Shard(0)`` over the ranks of a topology that share it, with rows as a :class:`RowSplit` says.
+    """A DTensor, ``Shard(0)`` over the ranks of a topology that share it, with rows as a :class:`RowSplit` says; and over the
+    mesh dimensions of its partition, if it has one, behind those.
 
-    ``to_local()`` is this rank's rows ``[n, *shape[1:]]``, a view of the bucket's flat shard for parameters.
+    ``to_local()`` is this rank's rows ``[n, *part_shape[1:]]``, a view of the bucket's flat shard for parameters.
     ``full_tensor()`` is the whole tensor, on every rank; all ranks must call it.
     """
 
@@ -92,7 +123,11 @@ class RowShardedTensor(DTensor):
             strides.insert(0, stride)
             stride *= max(size, 1)
         meta = compat.TensorMeta(shape, tuple(strides), local.dtype)
-        spec = compat.DTensorSpec(topology.mesh, topology.placements(split.rows(topology.shard)), tensor_meta=meta)
+        mesh, placements = topology.mesh, topology.placements(split.rows_of_whole(topology.shard))
+        if split.partition is not None:
+            mesh = split.partition.beside(mesh)
+            placements = (*placements, *split.partition.placements_at_rest)
+        spec = compat.DTensorSpec(mesh, placements, tensor_meta=meta)
         wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
         wrapped.topology = topology
@@ -104,12 +139,21 @@ class RowShardedTensor(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
-        rows, pieces = self.split.rows(piece), self.split.layout.world_size
+        rows, pieces = self.split.rows_of_whole(piece), self.split.layout.world_size
         held = f"rows {rows.start}:{rows.stop}" if rows else "no rows"
+        if self.split.partition is not None:
+            held += f", {self.split.partition.placements} over {self.split.partition.mesh.mesh_dim_names}"
         return (
             f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"rank {piece} of {pieces} holds {held}: {self._local_tensor!r})"
         )
+
+    def over_pieces(self, value: Tensor, op: str) -> Tensor:
+        """Reduce what each rank has computed of its rows to what the whole tensor would have; the same on every rank."""
+        value = self.topology.sum(value, op)
+        for group in self.split.groups:
+            value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
+        return value
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
@@ -152,14 +196,13 @@ class RowShardedTensor(DTensor):
     # torch.distributed.checkpoint asks these: which rows this rank holds, instead of what ``Shard(0)`` would mean.
 
     def _chunk(self) -> Any:
-        rows = self.split.rows(self.topology.shard)
-        trailing = self.split.shape[1:]
+        rows = self.split.rows_of_whole(self.topology.shard)
         if not self.split.shape:
             return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
         if not rows:
             return None
         return compat.ChunkStorageMetadata(
-            torch.Size([rows.start, *(0 for _ in trailing)]), torch.Size([len(rows), *trailing])
+            torch.Size([rows.start, *self.split.offsets[1:]]), torch.Size([len(rows), *self.split.part_shape[1:]])
         )
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -478,18 +521,7 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
         raise _unsupported(func, (reference, value), {})
     if value.ndim == reference.ndim and value.ndim and value.shape[0] == reference.shape[0]:
         return take_rows(value, reference.split, reference.topology.shard)
-    return value
-
-
-def whole_tensor(tensor: DTensor) -> Tensor:
-    """``tensor.full_tensor()``, one mesh dimension after the other: where a flattened mesh dimension exists, torch 2.13 gathers
-    over all at once, and takes padding of uneven shards for values."""
-    placements = list(tensor.placements)
-    for dim in reversed(range(len(placements))):
-        if not placements[dim].is_replicate():
-            placements[dim] = Replicate()
-            tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    return value if reference.split.partition is None else reference.split.partition.take(value)
 
 
 # -- random -----------------------------------------------------------------------------------------------------------
@@ -504,8 +536,13 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fills = func._schema.is_mutable or func._schema.name.endswith("_like")  # else the tensor's values matter
     if not fills or not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
         raise _unsupported(func, args, kwargs)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    drawn = func(whole, *args[1:], **kwargs)
+    partition = target.split.partition
+    count, number = (1, 0) if partition is None else (partition.count, partition.number)
+    for peer in range(count):  # all ranks draw for all of them, so that what they draw next is equal
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+        result = func(whole, *args[1:], **kwargs)
+        if peer == number:
+            drawn = result
     if not isinstance(drawn, Tensor):
         raise _unsupported(func, args, kwargs)
     local = take_rows(drawn, target.split, target.topology.shard)
@@ -527,11 +564,13 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor: RowShardedTensor = args[0]
     if not _over_everything(args[1] if len(args) > 1 else kwargs.get("dim")):
         raise _unsupported(func, args, kwargs)
-    return tensor.topology.sum(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum")
+    return tensor.over_pieces(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum")
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _sum(func, args, kwargs) / max(args[0].numel(), 1)
+    partition = args[0].split.partition
+    count = 1 if partition is None else partition.count
+    return _sum(func, args, kwargs) / max(args[0].numel() * count, 1)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -544,18 +583,18 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         limits = torch.finfo if local.is_floating_point() else torch.iinfo
         local = local.new_full((1,), limits(local.dtype).min if largest else limits(local.dtype).max)
     value = local.amax() if largest else local.amin()
-    return _extreme_of_all(value, "max" if largest else "min", tensor.topology)
+    return _extreme_of_all(value, "max" if largest else "min", tensor)
 
 
-def _extreme_of_all(value: Tensor, op: str, topology: Topology) -> Tensor:
+def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
     """Collectives take a maximum of NaN and a number for a number; torch does not."""
     if not value.is_floating_point():
-        return topology.sum(value, op)
+        return of.over_pieces(value, op)
     nan = value.isnan()
     largest = "max" in op
     clean = torch.where(nan, torch.full_like(value, float("-inf") if largest else float("inf")), value)
     clean = clean if largest else -clean
-    found = topology.sum(torch.cat([clean.reshape(-1), nan.to(value.dtype).reshape(-1)]), "max")
+    found = of.over_pieces(torch.cat([clean.reshape(-1), nan.to(value.dtype).reshape(-1)]), "max")
     extremes, nans = found.chunk(2)
     extremes = extremes if largest else -extremes
     return torch.where(nans > 0, torch.full_like(extremes, float("nan")), extremes).view(value.shape)
@@ -566,7 +605,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if len(args) > 1:
         raise _unsupported(func, args, kwargs)
     local = func(tensor._local_tensor.reshape(-1)).to(torch.int32)
-    return tensor.topology.sum(local, "max" if "any" in func._schema.name else "min").bool()
+    return tensor.over_pieces(local, "max" if "any" in func._schema.name else "min").bool()
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -580,14 +619,20 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     ]
     same = torch.equal(mine[0], mine[1])
     device = reference._local_tensor.device
-    return bool(reference.topology.sum(torch.tensor(int(same), device=device), "min").item())
+    return bool(reference.over_pieces(torch.tensor(int(same), device=device), "min").item())
 
 
 def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The vector norm of each whole tensor, with one all-reduce for all of them."""
+    """The vector norm of each whole tensor, with one all-reduce for all that are spread over the same ranks."""
     ord = float(ord)
-    if any(tensor.topology != tensors[0].topology for tensor in tensors):  # of several models
-        return [_norms([tensor], ord, dtype)[0] for tensor in tensors]
+    alike: dict[Any, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        alike.setdefault((tensor.topology, tensor.split.groups), []).append(position)
+    if len(alike) > 1:  # of several models, or divided over other ranks before
+        found: dict[int, Tensor] = {}
+        for positions in alike.values():
+            found |= zip(positions, _norms([tensors[i] for i in positions], ord, dtype), strict=True)
+        return [found[position] for position in range(len(tensors))]
     locals_ = []
     for tensor in tensors:
         local = tensor._local_tensor
@@ -602,8 +647,8 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
     if ord == float("-inf"):
         raise _unsupported(aten.linalg_vector_norm.default, (tensors[0], ord), {})
     if ord == float("inf"):
-        return list(_extreme_of_all(torch.stack(locals_), "max", tensors[0].topology).unbind())
-    return list((tensors[0].topology.sum(torch.stack(locals_), "sum") ** (1.0 / ord)).unbind())
+        return list(_extreme_of_all(torch.stack(locals_), "max", tensors[0]).unbind())
+    return list((tensors[0].over_pieces(torch.stack(locals_), "sum") ** (1.0 / ord)).unbind())
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -624,9 +669,9 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """GradScaler's: an inf on one rank is an inf on all of them, or they would not skip the same steps."""
     gradients, found_inf, inv_scale = args
     func([g._local_tensor if isinstance(g, RowShardedTensor) else g for g in gradients], found_inf, inv_scale)
-    topologies = dict.fromkeys(g.topology for g in gradients if isinstance(g, RowShardedTensor))
-    for topology in topologies:
-        found_inf.copy_(topology.sum(found_inf, "max"))
+    spread = {(g.topology, g.split.groups): g for g in gradients if isinstance(g, RowShardedTensor)}
+    for gradient in spread.values():
+        found_inf.copy_(gradient.over_pieces(found_inf, "max"))
     _tell_autograd(func, args, kwargs)
 
 
@@ -656,8 +701,9 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
     """The rows of an ordinary tensor of the global shape that ``rank`` owns; a view."""
     if not split.shape:
         return whole if split.rows(rank) else whole.reshape(1)[:0]
+    part = whole if split.partition is None else split.partition.take(whole)
     rows = split.rows(rank)
-    return whole[rows.start : rows.stop]
+    return part[rows.start : rows.stop]
 
 
 def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
@@ -670,7 +716,8 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
     parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
-    return torch.cat(parts).view(split.shape)
+    part = torch.cat(parts).view(split.part_shape)
+    return part if split.partition is None else split.partition.assemble(part)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

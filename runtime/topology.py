@@ -39,6 +39,7 @@ __all__ = [
     "Topology",
     "build_topology",
     "launches",
+    "tensor_parallel_mesh",
 ]
 
 
@@ -90,6 +91,13 @@ class Group:
 
     def __hash__(self) -> int:
         return hash((self.size, self.rank))
+
+    def probe(self, device_type: str) -> None:
+        """Raise RuntimeError if a collective fails."""
+        one = torch.ones(1, device=device_type)
+        found = compat.wait_tensor(compat.all_reduce(one, "sum", self.name))
+        if found.item() != self.size:
+            raise RuntimeError(f"Ones of {self.size} ranks have the sum {found.item()}.")
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
@@ -211,22 +219,19 @@ class Topology:
     # -- process groups -----------------------------------------------------------------------------------------------
 
     @property
-    def _groups(self) -> list[Group]:
+    def groups(self) -> list[Group]:
         """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
         others = (self.inner, self.inner_gathers, self.outer)
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property
-    def group_names(self) -> list[str]:
-        return [group.name for group in self._groups]
+    def mesh_groups(self) -> list[Group]:
+        """Of the dimensions of :attr:`mesh`."""
+        return [self.inner] if self.outer is None else [self.outer, self.inner]
 
-    def probe(self) -> None:
-        """Raise RuntimeError if a collective on one of the groups fails."""
-        for group in self._groups:
-            one = torch.ones(1, device=self.mesh.device_type)
-            found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
-            if found.item() != group.size:
-                raise RuntimeError(f"Ones of {group.size} ranks have the sum {found.item()}.")
+    @property
+    def group_names(self) -> list[str]:
+        return [group.name for group in self.groups]
 
     def renew(self) -> dist.ProcessGroup:
         """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,
@@ -235,7 +240,7 @@ class Topology:
         Returns:
             that of :attr:`every`.
         """
-        for group in self._groups:
+        for group in self.groups:
             made = compat.new_group_like(group.name)
             group.name = made.group_name
         return made  # ``every`` is the last
@@ -360,6 +365,26 @@ def build_topology(
         Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), every, for_gathers),
         hybrid_group,
     )
+
+
+def tensor_parallel_mesh(
+    mesh: DeviceMesh | None, tp_dim: str | None, data_parallel: Sequence[str | None]
+) -> DeviceMesh | None:
+    """The dimension of ``mesh`` that ``tp_dim`` names; None: none is named.
+
+    Raises:
+        ValueError: there is no such dimension, or it is one of the ``data_parallel`` ones.
+    """
+    if tp_dim is None:
+        return None
+    if mesh is None:
+        raise ValueError(f"tp_dim={tp_dim!r} needs a device_mesh that has this dimension.")
+    if tp_dim in data_parallel:
+        raise ValueError(
+            f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: the ranks of "
+            "a dimension share either parameters or data."
+        )
+    return _dimension(mesh, tp_dim, "tp_dim", DENSE_ARGUMENTS)
 
 
 def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:

@@ -130,7 +130,10 @@ class Pool:
 def _destroy_groups() -> None:
     """All that a test has made: each has threads that wake up a hundred times a second."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    # DTensor's cache takes meshes of the same ranks for one, and would give the next test those of this one.
+    _clear_sharding_prop_cache()
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:

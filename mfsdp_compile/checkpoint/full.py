@@ -26,7 +26,7 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
         Ordinary tensors by name, tied parameters sharing one, buffers included; on other ranks nothing.
     """
     model = unwrapped(model, "full_state_dict")
-    mine = rank is None or dist.get_rank(model.sharded.group) == rank
+    mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
     wholes: dict[str, Tensor] = {}
     for name, whole in model.full_parameters():
         if mine:

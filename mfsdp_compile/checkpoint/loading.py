@@ -120,7 +120,7 @@ def load(
     directory = Path(path)
     model = unwrapped(model, "load")
     sharded = model.sharded
-    rank, world_size = dist.get_rank(sharded.group), dist.get_world_size(sharded.group)
+    rank, world_size = dist.get_rank(sharded.everyone), dist.get_world_size(sharded.everyone)
     plan: list[_Plan] = []
 
     def describe() -> list[str]:
@@ -150,7 +150,7 @@ def load(
         plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None))
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
-    agree(sharded.group, f"Loading {directory}", describe, PATIENCE)
+    agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
     found = plan[0]
     manifest = _manifest_of(directory, verify)
     failure: CheckpointError | None = None
@@ -163,7 +163,7 @@ def load(
             dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         failure = as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint")
-    agree(sharded.group, f"Loading {directory}", partial(_raise_or_nothing, failure), PATIENCE)
+    agree(sharded.everyone, f"Loading {directory}", partial(_raise_or_nothing, failure), PATIENCE)
     found.finish(values)
     sharded.zero_gradients()  # they were of other weights
     sharded.synchronisation.microbatches = 0

@@ -221,7 +221,7 @@ class Checkpoints:
             state["rng"] = {str(dist.get_rank(group)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
-        agree(sharded.group, "Saving a checkpoint", contents)
+        agree(sharded.everyone, "Saving a checkpoint", contents)
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
         lock = contextlib.ExitStack()
@@ -304,7 +304,7 @@ class Checkpoints:
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
         """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate. With torch's
         time-out for gloo, as a slow disk takes longer than a collective of the model may."""
-        ranks = tuple(dist.get_process_group_ranks(sharded.group))
+        ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
         return self._groups[ranks]

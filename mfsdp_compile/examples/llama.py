@@ -7,8 +7,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-__all__ = ["Block", "Llama", "LlamaConfig"]
+__all__ = ["Block", "Llama", "LlamaConfig", "parallelize"]
 
 
 @dataclass(frozen=True)
@@ -27,24 +37,23 @@ class LlamaConfig:
 class Attention(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads
-        self.head_width = config.width // config.heads
-        kv_width = self.kv_heads * self.head_width
+        self.head_width, self.repeat = config.width // config.heads, config.heads // config.kv_heads
+        kv_width = config.kv_heads * self.head_width
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k = nn.Linear(config.width, kv_width, bias=False)
         self.v = nn.Linear(config.width, kv_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        batch, length, width = x.shape
-        q = _rotate(self.q(x).view(batch, length, self.heads, -1).transpose(1, 2), rotation)
-        k = _rotate(self.k(x).view(batch, length, self.kv_heads, -1).transpose(1, 2), rotation)
-        v = self.v(x).view(batch, length, self.kv_heads, -1).transpose(1, 2)
-        repeat = self.heads // self.kv_heads
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        # By the width of a head, not their number: with tensor parallelism a rank has some of them.
+        batch, length, _ = x.shape
+        q = _rotate(self.q(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
+        k = _rotate(self.k(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
+        v = self.v(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+        if self.repeat > 1:
+            k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -101,6 +110,44 @@ class Llama(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama:
+    """Divide the model over tensor-parallel ranks, in place: heads, the feed-forward part, and the vocabulary.
+
+    Args:
+        mesh: of one dimension; its size divides the numbers of heads.
+        sequence: what lies between the divided layers is divided too, by positions; the length of a batch must be a multiple
+            of the mesh's size.
+    """
+    between = Shard(1) if sequence else Replicate()
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+            **({"norm": SequenceParallel()} if sequence else {}),
+        },
+    )
+    for layer in model.layers:
+        plan: dict[str, ParallelStyle] = {
+            **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+            "attention.out": RowwiseParallel(output_layouts=between),
+            "feed_forward.gate": ColwiseParallel(),
+            "feed_forward.up": ColwiseParallel(),
+            "feed_forward.down": RowwiseParallel(output_layouts=between),
+        }
+        if sequence:
+            whole = {"input_layouts": (Shard(1), None), "desired_input_layouts": (Replicate(), None)}
+            plan |= {
+                "attention_norm": SequenceParallel(),
+                "attention": PrepareModuleInput(**whole),
+                "feed_forward_norm": SequenceParallel(),
+                "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            }
+        parallelize_module(layer, mesh, plan)
+    return model
 
 
 def _rotation(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:

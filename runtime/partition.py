@@ -1,0 +1,260 @@
+"""Parameters that are divided already: over tensor-parallel or expert-parallel ranks (:mod:`.experts`).
+
+Such a parameter comes as a DTensor (``torch.distributed.tensor.parallel``), or as an ordinary tensor that holds this rank's
+part, marked as Megatron marks it (``tensor_model_parallel``, ``partition_dim``). Data-parallel ranks share the part: that is
+what lies in a bucket, is gathered and reduced. The model computes with what it was built with, a DTensor over its own mesh or
+the bare part. At rest the parameter is a DTensor over both, ``(data-parallel dimensions, other dimensions)``, of the shape of
+the whole.
+
+               tp 0        tp 1                      W [6, 4], Shard(0) over tp, rows of each part over dp
+    dp 0     W[0:2]      W[3:5]
+    dp 1     W[2:3]      W[5:6]                      gathered over dp: W[0:3] and W[3:6]
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from . import compat
+from .topology import Group
+
+__all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """How one parameter is spread over mesh dimensions that are not data-parallel.
+
+    Args:
+        mesh: these dimensions.
+        placements: ``Shard`` or ``Replicate``, one for each.
+        shape: of the whole parameter.
+        bare: the model computes with this rank's part as an ordinary tensor; else with a DTensor.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    bare: bool = False
+
+    # Meshes compare equal that have the same ranks, whatever their process groups: those of a mesh that is gone too.
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Partition)
+            and self.mesh is other.mesh
+            and (self.placements, self.shape, self.bare) == (other.placements, other.shape, other.bare)
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.mesh), self.placements, self.shape, self.bare))
+
+    @functools.cached_property
+    def _part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return compat.local_shape_and_offset(self.shape, self.mesh, self.placements)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what this rank's data-parallel group holds."""
+        return self._part[0]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the part begins in the whole parameter, by dimension."""
+        return self._part[1]
+
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """Ranks that hold other parts, by mesh dimension."""
+        return tuple(
+            Group.of(self.mesh.get_group(dim))
+            for dim, placement in enumerate(self.placements)
+            if isinstance(placement, Shard) and self.mesh.size(dim) > 1
+        )
+
+    @property
+    def count(self) -> int:
+        """Parameters that reductions are over."""
+        return 1
+
+    @property
+    def number(self) -> int:
+        """Which of these this rank has."""
+        return 0
+
+    def forget_groups(self) -> None:
+        """Those of the mesh have been made anew."""
+        vars(self).pop("groups", None)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of what broadcasts with the whole parameter; a view."""
+        missing = len(self.shape) - whole.ndim
+        for dim in range(whole.ndim):
+            size, part = self.shape[missing + dim], self.part_shape[missing + dim]
+            if whole.shape[dim] == size and part != size:
+                whole = whole.narrow(dim, self.offsets[missing + dim], part)
+        return whole
+
+    def of_part(self, part: Tensor) -> DTensor:
+        """The whole parameter as a DTensor of which ``part`` is this rank's. Differentiable."""
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=strides
+        )
+
+    def assemble(self, part: Tensor) -> Tensor:
+        """The whole parameter on every rank. Collective over :attr:`groups`."""
+        return whole_tensor(self.of_part(part)) if self.groups else part
+
+    def beside(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The data-parallel dimensions of ``mesh``, then these."""
+        known: tuple[DeviceMesh, DeviceMesh] | None = vars(self).get("_beside")
+        if known is None or known[0] is not mesh:
+            known = vars(self)["_beside"] = mesh, compat.concatenate_meshes(mesh, self.mesh)
+        return known[1]
+
+    @property
+    def placements_at_rest(self) -> tuple[Placement, ...]:
+        """Behind a :class:`~mfsdp_compile.runtime.compat.RowShard` that tells rows of the whole parameter."""
+        return tuple(compat.EVERY_ROW if placement == Shard(0) else placement for placement in self.placements)
+
+
+class Peers(Partition):
+    """Of a parameter in whose place other ranks have others: experts, each with parameters of its own.
+
+    It is whole here. What is reduced is so over all of them: one number that is equal on every rank, and the norm of a model's
+    gradients is that of all experts.
+    """
+
+    @functools.cached_property
+    def _part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.shape, (0,) * len(self.shape)
+
+    @property
+    def count(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def number(self) -> int:
+        return self.mesh.get_local_rank()
+
+    def assemble(self, part: Tensor) -> Tensor:
+        return part
+
+    def beside(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh
+
+    @property
+    def placements_at_rest(self) -> tuple[Placement, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """Finds out how parameters are divided.
+
+    Args:
+        data_parallel: the mesh that they are to be sharded over.
+        tensor_parallel: the mesh dimension that Megatron's marks speak of; None: there is none.
+    """
+
+    data_parallel: DeviceMesh
+    tensor_parallel: DeviceMesh | None = None
+    _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
+
+    def of(self, name: str, param: Tensor) -> Partition | None:
+        """None: the parameter is an ordinary one.
+
+        Raises:
+            ValueError: a mesh or a placement that does not fit, or a mark without a mesh.
+        """
+        if isinstance(param, DTensor):
+            return self._of_dtensor(name, param)
+        return self._of_marks(name, param)
+
+    def _of_dtensor(self, name: str, param: DTensor) -> Partition:
+        mesh, placements = self._first_like(param.device_mesh), tuple(param.placements)
+        odd = [p for p in placements if type(p) not in (Shard, Replicate)]
+        if odd:
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor with placements {placements}: {odd[0]} cannot be sharded further. "
+                "Tensor-parallel parameters are Shard or Replicate."
+            )
+        mine = set(self.data_parallel.mesh_dim_names or ())
+        if shared := mine & set(mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor over the mesh dimension {sorted(shared)[0]!r}, which parameters are to be "
+                "sharded over: it would be sharded twice. Distribute it over other dimensions (tensor-parallel ones), or "
+                "shard over others (dp_shard_dim)."
+            )
+        partition = Partition(mesh, placements, tuple(param.shape))
+        try:
+            partition.beside(self.data_parallel)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"Parameter {name!r} is a DTensor over the mesh {_named(mesh)}, and is to be sharded over "
+                f"{_named(self.data_parallel)}: both must be dimensions of one DeviceMesh. Make it with "
+                "init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')) and take mesh['tp'] for the model and "
+                f"mesh with dp_shard_dim='dp' here. ({error})"
+            ) from error
+        return partition
+
+    def _first_like(self, mesh: DeviceMesh) -> DeviceMesh:
+        """One object for all slices ``mesh["tp"]``: equal layers then share compiled code."""
+        groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
+        return self._meshes.setdefault((mesh, groups), mesh)
+
+    def _of_marks(self, name: str, param: Tensor) -> Partition | None:
+        marked = getattr(param, "tensor_model_parallel", False)
+        mesh = self.tensor_parallel
+        if not marked:
+            if mesh is None:
+                return None
+            return Partition(mesh, (Replicate(),), tuple(param.shape), bare=True)
+        if mesh is None:
+            raise ValueError(
+                f"Parameter {name!r} is marked tensor_model_parallel: it is a part of a parameter, and tp_dim says of no mesh "
+                "dimension that has the others. Pass device_mesh with a tensor-parallel dimension, and its name as tp_dim."
+            )
+        dim, stride = getattr(param, "partition_dim", None), getattr(param, "partition_stride", 1)
+        if not isinstance(dim, int) or not -param.ndim <= dim < param.ndim:
+            raise ValueError(
+                f"Parameter {name!r} is marked tensor_model_parallel with partition_dim={dim!r}: it must be one of its "
+                f"{param.ndim} dimensions."
+            )
+        if stride != 1:
+            raise NotImplementedError(
+                f"Parameter {name!r} is marked with partition_stride={stride}: its part is not in one piece, which a DTensor "
+                "cannot say. Hold it as a parameter of its own for each piece."
+            )
+        dim %= param.ndim
+        shape = list(param.shape)
+        shape[dim] *= mesh.size()
+        return Partition(mesh, (Shard(dim),), tuple(shape), bare=True)
+
+
+def _named(mesh: DeviceMesh) -> str:
+    return f"{mesh.mesh_dim_names or '(without names)'} {tuple(mesh.shape)}"
+
+
+def local_part(param: Tensor) -> Tensor:
+    """What this rank has of a parameter, without autograd."""
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def whole_tensor(tensor: DTensor) -> Tensor:
+    """``tensor.full_tensor()``, one mesh dimension after the other: where a flattened mesh dimension exists, torch 2.13 gathers
+    over all at once, and takes padding of uneven shards for values."""
+    placements = list(tensor.placements)
+    for dim in reversed(range(len(placements))):
+        if not placements[dim].is_replicate():
+            placements[dim] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
