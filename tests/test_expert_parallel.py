@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,104 @@ def test_a_mesh_of_this_ranks_alone() -> None:
 @on_ranks(4)
 def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
+
+
+# -- parameters at rest ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2", "HFSDP 2 x 1 x 2"])
+@on_ranks(4)
+def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
+    """Shapes, values, norms, sums and random values are those of one process; and so is clipping, over all experts."""
+    model, alone = make(mesh), _model(CONFIG, None)
+    for name, param in model.module.named_parameters():
+        whole = alone.get_parameter(name)
+        assert param.shape == whole.shape, name
+        assert torch.equal(param.full_tensor(), whole), name
+        torch.testing.assert_close(param.norm().detach(), whole.norm().detach())
+        torch.testing.assert_close(param.mean().detach(), whole.mean().detach())
+        assert param.max() == whole.max(), name
+    tokens = batches(0)[0]
+    loss_of(model, tokens[dist.get_rank()]).backward()
+    (sum(loss_of(alone, each) for each in tokens) / len(tokens)).backward()
+    for foreach in (False, True):
+        got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, foreach=foreach)
+        torch.testing.assert_close(got, wanted)
+    for each in (model.module, alone):
+        torch.manual_seed(3)
+        for param in each.parameters():
+            nn.init.normal_(param)
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param.full_tensor(), alone.get_parameter(name)), name
+    whole = dict(model.full_parameters())
+    assert all(torch.equal(whole[name], param) for name, param in alone.named_parameters())
+
+
+class Numbered(nn.Module):
+    """Experts that are modules. Each rank has those of its place in the group."""
+
+    class block(nn.Module):
+        def __init__(self, group: dist.ProcessGroup | None) -> None:
+            super().__init__()
+            self.enter = nn.Linear(6, 6)
+            every = [nn.Linear(6, 6) for _ in range(4)]
+            self.rank, self.ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+            self.experts = nn.ModuleList(every[self.rank * 4 // self.ranks :][: 4 // self.ranks])
+
+        def forward(self, x: Tensor) -> Tensor:
+            """As if this rank's experts had got ``x`` alone: tokens do not travel."""
+            x = self.enter(x)
+            return x + sum(expert(x) for expert in self.experts)
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Numbered.block(group), Numbered.block(group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).pow(2).mean()
+
+
+def numbered(mesh: str) -> MegatronFSDP:
+    arguments, group = mesh_arguments(mesh)
+    torch.manual_seed(0)
+    return fully_shard_model(Numbered(group), fsdp_unit_modules=[Numbered.block], **arguments)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_experts_that_are_modules(mode: str) -> None:
+    """Each expert is whole on the ranks that share it; norms, and what is drawn, are of all of them."""
+    model = numbered("2 x 2")
+    rank, ep_rank = dist.get_rank(), model.module.blocks[0].rank
+    data = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
+    compiled(model, mode)(data[rank]).backward()
+    # One process for each half of the experts, on the batches of the ranks that hold them.
+    torch.manual_seed(0)
+    whole = Numbered(None)
+    halves = [copy.deepcopy(whole) for _ in range(2)]
+    for half, alone in enumerate(halves):
+        for block in alone.blocks:
+            block.experts = block.experts[half * 2 : half * 2 + 2]
+        (sum(alone(x) for x in data[half::2]) / 4).backward()
+    norm = sum(p.grad.pow(2).sum() for alone in halves for n, p in alone.named_parameters() if is_expert(n))
+    for name, param in model.module.named_parameters():
+        if is_expert(name):
+            wanted = halves[ep_rank].get_parameter(name)
+            assert torch.equal(param.full_tensor(), wanted)
+            gradient = wanted.grad
+        else:
+            gradient = sum(alone.get_parameter(name).grad for alone in halves)
+            norm = norm + gradient.pow(2).sum()
+        torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=RELATIVE, atol=1e-7)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm.sqrt())
+    torch.manual_seed(5 + ep_rank)
+    weight = model.module.blocks[0].experts[0].weight
+    torch.manual_seed(5)
+    nn.init.normal_(weight)
+    torch.manual_seed(5)
+    drawn = [torch.randn(6, 6) for _ in range(2)]
+    assert torch.equal(weight.full_tensor(), drawn[ep_rank])
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
