@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import parity
@@ -12,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
-from pool import on_ranks
+from pool import Pools, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.examples.measuring import collectives
 from mfsdp_compile.examples.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
 
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
@@ -350,6 +353,137 @@ def test_experts_that_are_modules(mode: str) -> None:
     torch.manual_seed(5)
     drawn = [torch.randn(6, 6) for _ in range(2)]
     assert torch.equal(weight.full_tensor(), drawn[ep_rank])
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def trained(mesh: str | None, steps: int = 1) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """With AdamW. None: every rank has all experts."""
+    if mesh is None:
+        model = fully_shard_model(_model(CONFIG, None), fsdp_unit_modules=[MoeBlock])
+    else:
+        model = make(mesh)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(steps):
+        loss_of(model, batches(step)[0][dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: param.full_tensor().detach() for name, param in model.module.named_parameters()}
+    for name, param in model.module.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+@pytest.mark.processes
+def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
+    """Weights and AdamW's state, to the bit."""
+    pools.of(4).run(save_and_load, folder=str(tmp_path))
+
+
+def save_and_load(folder: str) -> None:
+    checkpoints = Checkpoints(folder)
+    expected: dict[str, Tensor] = {}
+    for saved, loaded in {
+        "2 x 2": ["4 x 1", "1 x 4", None, "HFSDP 2 x 1 x 2"],
+        "1 x 4": ["2 x 2"],
+        None: ["2 x 2"],
+    }.items():
+        model, optimizer = trained(saved)
+        expected = wholes(model, optimizer)
+        checkpoints.save(1, model, optimizer)
+        for mesh in loaded:
+            other, its = trained(mesh, steps=0)
+            checkpoints.load(other, its)
+            found = wholes(other, its)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (saved, mesh, name)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
+    """Collectives of a step, the second one: gathers, gathers of what stays, reduce-scatters, all-reduces, all-to-alls."""
+    model = make(mesh, checkpointed=checkpointed)
+    call = compiled(model, mode)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def step() -> None:
+        loss_of(call, batches(0)[0][dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    counts = collectives(step)
+    names = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
+    return (*(counts[name] for name in names), counts["all_to_all_single"])  # type: ignore[return-value]
+
+
+UNITS, EXPERT_UNITS = 4, CONFIG.layers
+"""Of the model: what is before the layers, two layers, what is behind; layers have a bucket of experts each besides."""
+TABLE = Path(__file__).parent.parent / "docs" / "expert_parallel.md"
+
+
+def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
+    buckets = UNITS + EXPERT_UNITS
+    # Backward gathers layers again. An embedding's backward does not need it, but the eager path, which goes by the order
+    # of units, has gathered it when that shows. What comes last stays.
+    again = 2 * EXPERT_UNITS + (mode == EAGER)
+    exchanges = 5 + 3 * checkpointed  # loads, there, back; of gradients back and there; and the first three again
+    outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
+    return (
+        buckets + again,
+        buckets * shards_outer,
+        buckets * (1 + shards_outer),
+        buckets * (outer and not shards_outer),
+        CONFIG.layers * exchanges,
+    )
+
+
+def table() -> list[str]:
+    """For the docs."""
+    lines = [
+        "| mesh of experts | mode | gathers | gathers of what stays | reduce-scatters | all-reduces | all-to-alls |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mesh in MESHES:
+        for mode, shown in ((AOT_EAGER, "compiled"), (EAGER, "eager")):
+            counts = expected_counts(mesh, mode, False)
+            *others, exchanges = counts
+            exchanges_again = expected_counts(mesh, mode, True)[-1]
+            cells = [mesh, shown, *map(str, others), f"{exchanges} ({exchanges_again})"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_table_in_the_docs() -> None:
+    found = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert "\n".join(table()) in "\n".join(found), "the table should be\n" + "\n".join(table())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize(
+    "mesh", ["2 x 2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1 x 4", "4 x 1", "HSDP 2 x 1 x 2"))]
+)
+@on_ranks(4)
+def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> None:
+    assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["HSDP 2 x 2 x 2", "HFSDP 2 x 2 x 2"])
+@on_ranks(8, timeout=480)
+def test_communication_of_a_step_on_eight_ranks(mesh: str) -> None:
+    for mode in (EAGER, AOT_EAGER):
+        assert counted(mesh, mode, True) == expected_counts(mesh, mode, True)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
