@@ -72,8 +72,8 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
     """How long a collective takes, alone on the network.
 
     Args:
-        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        payload: bytes of the whole tensor: what is gathered, or reduced.
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
+        payload: bytes of the whole tensor: what is gathered, or reduced; what one rank sends all others.
         ring: the ranks.
     """
     if ring.size == 1:
@@ -86,6 +86,9 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
         bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
     latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
     moved = (ring.size - 1) / ring.size * payload / bandwidth
+    if kind == "all_to_all":  # to each rank by the way that leads there, both ways at a time
+        apart = payload / ring.size
+        moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
     if kind == "all_reduce":
         tree = 2 * ((local - 1) * inside.latency + math.log2(nodes) * between.latency)
         return hardware.collective_seconds + min(2 * latency, tree) + 2 * moved
@@ -156,6 +159,8 @@ class CostModel:
         )
 
     def kernel(self, kernel: Kernel) -> float:
+        if kernel.sends is not None:
+            return collective_seconds(*kernel.sends, self.hardware)
         if kernel.flops:
             return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
         return self.moved(kernel.bytes) if kernel.bytes else 0.0
@@ -183,6 +188,7 @@ class Kernel:
         attention: whether it is fused attention.
         place: in the order of the graph.
         finishes: the bucket whose reduced gradient it casts or scales; None for what the model computes.
+        sends: of a collective of the model's own: its kind, the bytes of it, and its ranks. Computation waits for it.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -192,6 +198,7 @@ class Kernel:
     attention: bool = False
     place: float = 0.0
     finishes: int | None = None
+    sends: tuple[str, int, Ring] | None = None
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
@@ -271,8 +278,9 @@ def is_alias(node: fx.Node) -> bool:
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node is computation of the model: no collective, nothing that belongs to one, no view."""
-    if node.op != "call_function" or is_alias(node) or roles.is_collective(node):
+    """Whether a node is computation of the model: no collective of a bucket, nothing that belongs to one, no view. The model's
+    own collectives are: it computes with what they bring."""
+    if node.op != "call_function" or is_alias(node):
         return False
     role = role_of(node)
     if role is not None and role.kind in _OF_COLLECTIVES:
@@ -305,7 +313,27 @@ def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
         ),
         torch.float32,
     )
-    return Kernel(tuple(nodes), flops, size, dtype, attention)
+    return Kernel(tuple(nodes), flops, size, dtype, attention, sends=_sends(first))
+
+
+_COLLECTIVES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def _sends(node: fx.Node) -> tuple[str, int, Ring] | None:
+    """Of a collective of the model's own; None for computation, and for collectives whose time is not known."""
+    if not roles.is_collective(node):
+        return None
+    kind = _COLLECTIVES.get(node.target._opname)  # type: ignore[union-attr]
+    if kind is None:
+        return None
+    ranks = compat.ranks_of(str(node.args[-1]))
+    payload = value_bytes(node if kind == "all_gather" else node.all_input_nodes[0])
+    return kind, payload, Ring(len(ranks), max(1, (ranks[-1] - ranks[0]) // max(1, len(ranks) - 1)))
 
 
 def _flops(node: fx.Node) -> tuple[float, bool]:

@@ -286,7 +286,7 @@ class _Reader:
             if storage.end is not None and storage.bucket is None and storage.bytes:
                 dying.setdefault(storage.end, []).append(storage)
         for kernel in self.kernels:
-            if kernel.flops:
+            if kernel.flops or kernel.sends is not None:
                 continue
             free = [s for s in dying.get(kernel.place, []) if s.begin < kernel.place]
             for storage in [s for n in kernel.nodes for s in self.roots[n] if s.begin == kernel.place and s.bytes]:

@@ -182,6 +182,11 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
+def ranks_of(name: str) -> list[int]:
+    """Of a process group, by its name: global ranks, in order."""
+    return sorted(dist.get_process_group_ranks(process_group(name)))
+
+
 def collectives_started(group: dist.ProcessGroup) -> int:
     """On a process group, by this rank, since it was made; 0 for backends that do not count."""
     try:
@@ -424,6 +429,11 @@ def concrete(size: Any) -> int:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, because a model is planned and not run."""
     return isinstance(tensor, FakeTensor)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Tensors have values inside, also where others have none: those of meshes are numbers of ranks."""
+    return _disable_current_modes()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -753,7 +763,8 @@ def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of this rank's part of an ordinary DTensor: its shape, and where it begins."""
-    local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    with _disable_current_modes():  # it computes with tensors
+        local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     return tuple(local), tuple(offset)
 
 
@@ -775,7 +786,8 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError: they are not.
     """
-    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    with _disable_current_modes():  # it computes with tensors
+        mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
     return mesh
 
 

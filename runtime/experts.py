@@ -89,6 +89,7 @@ class Experts:
         group = compat.process_group(self.topology.every.name)
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
+    @compat.without_modes()
     def known_to_all(self, every: dist.ProcessGroup) -> Experts:
         """With :attr:`holders` and :attr:`parallel`. Collective if the mesh does not tell.
 
@@ -155,6 +156,7 @@ _PARALLEL = "ep"
 """Name of the mesh dimension of ranks with other experts, where the program's mesh has none."""
 
 
+@compat.without_modes()
 def build_experts(
     mesh: DeviceMesh,
     shard_dim: str | None,

@@ -1,9 +1,8 @@
 """A mixture-of-experts Llama, and three ways to bring tokens to experts.
 
 ``"balanced"``
-    Every expert gets ``tokens * chosen / experts`` tokens, as a balanced router would leave them: surplus tokens of an expert
-    are dropped, gaps are filled. All experts are on every rank, all shapes are static: for plans, measurements and tests of
-    schedules.
+    Every expert gets ``tokens * chosen / experts`` tokens of each rank, as a balanced router would leave them: surplus tokens of
+    an expert are dropped, gaps are filled. All shapes are static: for plans, measurements and tests of schedules.
 ``"all_to_all"``
     Dropless: each token goes to its experts, wherever they are, in an all-to-all with as many rows for each rank as there
     happen to be, and comes back in another one. In one full graph with ``torch._dynamo.config.capture_scalar_outputs``;
@@ -128,11 +127,8 @@ class Mixture(nn.Module):
             raise ValueError(
                 f"{config.experts} experts cannot be divided by the {ranks} ranks of the expert-parallel group"
             )
-        if config.dispatch not in ("all_to_all", "all_gather") and (config.dispatch != "balanced" or ranks > 1):
-            raise ValueError(
-                f"dispatch={config.dispatch!r} with {ranks} expert-parallel ranks: there are 'all_to_all' and 'all_gather', "
-                "and 'balanced' for one rank"
-            )
+        if config.dispatch not in ("balanced", "all_to_all", "all_gather"):
+            raise ValueError(f"dispatch={config.dispatch!r}: there are 'balanced', 'all_to_all' and 'all_gather'")
         self.dispatch = config.dispatch
         self.chosen, self.ranks, self.rank = config.chosen, ranks, rank
         self.group = group.group_name if group is not None else ""
@@ -154,8 +150,16 @@ class Mixture(nn.Module):
         load = x.shape[0] * self.chosen // experts
         order = order[: load * experts]
         source = order // self.chosen
-        y = self.experts(x[source].view(experts, load, -1)).flatten(0, 1) * weights.flatten()[order, None]
-        return torch.zeros_like(x).index_add(0, source, y)
+        copies = x[source]
+        if self.ranks > 1:  # by rank and expert, there; by expert and rank here
+            each = [copies.shape[0] // self.ranks] * self.ranks
+            copies = compat.all_to_all_autograd(copies, each, each, self.group)
+            copies = copies.view(self.ranks, -1, load, x.shape[1]).transpose(0, 1).flatten(1, 2)
+        y = self.experts(copies.view(experts // self.ranks, self.ranks * load, -1))
+        if self.ranks > 1:
+            y = y.view(-1, self.ranks, load, x.shape[1]).transpose(0, 1).flatten(0, 2)
+            y = compat.all_to_all_autograd(y, each, each, self.group)
+        return torch.zeros_like(x).index_add(0, source, y.view(len(order), -1) * weights.flatten()[order, None])
 
     def _all_to_all(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         experts = self.router.out_features

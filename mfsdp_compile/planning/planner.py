@@ -6,7 +6,7 @@ the memory budget, and its simulation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory, simulate
 from mfsdp_compile.passes.solve import BudgetError, explained, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Group, Topology
@@ -50,12 +51,22 @@ class Candidate:
         strategy: over the inner ranks.
         inner, outer: numbers of ranks; ``outer`` > 1 is HSDP.
         outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
+        expert_parallel: neighbours among the inner ranks that divide experts; experts are sharded over the inner ranks that
+            hold the same.
+
+    Raises:
+        ValueError: so many ranks do not divide the inner ones.
     """
 
     strategy: ShardingStrategy
     inner: int
     outer: int = 1
     outer_shards: bool = False
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.inner % self.expert_parallel:
+            raise ValueError(f"{self.expert_parallel} expert-parallel ranks do not divide {self.inner} inner ranks")
 
     @property
     def world(self) -> int:
@@ -63,9 +74,20 @@ class Candidate:
 
     def topology(self) -> Topology:
         """The ranks as passes know them: inner ranks are neighbours."""
-        inner = Group("inner", self.inner, 0)
+        return self._topology(1)
+
+    def experts(self) -> Experts | None:
+        """The ranks that share experts; None: all of them do."""
+        if self.expert_parallel == 1:
+            return None
+        mesh: Any = None
+        return Experts(mesh, self._topology(self.expert_parallel), is_expert, True, None)
+
+    def _topology(self, apart: int) -> Topology:
+        """Over every ``apart``-th of the ranks."""
+        inner = Group("inner", self.inner // apart, 0, apart)
         outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
-        every = Group("every", self.world, 0) if outer is not None else inner
+        every = Group("every", self.world // apart, 0, apart) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
         return Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
@@ -73,9 +95,11 @@ class Candidate:
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
         name = names[int(self.strategy)]
+        experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
         if self.outer == 1:
-            return name
-        return f"{'HFSDP' if self.outer_shards else 'HSDP'} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}"
+            return f"{name}{experts}"
+        kind = "HFSDP" if self.outer_shards else "HSDP"
+        return f"{kind} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}{experts}"
 
 
 @dataclass(frozen=True)
@@ -153,14 +177,23 @@ class Forecast:
         rows: of the candidates.
         best: the fastest that fits, by tokens per second and rank; None if none does.
         smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
-        traced: the model.
+        traces: of the model, by numbers of expert-parallel ranks.
     """
 
     job: Job
     rows: Sequence[Planned]
     best: Planned | None
     smallest_world: int | None
-    traced: Trace
+    traces: Mapping[int, Trace]
+
+    @property
+    def traced(self) -> Trace:
+        """The model, as the best plan has it on a rank."""
+        return self.trace_of(self.best) if self.best is not None else next(iter(self.traces.values()))
+
+    def trace_of(self, row: Planned) -> Trace:
+        """The model, as a plan has it on a rank."""
+        return self.traces[row.candidate.expert_parallel]
 
     def tokens_per_second(self, row: Planned) -> float:
         """Of one rank."""
@@ -172,7 +205,7 @@ class Forecast:
         if row.timeline is None:
             return 0.0
         dtype = str(self.job.work.dtype).removeprefix("torch.")
-        return 3 * self.traced.forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
+        return 3 * self.trace_of(row).forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
 
 
 def bucket_sizes(job: Job, traced: Trace, candidate: Candidate) -> list[tuple[int | None, Planned]]:
@@ -209,21 +242,28 @@ def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
 MAX_WORLD = 65_536
 
 
-def candidates(world: int, hardware: Hardware) -> Iterator[Candidate]:
+def candidates(world: int, hardware: Hardware, expert_parallel: int = 1) -> Iterator[Candidate]:
     """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
-    upwards."""
-    for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
-        yield Candidate(strategy, world)
+    upwards; those that so many expert-parallel ranks divide."""
+    if world % expert_parallel == 0:
+        for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
+            yield Candidate(strategy, world, expert_parallel=expert_parallel)
     inner = hardware.ranks_per_node
     while inner < world:
-        if world % inner == 0:
+        if world % inner == 0 and inner % expert_parallel == 0:
             for outer_shards in (False, True):
-                yield Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, world // inner, outer_shards)
+                sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
+                yield Candidate(sharding, inner, world // inner, outer_shards, expert_parallel)
         inner *= 8
 
 
 def plan(
-    job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = None, *, parts: bool = False
+    job: Job,
+    worlds: Sequence[int],
+    chosen: Sequence[Candidate] | None = None,
+    *,
+    parts: bool = False,
+    expert_parallel: Sequence[int] = (1,),
 ) -> Forecast:
     """Plan a job.
 
@@ -232,19 +272,30 @@ def plan(
         worlds: numbers of ranks to try.
         chosen: ways to shard; None: see :func:`candidates`.
         parts: trace so that :func:`bucket_sizes` can be asked afterwards.
+        expert_parallel: numbers of ranks that divide the model's experts, to try each; of ``chosen`` that is known.
 
     Raises:
-        ValueError: a number of ranks is below 1.
+        ValueError: a number of ranks is below 1, none of them can be divided by the expert-parallel ones, or the model's
+            experts cannot.
         RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
-    traced = trace(job.work, job.hardware, job.fused, parts=parts or job.bucket_bytes is not None)
-    tried = chosen or [candidate for world in worlds for candidate in candidates(world, job.hardware)]
-    rows = [planned(job, traced, candidate) for candidate in tried]
+    if min(expert_parallel) < 1:
+        raise ValueError(f"expert-parallel ranks must be at least 1, got {list(expert_parallel)}")
+    tried = chosen or [
+        candidate for world in worlds for size in expert_parallel for candidate in candidates(world, job.hardware, size)
+    ]
+    if not tried:
+        raise ValueError(f"{list(expert_parallel)} expert-parallel ranks do not divide {list(worlds)} ranks")
+    sizes = dict.fromkeys(candidate.expert_parallel for candidate in tried)
+    parts = parts or job.bucket_bytes is not None
+    traces = {size: trace(job.work, job.hardware, job.fused, parts=parts, expert_parallel=size) for size in sizes}
+    rows = [planned(job, traces[candidate.expert_parallel], candidate) for candidate in tried]
     fitting = [row for row in rows if row.timeline is not None]
     best = min(fitting, key=_preference, default=None)
-    return Forecast(job, rows, best, _smallest_world(job, traced), traced)
+    smallest = [found for size, traced in traces.items() if (found := _smallest_world(job, traced, size)) is not None]
+    return Forecast(job, rows, best, min(smallest, default=None), traces)
 
 
 def _preference(row: Planned) -> tuple[float, float, int]:
@@ -289,11 +340,11 @@ _BOUNDS = 3
 """Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
-def _smallest_world(job: Job, traced: Trace) -> int | None:
+def _smallest_world(job: Job, traced: Trace, expert_parallel: int) -> int | None:
     """By memory alone, with parameters sharded over all ranks."""
-    world = 1
+    world = expert_parallel
     while world <= MAX_WORLD:
-        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world)
+        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world, expert_parallel=expert_parallel)
         problem = problem_of(job, traced, candidate)
         try:
             solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
@@ -314,9 +365,9 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
         job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
     )
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
-    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset())
+    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), candidate.experts())
     infos_like = {
-        name: [bucket_info(bucket_plan, topology) for bucket_plan in planner.unit(unit)]
+        name: [bucket_info(found, planner.topology_of(found.is_expert)) for found in planner.unit(unit)]
         for name, unit in traced.units.items()
     }
     infos: list[BucketInfo] = []
