@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.runtime import optimizer as optimizers
+from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
 from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
@@ -63,6 +64,7 @@ def fully_shard_model(
     optimizer_block_size: int = 1,
     bucket_bytes: int | None = None,
     unit_bytes: int | None = None,
+    is_expert: IsExpert | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -124,6 +126,16 @@ def fully_shard_model(
             auto`` tells what is gained. None: each is a unit by itself.
         optimizer_block_size: elements that an optimizer quantises together (256 for most 8-bit optimizers); no such
             block is parted between ranks. A power of two.
+        expt_device_mesh: for expert parallelism, where data-parallel ranks divide a model's experts among them: the mesh of
+            the ranks that hold the same experts, with the same names of dimensions as ``device_mesh``. Of n data-parallel
+            ranks and e-fold expert parallelism a mesh of (n / e, e) ranks called ``(dp_shard_dim, "ep")`` does; so does one
+            without the last dimension. Each rank's model has its own experts, and everything else alike. Their gradients are
+            the mean over all data-parallel ranks, as in one process with all experts.
+        hybrid_fsdp_expt_group: the process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and ``dp_shard_dim``;
+            needed with ``dp_outer_dim``.
+        expt_fsdp_group_ag: as ``fsdp_group_ag``, for experts.
+        is_expert: called with every parameter and its name, tells experts; by default they are what is in a module called
+            ``experts``, and what Megatron marks with ``allreduce = False``.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
@@ -136,6 +148,8 @@ def fully_shard_model(
     """
     given = dict(locals())
     _refuse_unimplemented(given)
+    if expt_device_mesh is None:
+        _refuse_without_experts(given)
     if calculate_per_token_loss and average_in_collective:
         raise ValueError(
             "calculate_per_token_loss sums gradients and average_in_collective averages them: give one of them."
@@ -147,15 +161,27 @@ def fully_shard_model(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
+    strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
+    outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
-        device_mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        hybrid_fsdp_group,
-        ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy"),
-        ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
-        fsdp_group_ag,
+        device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, strategy, outer_strategy, fsdp_group_ag
     )
+
+    def experts() -> Experts:
+        assert expt_device_mesh is not None
+        return build_experts(
+            expt_device_mesh,
+            dp_shard_dim,
+            dp_outer_dim,
+            hybrid_fsdp_expt_group,
+            strategy,
+            outer_strategy,
+            expt_fsdp_group_ag,
+            is_expert,
+            topology,
+            every,
+        )
+
     scaling = Scaling.SUM_THEN_SCALE
     if calculate_per_token_loss or average_in_collective:
         scaling = Scaling.SUM if calculate_per_token_loss else Scaling.AVERAGE_IN_COLLECTIVE
@@ -171,6 +197,7 @@ def fully_shard_model(
         check_values,
         LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes),
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
+        experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
@@ -238,9 +265,6 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "hybrid_fsdp_expt_group": (None, "expert parallelism"),
-    "expt_device_mesh": (None, "expert parallelism"),
-    "expt_fsdp_group_ag": (None, "expert parallelism"),
     "init_model_with_meta_device": (False, "initialisation from the meta device"),
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
@@ -259,6 +283,14 @@ def _refuse_unimplemented(given: Mapping[str, Any]) -> None:
         if given[name] is not default:
             raise NotImplementedError(
                 f"{name}={given[name]!r}: {what} is not implemented yet; leave {name} at its default, {default!r}."
+            )
+
+
+def _refuse_without_experts(given: Mapping[str, Any]) -> None:
+    for name in ("hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "is_expert"):
+        if given[name] is not None:
+            raise ValueError(
+                f"{name} is given without expt_device_mesh, the mesh of the ranks that share experts: it has no meaning then."
             )
 
 

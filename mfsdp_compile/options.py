@@ -18,7 +18,7 @@ from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
 from mfsdp_compile.passes.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
 
-__all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "parse_bytes"]
+__all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
 _OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "report"}
 INNER_COMPILERS = ("inductor", "aot_eager")
@@ -72,8 +72,8 @@ class CompileOptions:
             holds_inputs: whether the process group at hand keeps what a collective reads until it has been awaited.
         """
         machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
-        groups = {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
-        return Prediction(CostModel(machine, fused, fused or holds_inputs, groups), self.optimizer, self.text)
+        costs = CostModel(machine, fused, fused or holds_inputs, known_rings())
+        return Prediction(costs, self.optimizer, self.text)
 
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
@@ -208,6 +208,11 @@ OPTIMIZERS = {
         OptimizerCost("muon", 4, 20, 4),
     )
 }
+
+
+def known_rings() -> dict[str, Ring]:
+    """Process groups of this rank, by name: a model's own collectives may run over any."""
+    return {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
 
 
 def _optimizer(given: Any) -> OptimizerCost:

@@ -91,6 +91,9 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
         bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
     latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
     moved = (ring.size - 1) / ring.size * payload / bandwidth
+    if kind == "all_to_all":  # to each rank by the way that leads there, both ways at a time
+        apart = payload / ring.size
+        moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
     if kind == "all_reduce":
         tree = 2 * ((local - 1) * inside.latency + math.log2(nodes) * between.latency)
         return hardware.collective_seconds + min(2 * latency, tree) + 2 * moved

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,19 @@ from torch import Tensor
 
 from . import compat
 
-__all__ = ["agree", "conclude", "everyones", "forget_failure", "has_others", "report_failure", "value_digest"]
+__all__ = [
+    "Within",
+    "agree",
+    "conclude",
+    "everyones",
+    "forget_failure",
+    "has_others",
+    "report_failure",
+    "value_digest",
+]
+
+Within = Callable[[], tuple[Sequence[int], Sequence[str]]]
+"""Global ranks, and lines that are the same on these."""
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
@@ -31,6 +43,7 @@ def agree(
     describe: Callable[[], Sequence[str]],
     timeout: timedelta | None = None,
     epoch: int = 0,
+    within: Within | None = None,
 ) -> None:
     """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
 
@@ -41,6 +54,8 @@ def agree(
             quoted.
         timeout: for ranks that do not come.
         epoch: ranks that do not know the same number do not meet.
+        within: what only some ranks hold in common, asked for when ``describe`` has returned: some of the group's ranks,
+            and lines that must be the same on those. None: nothing.
 
     Raises:
         RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
@@ -48,16 +63,22 @@ def agree(
     timeout = timeout or TIMEOUT
     failure: Exception | None = None
     lines: Sequence[str] = ()
+    some: tuple[Sequence[int], Sequence[str]] = ((), ())
     try:
         lines = describe()
+        if within is not None:
+            some = within()
     except Exception as error:  # it must reach the other ranks before it is raised here
         failure = error
     ranks = dist.get_process_group_ranks(group)
     if has_others(group):
-        outcome = {"error": f"{type(failure).__name__}: {failure}"} if failure else {"digest": _digest(lines)}
+        party = _digest([str(rank) for rank in some[0]])
+        outcome = {"digest": _digest(lines), "party": party, "its digest": _digest(some[1])}
+        if failure is not None:
+            outcome = {"error": f"{type(failure).__name__}: {failure}"}
         verdict = _verdict(group, ranks, f"{topic}/{epoch}" if epoch else topic, outcome, timeout)
         if failure is None and verdict["kind"] != "same":
-            raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
+            raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
 
@@ -185,13 +206,24 @@ def _compare(
     for rank, outcome in outcomes.items():
         if "error" in outcome:
             return {"kind": "failed", "ranks": [rank], "error": outcome["error"]}
-    differing = [rank for rank in ranks if outcomes[rank]["digest"] != outcomes[ranks[0]]["digest"]]
-    if differing or combine is None:
-        return {"kind": "differs" if differing else "same", "ranks": differing}
+    for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
+        for first, *others in alike:
+            if differing := [rank for rank in others if outcomes[rank].get(what) != outcomes[first].get(what)]:
+                return {"kind": "differs", "first": first, "ranks": differing}
+    if combine is None:
+        return {"kind": "same", "ranks": []}
     try:
         return {"kind": "same", "ranks": [], "result": combine([outcomes[rank]["offer"] for rank in ranks])}
     except Exception as error:  # it must reach the other ranks
         return {"kind": "failed", "ranks": [ranks[0]], "error": f"{type(error).__name__}: {error}"}
+
+
+def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
+    """Ranks that hold something in common."""
+    found: dict[str, list[int]] = {}
+    for rank, outcome in outcomes.items():
+        found.setdefault(outcome.get("party", ""), []).append(rank)
+    return list(found.values())
 
 
 def _explain(
@@ -204,7 +236,7 @@ def _explain(
         return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did.{reports}"
     if verdict["kind"] == "failed":
         return f"{topic}: rank {culprits} failed with {verdict['error']}"
-    first, other = ranks[0], verdict["ranks"][0]
+    first, other = verdict["first"], verdict["ranks"][0]
     key, store, me = verdict["key"], compat.default_store(), dist.get_rank()
     if me in (first, other):
         store.set(f"{key}/lines/{me}", json.dumps(list(lines)))

@@ -64,6 +64,7 @@ class BucketPlan:
         scale: of reduced gradients.
         decoupled: gradients go to ``parameter.decoupled_grad``.
         inspected: gradients are looked at before they are reduced.
+        is_expert: whether its parameters are experts, which other ranks hold than the rest; see :mod:`.experts`.
     """
 
     name: str
@@ -78,6 +79,7 @@ class BucketPlan:
     scale: float = 1.0
     decoupled: bool = False
     inspected: bool = False
+    is_expert: bool = False
 
     @property
     def grad_attribute(self) -> str:

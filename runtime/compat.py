@@ -51,6 +51,7 @@ try:
     )
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -271,6 +272,22 @@ def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
 
 
+def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:
+    """Rows of ``tensor`` for each rank of a group, and those that come from each; its backward takes the way back.
+
+    Args:
+        tensor: ``[sum(outgoing), ...]``.
+        incoming, outgoing: rows from, and for, each rank. While Dynamo traces they may be sizes that are known only at run
+            time.
+        group: name of the process group.
+
+    Returns:
+        ``[sum(incoming), ...]``.
+    """
+    received = all_to_all_single_autograd(tensor, list(incoming), list(outgoing), group)
+    return wait_tensor(received)
+
+
 def wait_tensor_when_dropped(tensor: Tensor) -> None:
     """``wait_tensor`` for finalizers, which may run in the middle of a trace."""
     with _disable_current_modes(), torch.no_grad():
@@ -418,6 +435,11 @@ def concrete(size: Any) -> int:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values, because a model is planned and not run."""
     return isinstance(tensor, FakeTensor)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Tensors have values inside, also where others have none: those of meshes are numbers of ranks."""
+    return _disable_current_modes()
 
 
 def fake_mode() -> FakeTensorMode:
@@ -750,7 +772,8 @@ def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of this rank's part of an ordinary DTensor: its shape, and where it begins."""
-    local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    with _disable_current_modes():  # it computes with tensors
+        local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     return tuple(local), tuple(offset)
 
 
@@ -772,7 +795,8 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     Raises:
         RuntimeError: they are not.
     """
-    mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    with _disable_current_modes():  # it computes with tensors
+        mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
     return mesh
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from . import gradients
 from .agreement import everyones, value_digest
@@ -50,9 +50,12 @@ def missing(buckets: Sequence[Bucket], reduced: Iterable[Bucket]) -> str | None:
 
 
 def check_first_step(
-    module: nn.Module, buckets: Sequence[Bucket], reduced: Iterable[Bucket], group: dist.ProcessGroup
+    buffers: Mapping[str, Tensor], buckets: Sequence[Bucket], reduced: Iterable[Bucket], group: dist.ProcessGroup
 ) -> None:
     """Collective: every rank calls it before its first optimizer step.
+
+    Args:
+        buffers: that should be equal on all ranks.
 
     Raises:
         RuntimeError: on every rank, if on any the gradients that parameters show are not those of their buckets, or ranks
@@ -68,7 +71,7 @@ def check_first_step(
         "reduced": sorted(bucket.plan.name for bucket in known),
         "torn": torn,
         "not finite": not_finite,
-        "buffers": _digests(module),
+        "buffers": _digests(buffers),
     }
     everyone = everyones(mine, group)
     ranks = dist.get_process_group_ranks(group)
@@ -96,10 +99,10 @@ def check_first_step(
     _warn_of_buffers([its["buffers"] for its in everyone], ranks, "at the first step")
 
 
-def compare_buffers(module: nn.Module, group: dist.ProcessGroup, when: str) -> None:
+def compare_buffers(buffers: Mapping[str, Tensor], group: dist.ProcessGroup, when: str) -> None:
     """Warn if buffers differ between ranks. Collective."""
-    if enabled() and any(True for _ in module.buffers()):
-        _warn_of_buffers(everyones(_digests(module), group), dist.get_process_group_ranks(group), when)
+    if enabled() and buffers:
+        _warn_of_buffers(everyones(_digests(buffers), group), dist.get_process_group_ranks(group), when)
 
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
@@ -123,8 +126,8 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
     return torn, not_finite
 
 
-def _digests(module: nn.Module) -> dict[str, str]:
-    return {name: value_digest(buffer) for name, buffer in module.named_buffers() if not buffer.is_meta}
+def _digests(buffers: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: value_digest(buffer) for name, buffer in buffers.items() if not buffer.is_meta}
 
 
 def _warn_of_buffers(everyone: Sequence[dict[str, str]], ranks: Sequence[int], when: str) -> None:

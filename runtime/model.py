@@ -21,13 +21,14 @@ from . import compat, gradients, guards, tracing
 from .agreement import agree, conclude, everyones, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
+from .experts import Experts, marked
 from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, local_part
 from .running import named
-from .topology import Group, Topology
+from .topology import Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 
 __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
@@ -142,6 +143,7 @@ class ShardedModel:
         layout_policy: bounds for bucket layouts.
         whole: names of parameters that should lie on one rank each.
         eager_policy: bounds for the eager path.
+        experts: finds out which parameters are experts, and who holds them; None: no rank has parameters of its own.
         tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
 
     Raises:
@@ -163,6 +165,7 @@ class ShardedModel:
         layout_policy: LayoutPolicy | None = None,
         whole: Collection[str] = (),
         eager_policy: EagerPolicy | None = None,
+        experts: Callable[[], Experts] | None = None,
         tensor_parallel: DeviceMesh | None = None,
     ) -> None:
         self.topology = topology
@@ -170,21 +173,41 @@ class ShardedModel:
         self.overlap = overlap
         self.synchronisation = Synchronisation()
         plans: list[tuple[Unit, list[BucketPlan]]] = []
+        found: list[Experts] = []
         partitions: dict[str, Partition | None] = {}
 
         def describe() -> list[str]:
             units = _find_units(module, unit_modules, layout_policy.unit_bytes if layout_policy is not None else None)
-            partitioner = Partitioner(topology.mesh, tensor_parallel)
-            partitions.update((sites[0].name, partitioner.of(sites[0].name, p)) for u in units for p, sites in u.params)
-            plan = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole))
-            plans.extend((unit, plan.unit(unit)) for unit in units)
+            if experts is not None:
+                found.append(experts())
+            planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), *found)
+            plans.extend((unit, planner.unit(unit)) for unit in units)
+            _check_experts(module, plans, *found)
+            partitions.update(_partitions(units, plans, Partitioner(topology.mesh, tensor_parallel), *found))
             # Versions, because passes and Inductor's choices of kernels differ between them.
-            return [f"torch {torch.__version__}", str(topology), *_describe(module, plans, check_values)]
+            return [
+                f"torch {torch.__version__}",
+                str(topology),
+                *map(str, found),
+                *_describe(module, plans, check_values),
+            ]
 
-        agree(every, "fully_shard_model", describe)
+        def describe_experts() -> tuple[Sequence[int], list[str]]:
+            if not found:
+                return (), []
+            return found[0].ranks, _describe_experts(module, plans, check_values)
+
+        agree(every, "fully_shard_model", describe, within=describe_experts)
+        self.experts = found[0].known_to_all(every) if found else None
+        if self.experts is not None:
+            params = dict(module.named_parameters())
+            undivided = [name for name in _experts_in(plans) if partitions[name] is None]
+            partitions |= {name: self.experts.partition(name, params[name]) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
+        others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
+        self._tensor_parallel = tuple(partition for partition in others if partition is not None)
         self._agree_on_replicas(module, partitions, check_values)
-        self.everyone = every if not self.partitions else compat.new_group_of(self._ranks())
+        self.everyone = every if not self._tensor_parallel else compat.new_group_of(self._ranks())
 
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
@@ -206,6 +229,7 @@ class ShardedModel:
             for plan in unit_plans:
                 params = [members[slot.name] for slot in plan.layout.slots]
                 parts = [partitions[slot.name] for slot in plan.layout.slots]
+                topology = self._topology_of(plan)
                 bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device, parts)
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
@@ -236,6 +260,14 @@ class ShardedModel:
         module = self._module()
         return list(module.buffers()) if module is not None else []
 
+    def _topology_of(self, plan: BucketPlan) -> Topology:
+        return self.topology if self.experts is None or not plan.is_expert else self.experts.topology
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """Of all buckets: that of :attr:`topology`, and that of experts if they have their own."""
+        return [self.topology] if self.experts is None else [self.topology, self.experts.topology]
+
     def _agree_on_replicas(
         self, module: nn.Module, partitions: Mapping[str, Partition | None], check_values: bool
     ) -> None:
@@ -254,9 +286,10 @@ class ShardedModel:
                 agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
 
     def _ranks(self) -> list[int]:
-        """All that hold a part of the model: data-parallel ranks, and those of other dimensions that divide parameters."""
+        """All that hold a part of the model: data-parallel ranks, which divide its experts, and those of other dimensions that
+        divide parameters."""
         mesh = self.topology.mesh
-        meshes = dict.fromkeys(partition.beside(mesh) for partition in self.partitions)
+        meshes = dict.fromkeys(partition.beside(mesh) for partition in self._tensor_parallel)
         return sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()})
 
     def buffer_bytes(self) -> int:
@@ -434,9 +467,10 @@ class ShardedModel:
         self._begun[phase, digest] = schedule, buckets
 
         # What the journal keeps must not keep the model.
-        launches = functools.partial(_launches, self.topology, schedule, buckets, due)
-        self._note(f"{phase} graph", launches)
-        tracing.expect(lambda: self._named_launches(f"{phase} graph", launches()))
+        topologies = {bucket.plan.name: bucket.topology for bucket in self.buckets}
+        started = functools.partial(_launches, topologies, self.topology, schedule, buckets, due)
+        self._note(f"{phase} graph", started)
+        tracing.expect(lambda: self._named_launches(f"{phase} graph", started()))
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
 
     @property
@@ -454,7 +488,8 @@ class ShardedModel:
             yield tracing.Launch(self.steps, where, self._name, what, counts[group], group)
 
     def _note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
-        journal.note(self.steps, self._name, what, self.topology.group_names, launches)
+        groups = [name for topology in self.topologies for name in topology.group_names]
+        journal.note(self.steps, self._name, what, groups, launches)
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
@@ -478,7 +513,8 @@ class ShardedModel:
             # Ranks that wait for this one come when they have timed out.
             self.agree("The step before failed", [stopped])
             self.eager.settle()
-            self.topology.probe(self._other_groups)  # what failed everywhere may have been a collective
+            for group in [*(group for topology in self.topologies for group in topology.groups), *self._other_groups]:
+                group.probe(self.topology.mesh.device_type)  # what failed everywhere may have been a collective
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
@@ -510,7 +546,9 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.forget_resident()
         self.group = self.topology.renew()
-        self.everyone = self.group if not self.partitions else compat.new_group_of(self._ranks())
+        if self.experts is not None:
+            self.experts.topology.renew()
+        self.everyone = self.group if not self._tensor_parallel else compat.new_group_of(self._ranks())
         for mesh in self._other_meshes:
             compat.renew_mesh(mesh)
         for partition in self.partitions:
@@ -571,10 +609,8 @@ class ShardedModel:
         if not reduced or not guards.enabled():  # without a backward before it: somebody has set gradients by hand
             return
         if self.steps == 0:
-            module = self._module()
-            assert module is not None
             self._note("checks before the first step")
-            guards.check_first_step(module, self.buckets, reduced, self.group)
+            guards.check_first_step(self._shared_buffers(), self.buckets, reduced, self.group)
         if (told := guards.missing(self.buckets, reduced)) is not None and told not in self._told_missing:
             self._told_missing.add(told)
             warnings.warn(
@@ -594,9 +630,13 @@ class ShardedModel:
         Args:
             group: to talk over; by default the model's own.
         """
+        guards.compare_buffers(self._shared_buffers(), group or self.group, when)
+
+    def _shared_buffers(self) -> dict[str, Tensor]:
         module = self._module()
-        if module is not None:
-            guards.compare_buffers(module, group or self.group, when)
+        assert module is not None
+        names = (slot.name for bucket in self.buckets if bucket.plan.is_expert for slot in _slots(bucket))
+        return _shared_buffers(module, frozenset(names))
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         for bucket in self.buckets:
@@ -654,8 +694,9 @@ class ShardedModel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate
-        duplicate.topology, duplicate.group = self.topology, self.group
-        duplicate.partitions, duplicate.everyone = self.partitions, self.everyone
+        duplicate.topology, duplicate.experts, duplicate.group = self.topology, self.experts, self.group
+        duplicate.partitions, duplicate._tensor_parallel = self.partitions, self._tensor_parallel
+        duplicate.everyone = self.everyone
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
@@ -677,8 +718,10 @@ class ShardedModel:
         return duplicate
 
 
-def _launches(topology: Topology, schedule: str, buckets: Sequence[str], due: bool) -> Sequence[tuple[str, str]]:
-    return topology.launches(named(schedule, buckets), due)
+def _launches(
+    topologies: Mapping[str, Topology], other: Topology, schedule: str, buckets: Sequence[str], due: bool
+) -> Sequence[tuple[str, str]]:
+    return launches(named(schedule, buckets), topologies, other, due)
 
 
 def _find_units(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None) -> tuple[Unit, ...]:
@@ -733,26 +776,45 @@ class BucketPlanner:
     gradient_policy: GradientPolicy
     layout_policy: LayoutPolicy | None
     whole: frozenset[str]
+    experts: Experts | None = None
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+        groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
                 sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
             )
-            groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
+            is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
+            groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)
         plans: list[BucketPlan] = []
-        for (dtype, requires_grad), specs in groups.items():
+        for (dtype, requires_grad, is_expert), specs in groups.items():
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
             for part in in_parts(specs, dtype.itemsize, most):
-                for layout in plan_layouts(part, dtype.itemsize, self.topology.shards, self.layout_policy):
-                    plans.append(self._bucket(unit, layout, dtype, requires_grad))
+                for layout in plan_layouts(
+                    part, dtype.itemsize, self.topology_of(is_expert).shards, self.layout_policy
+                ):
+                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
         return plans
 
-    def _bucket(self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool) -> BucketPlan:
-        scaling = self.gradient_policy.scaling
+    def topology_of(self, is_expert: bool) -> Topology:
+        """Of a bucket of experts, or of one of other parameters."""
+        return self.experts.topology if is_expert and self.experts is not None else self.topology
+
+    def _scale(self, is_expert: bool) -> float:
+        """What sums over a bucket's ranks, or their averages, are multiplied by: gradients of experts are sums over all
+        data-parallel ranks' tokens already, and become means over these."""
+        ranks = self.topology.every.size
+        if self.gradient_policy.scaling is Scaling.SUM_THEN_SCALE:
+            return 1 / ranks
+        if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE:
+            return self.topology_of(is_expert).every.size / ranks
+        return 1.0
+
+    def _bucket(
+        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
+    ) -> BucketPlan:
         return BucketPlan(
             unit.name,
             unit.name,
@@ -762,10 +824,11 @@ class BucketPlanner:
             requires_grad,
             self.precision.grad_dtype(dtype),
             self.precision.comm_dtype(dtype),
-            "avg" if scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
-            1 / self.topology.every.size if scaling is Scaling.SUM_THEN_SCALE else 1.0,
+            "avg" if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
+            self._scale(is_expert),
             self.gradient_policy.decoupled,
             self.gradient_policy.report_nan,
+            is_expert,
         )
 
 
@@ -773,17 +836,86 @@ def _slots(bucket: Bucket) -> tuple[Slot, ...]:
     return bucket.plan.layout.slots
 
 
+def _partitions(
+    units: Sequence[Unit],
+    plans: Sequence[tuple[Unit, Sequence[BucketPlan]]],
+    partitioner: Partitioner,
+    experts: Experts | None = None,
+) -> dict[str, Partition | None]:
+    """How parameters come divided, by name; of experts, those that are DTensors."""
+    of_experts = Partitioner(experts.topology.mesh) if experts is not None else partitioner
+    names = _experts_in(plans)
+    found = {}
+    for param, sites in (found for unit in units for found in unit.params):
+        name = sites[0].name
+        found[name] = (of_experts if name in names else partitioner).of(name, param)
+    return found
+
+
 def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:
+    """What all data-parallel ranks hold alike. Of experts that is how they look, and not their names and values."""
+    experts = _experts_in(plans)
     lines = []
     for name, param in module.named_parameters():
-        lines.append(f"parameter {name}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}")
-    for name, buffer in module.named_buffers():
+        called = "an expert's" if name in experts else name
+        lines.append(f"parameter {called}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}")
+    for name, buffer in _shared_buffers(module, experts).items():
         lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
     for _, unit_plans in plans:
         for plan in unit_plans:
-            lines.append(f"bucket {plan.name}: {plan.layout.fingerprint}, main dtype {plan.main_dtype}")
+            digest = plan.layout.signature if plan.is_expert else plan.layout.fingerprint
+            lines.append(f"bucket {plan.name}: {digest}, main dtype {plan.main_dtype}")
     if check_values:
-        lines.extend(
-            f"values of {name}: {value_digest(local_part(param))}" for name, param in module.named_parameters()
-        )
+        shared = ((name, param) for name, param in module.named_parameters() if name not in experts)
+        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in shared)
     return lines
+
+
+def _describe_experts(
+    module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool
+) -> list[str]:
+    """What ranks that hold the same experts hold alike besides."""
+    experts = _experts_in(plans)
+    params = [(name, param) for name, param in module.named_parameters() if name in experts]
+    lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params]
+    if check_values:
+        lines.extend(f"values of {name}: {value_digest(param)}" for name, param in params)
+    return lines
+
+
+def _experts_in(plans: Sequence[tuple[Unit, Sequence[BucketPlan]]]) -> frozenset[str]:
+    return frozenset(slot.name for _, found in plans for plan in found if plan.is_expert for slot in plan.layout.slots)
+
+
+def _shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Tensor]:
+    """Buffers that all ranks have: those that are not in a module that holds experts.
+
+    Args:
+        experts: names of parameters.
+    """
+    owners = {name.rpartition(".")[0] for name in experts}
+
+    def is_shared(name: str) -> bool:
+        parts = name.split(".")[:-1]
+        return not any(".".join(parts[: i + 1]) in owners for i in range(len(parts)))
+
+    return {name: buffer for name, buffer in module.named_buffers() if is_shared(name)}
+
+
+def _check_experts(
+    module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], experts: Experts | None = None
+) -> None:
+    """Raise ValueError where experts are looked for and not found, or the other way round."""
+    if experts is None:
+        for name, param in module.named_parameters():
+            if marked(param):
+                raise ValueError(
+                    f"Parameter {name!r} has allreduce=False: it is an expert that other data-parallel ranks do not have. "
+                    "Pass expt_device_mesh, the mesh of the ranks that share it: of n data-parallel ranks and e-fold expert "
+                    "parallelism one of (n / e, e) ranks, with dp_shard_dim as the name of the first dimension."
+                )
+    elif experts.is_default and not _experts_in(plans):
+        raise ValueError(
+            "expt_device_mesh is given, but no parameter is an expert: none is in a module called 'experts', or has the "
+            "attribute allreduce=False. Pass is_expert=lambda name, parameter: ..., or leave expt_device_mesh out."
+        )

@@ -1,4 +1,4 @@
-"""Parameters that are divided already: over tensor-parallel or expert-parallel ranks.
+"""Parameters that are divided already: over tensor-parallel or expert-parallel ranks (:mod:`.experts`).
 
 Such a parameter comes as a DTensor (``torch.distributed.tensor.parallel``), or as an ordinary tensor that holds this rank's
 part, marked as Megatron marks it (``tensor_model_parallel``, ``partition_dim``). Data-parallel ranks share the part: that is
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from . import compat
 from .topology import Group
 
-__all__ = ["Partition", "Partitioner", "local_part", "whole_tensor"]
+__all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +79,16 @@ class Partition:
             if isinstance(placement, Shard) and self.mesh.size(dim) > 1
         )
 
+    @property
+    def count(self) -> int:
+        """Parameters that reductions are over."""
+        return 1
+
+    @property
+    def number(self) -> int:
+        """Which of these this rank has."""
+        return 0
+
     def forget_groups(self) -> None:
         """Those of the mesh have been made anew."""
         vars(self).pop("groups", None)
@@ -114,6 +124,36 @@ class Partition:
     def placements_at_rest(self) -> tuple[Placement, ...]:
         """Behind a :class:`~mfsdp_compile.runtime.compat.RowShard` that tells rows of the whole parameter."""
         return tuple(compat.EVERY_ROW if placement == Shard(0) else placement for placement in self.placements)
+
+
+class Peers(Partition):
+    """Of a parameter in whose place other ranks have others: experts, each with parameters of its own.
+
+    It is whole here. What is reduced is so over all of them: one number that is equal on every rank, and the norm of a model's
+    gradients is that of all experts.
+    """
+
+    @functools.cached_property
+    def _part(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.shape, (0,) * len(self.shape)
+
+    @property
+    def count(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def number(self) -> int:
+        return self.mesh.get_local_rank()
+
+    def assemble(self, part: Tensor) -> Tensor:
+        return part
+
+    def beside(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh
+
+    @property
+    def placements_at_rest(self) -> tuple[Placement, ...]:
+        return ()
 
 
 @dataclass(frozen=True)

@@ -536,8 +536,13 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fills = func._schema.is_mutable or func._schema.name.endswith("_like")  # else the tensor's values matter
     if not fills or not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
         raise _unsupported(func, args, kwargs)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    drawn = func(whole, *args[1:], **kwargs)
+    partition = target.split.partition
+    count, number = (1, 0) if partition is None else (partition.count, partition.number)
+    for peer in range(count):  # all ranks draw for all of them, so that what they draw next is equal
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
+        result = func(whole, *args[1:], **kwargs)
+        if peer == number:
+            drawn = result
     if not isinstance(drawn, Tensor):
         raise _unsupported(func, args, kwargs)
     local = take_rows(drawn, target.split, target.topology.shard)
@@ -563,7 +568,9 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _sum(func, args, kwargs) / max(args[0].numel(), 1)
+    partition = args[0].split.partition
+    count = 1 if partition is None else partition.count
+    return _sum(func, args, kwargs) / max(args[0].numel() * count, 1)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -17,9 +17,10 @@ knows no strategy by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,16 @@ from torch.distributed.tensor import Placement, Replicate
 from . import compat
 from .exchange import When
 
-__all__ = ["Group", "ShardingStrategy", "Stage", "Topology", "build_topology", "tensor_parallel_mesh"]
+__all__ = [
+    "EXPERT_ARGUMENTS",
+    "Group",
+    "ShardingStrategy",
+    "Stage",
+    "Topology",
+    "build_topology",
+    "launches",
+    "tensor_parallel_mesh",
+]
 
 
 class ShardingStrategy(IntEnum):
@@ -81,6 +91,13 @@ class Group:
 
     def __hash__(self) -> int:
         return hash((self.size, self.rank))
+
+    def probe(self, device_type: str) -> None:
+        """Raise RuntimeError if a collective fails."""
+        one = torch.ones(1, device=device_type)
+        found = compat.wait_tensor(compat.all_reduce(one, "sum", self.name))
+        if found.item() != self.size:
+            raise RuntimeError(f"Ones of {self.size} ranks have the sum {found.item()}.")
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
@@ -213,44 +230,19 @@ class Topology:
     # -- process groups -----------------------------------------------------------------------------------------------
 
     @property
-    def _groups(self) -> list[Group]:
+    def groups(self) -> list[Group]:
         """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
         others = (self.inner, self.inner_gathers, self.outer, *self.portions.values())
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property
+    def mesh_groups(self) -> list[Group]:
+        """Of the dimensions of :attr:`mesh`."""
+        return [self.inner] if self.outer is None else [self.outer, self.inner]
+
+    @property
     def group_names(self) -> list[str]:
-        return [group.name for group in self._groups]
-
-    def launches(self, schedule: Sequence[str], due: bool) -> list[tuple[str, str]]:
-        """The collectives that a compiled graph starts, each with its process group.
-
-        Args:
-            schedule: lines of ``passes.pipeline.collectives``.
-            due: whether reductions run that may be left out.
-        """
-        found = []
-        for line in schedule:
-            kind, name, *rest = line.split("  ")
-            if kind == "gather" and self.gather_group is not None:
-                of = re.search(r", portions of (\d+)$", name)
-                group = self.portions.get(int(of[1])) if of else self.gather_group
-                if group is not None:  # else another model made it, whose code this one runs
-                    found.append((f"gather {name}", group.name))
-            elif kind == "reduce" and (due or not line.endswith(", if due")):
-                stage = re.search(r", stage (\d+)", rest[-1])
-                number = int(stage[1]) if stage else 1
-                what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
-                found.append((what, self.stages[number - 1].group.name))
-        return found
-
-    def probe(self, others: Sequence[Group] = ()) -> None:
-        """Raise RuntimeError if a collective on one of the groups, or of ``others``, fails."""
-        for group in [*self._groups, *others]:
-            one = torch.ones(1, device=self.mesh.device_type)
-            found = compat.wait_tensor(compat.all_reduce(one, "sum", group.name))
-            if found.item() != group.size:
-                raise RuntimeError(f"Ones of {group.size} ranks have the sum {found.item()}.")
+        return [group.name for group in self.groups]
 
     def renew(self) -> dist.ProcessGroup:
         """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,
@@ -260,7 +252,7 @@ class Topology:
             that of :attr:`every`.
         """
         self.portions.clear()  # ranks may have failed before all had one; graphs are compiled anew, and ask for it
-        for group in self._groups:
+        for group in self.groups:
             made = compat.new_group_like(group.name)
             group.name = made.group_name
         return made  # ``every`` is the last
@@ -272,6 +264,46 @@ class Topology:
         return f"{'HFSDP' if self.is_hfsdp else 'HSDP'}, {name} over {self.outer.size} x {self.inner.size} ranks"
 
 
+def launches(
+    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
+) -> list[tuple[str, str]]:
+    """The collectives that a compiled graph starts, each with its process group.
+
+    Args:
+        schedule: lines of ``passes.pipeline.collectives``.
+        topologies: by name of the bucket.
+        other: of buckets that are not among these.
+        due: whether reductions run that may be left out.
+    """
+    found = []
+    for line in schedule:
+        kind, name, *rest = line.split("  ")
+        topology = topologies.get(name.partition(", portions of ")[0], other)
+        if kind == "gather" and topology.gather_group is not None:
+            of = re.search(r", portions of (\d+)$", name)
+            group = topology.portions.get(int(of[1])) if of else topology.gather_group
+            if group is not None:  # else another model made it, whose code this one runs
+                found.append((f"gather {name}", group.name))
+        elif kind == "reduce" and (due or not line.endswith(", if due")):
+            stage = re.search(r", stage (\d+)", rest[-1])
+            number = int(stage[1]) if stage else 1
+            what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
+            found.append((what, topology.stages[number - 1].group.name))
+    return found
+
+
+class Arguments(NamedTuple):
+    """What ``fully_shard_model`` calls those of :func:`build_topology`, for messages."""
+
+    mesh: str
+    hybrid_group: str
+    gathers: str
+
+
+DENSE_ARGUMENTS = Arguments("device_mesh", "hybrid_fsdp_group", "fsdp_group_ag")
+EXPERT_ARGUMENTS = Arguments("expt_device_mesh", "hybrid_fsdp_expt_group", "expt_fsdp_group_ag")
+
+
 def build_topology(
     mesh: DeviceMesh | None,
     shard_dim: str | None,
@@ -280,6 +312,7 @@ def build_topology(
     strategy: ShardingStrategy,
     outer_strategy: ShardingStrategy,
     gathers: dist.ProcessGroup | None = None,
+    called: Arguments = DENSE_ARGUMENTS,
 ) -> tuple[Topology, dist.ProcessGroup]:
     """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
 
@@ -306,9 +339,9 @@ def build_topology(
         )
     if (outer_dim is None) != (hybrid_group is None):
         raise ValueError(
-            "dp_outer_dim and hybrid_fsdp_group belong together: the name of the outer mesh dimension and the process "
+            f"dp_outer_dim and {called.hybrid_group} belong together: the name of the outer mesh dimension and the process "
             "group of all ranks of the outer and the inner one, for instance "
-            "device_mesh['outer', 'inner']._flatten().get_group()."
+            f"{called.mesh}['outer', 'inner']._flatten().get_group()."
         )
     if mesh is None:
         if outer_dim is not None:
@@ -316,14 +349,14 @@ def build_topology(
         mesh = init_device_mesh(compat.device_type(), (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
-            f"The device mesh has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
+            f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
             "dp_shard_dim."
         )
-    inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim")
+    inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim", called)
     inner = inner_mesh.get_group()
     if gathers is not None and dist.get_process_group_ranks(gathers) != dist.get_process_group_ranks(inner):
         raise ValueError(
-            f"fsdp_group_ag has the ranks {dist.get_process_group_ranks(gathers)}, but parameters are sharded over "
+            f"{called.gathers} has the ranks {dist.get_process_group_ranks(gathers)}, but parameters are sharded over "
             f"{dist.get_process_group_ranks(inner)}: it must have the same ranks in the same order."
         )
     for_gathers = Group.of(gathers) if gathers is not None else None
@@ -335,11 +368,11 @@ def build_topology(
     assert hybrid_group is not None
     if outer_dim == shard_dim:
         raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
-    outer = _dimension(mesh, outer_dim, "dp_outer_dim").get_group()
+    outer = _dimension(mesh, outer_dim, "dp_outer_dim", called).get_group()
     both = mesh[outer_dim, shard_dim]
     if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
         raise ValueError(
-            f"hybrid_fsdp_group has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
+            f"{called.hybrid_group} has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
             f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
         )
     every = Group.of(hybrid_group)
@@ -366,13 +399,13 @@ def tensor_parallel_mesh(
             f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: the ranks of "
             "a dimension share either parameters or data."
         )
-    return _dimension(mesh, tp_dim, "tp_dim")
+    return _dimension(mesh, tp_dim, "tp_dim", DENSE_ARGUMENTS)
 
 
-def _dimension(mesh: DeviceMesh, name: str, argument: str) -> DeviceMesh:
+def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:
     try:
         return mesh[name]
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{argument}={name!r} is not a dimension of the device mesh, which has {mesh.mesh_dim_names}. ({error})"
+            f"{argument}={name!r} is not a dimension of {called.mesh}, which has {mesh.mesh_dim_names}. ({error})"
         ) from error

@@ -390,9 +390,7 @@ def test_mistakes_with_meshes() -> None:
         fully_shard_model(build(), tp_dim="tp")
     with pytest.raises(ValueError, match=r"tp_dim and dp_shard_dim are both 'dp'"):
         fully_shard_model(build(), tp_dim="dp", **described)
-    with pytest.raises(
-        ValueError, match=r"tp_dim='model' is not a dimension of the device mesh, which has \('dp', 'tp'\)"
-    ):
+    with pytest.raises(ValueError, match=r"tp_dim='model' is not a dimension of device_mesh, which has \('dp', 'tp'\)"):
         fully_shard_model(build(), tp_dim="model", **described)
     with raises_everywhere(ValueError, "a DTensor over the mesh dimension 'dp'", "sharded twice"):
         fully_shard_model(parallelize(build(), mesh["dp"]), fsdp_unit_modules=[Block], **described)

@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world", default="8", help="numbers of ranks, with commas, such as 8,64,512 (default: %(default)s)"
     )
     parser.add_argument(
+        "--ep", default="1", help="numbers of ranks that divide experts, with commas (default: %(default)s)"
+    )
+    parser.add_argument(
         "--hardware",
         default="h100-ib",
         help=f"one of {', '.join(known_hardware())}; or a file of `mfsdp calibrate` (default: %(default)s)",
@@ -95,7 +98,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace, console: Console) -> int:
     try:
-        worlds = _worlds(given.world)
+        worlds, expert_parallel = _numbers(given.world, "--world"), _numbers(given.ep, "--ep")
         work = workload(
             given.model,
             batch=given.batch,
@@ -116,8 +119,8 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         return 2
     with console.status(f"tracing {work.name}"):
         try:
-            forecast = plan(job, worlds, parts=given.bucket is not None)
-        except RuntimeError as error:
+            forecast = plan(job, worlds, parts=given.bucket is not None, expert_parallel=expert_parallel)
+        except (RuntimeError, ValueError) as error:
             print(f"mfsdp plan: {error}", file=sys.stderr)
             return 2
     _show(console, forecast)
@@ -149,14 +152,14 @@ def _reshard(text: str) -> bool | int | None:
     return int(text)
 
 
-def _worlds(text: str) -> list[int]:
+def _numbers(text: str, option: str) -> list[int]:
     try:
-        worlds = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--world takes numbers of ranks with commas, such as 8,64,512, got {text!r}") from None
-    if min(worlds) < 1:
-        raise ValueError(f"--world takes numbers of at least 1, got {text!r}")
-    return worlds
+        raise ValueError(f"{option} takes numbers of ranks with commas, such as 8,64,512, got {text!r}") from None
+    if min(numbers) < 1:
+        raise ValueError(f"{option} takes numbers of at least 1, got {text!r}")
+    return numbers
 
 
 def _show(console: Console, forecast: Forecast) -> None:
@@ -247,7 +250,7 @@ def _portions(row: Planned) -> str:
 
 def report_of(forecast: Forecast, row: Planned) -> Report:
     """The report of one of a forecast's rows, with its timeline in full."""
-    job, traced = forecast.job, forecast.traced
+    job, traced = forecast.job, forecast.trace_of(row)
     assert row.timeline is not None
     assert row.decisions is not None
     shown = replace(row, timeline=row.timeline)

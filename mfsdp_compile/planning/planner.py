@@ -25,6 +25,7 @@ from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memor
 from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime.bucket import Site
+from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Group, Topology
@@ -57,12 +58,22 @@ class Candidate:
         strategy: over the inner ranks.
         inner, outer: numbers of ranks; ``outer`` > 1 is HSDP.
         outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
+        expert_parallel: neighbours among the inner ranks that divide experts; experts are sharded over the inner ranks that
+            hold the same.
+
+    Raises:
+        ValueError: so many ranks do not divide the inner ones.
     """
 
     strategy: ShardingStrategy
     inner: int
     outer: int = 1
     outer_shards: bool = False
+    expert_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.inner % self.expert_parallel:
+            raise ValueError(f"{self.expert_parallel} expert-parallel ranks do not divide {self.inner} inner ranks")
 
     @property
     def world(self) -> int:
@@ -74,22 +85,36 @@ class Candidate:
         Args:
             portions: ranks that backwards gather over, if that is possible with this way to shard.
         """
-        inner = Group("inner", self.inner, 0)
+        return self._topology(1, portions)
+
+    def experts(self, portions: int = 0) -> Experts | None:
+        """The ranks that share experts; None: all of them do."""
+        if self.expert_parallel == 1:
+            return None
+        mesh: Any = None
+        return Experts(mesh, self._topology(self.expert_parallel, portions), is_expert, True, None)
+
+    def _topology(self, apart: int, portions: int) -> Topology:
+        """Over every ``apart``-th of the ranks."""
+        size = self.inner // apart
+        inner = Group("inner", size, 0, apart)
         outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
-        every = Group("every", self.world, 0) if outer is not None else inner
+        every = Group("every", self.world // apart, 0, apart) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
         topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
-        if topology.gather_group is not None and 1 < portions < self.inner and self.inner % portions == 0:
-            topology.portions[portions] = Group("portions", portions, 0)
+        if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
+            topology.portions[portions] = Group("portions", portions, 0, apart)
         return topology
 
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
         name = names[int(self.strategy)]
+        experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
         if self.outer == 1:
-            return name
-        return f"{'HFSDP' if self.outer_shards else 'HSDP'} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}"
+            return f"{name}{experts}"
+        kind = "HFSDP" if self.outer_shards else "HSDP"
+        return f"{kind} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}{experts}"
 
 
 @dataclass(frozen=True)
@@ -175,14 +200,23 @@ class Forecast:
         rows: of the candidates.
         best: the fastest that fits, by tokens per second and rank; None if none does.
         smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
-        traced: the model.
+        traces: of the model, by numbers of expert-parallel ranks.
     """
 
     job: Job
     rows: Sequence[Planned]
     best: Planned | None
     smallest_world: int | None
-    traced: Trace
+    traces: Mapping[int, Trace]
+
+    @property
+    def traced(self) -> Trace:
+        """The model, as the best plan has it on a rank."""
+        return self.trace_of(self.best) if self.best is not None else next(iter(self.traces.values()))
+
+    def trace_of(self, row: Planned) -> Trace:
+        """The model, as a plan has it on a rank."""
+        return self.traces[row.candidate.expert_parallel]
 
     def tokens_per_second(self, row: Planned) -> float:
         """Of one rank."""
@@ -194,7 +228,7 @@ class Forecast:
         if row.timeline is None:
             return 0.0
         dtype = str(self.job.work.dtype).removeprefix("torch.")
-        return 3 * self.traced.forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
+        return 3 * self.trace_of(row).forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
 
 
 @dataclass(frozen=True)
@@ -262,21 +296,28 @@ def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
 MAX_WORLD = 65_536
 
 
-def candidates(world: int, hardware: Hardware) -> Iterator[Candidate]:
+def candidates(world: int, hardware: Hardware, expert_parallel: int = 1) -> Iterator[Candidate]:
     """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
-    upwards."""
-    for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
-        yield Candidate(strategy, world)
+    upwards; those that so many expert-parallel ranks divide."""
+    if world % expert_parallel == 0:
+        for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
+            yield Candidate(strategy, world, expert_parallel=expert_parallel)
     inner = hardware.ranks_per_node
     while inner < world:
-        if world % inner == 0:
+        if world % inner == 0 and inner % expert_parallel == 0:
             for outer_shards in (False, True):
-                yield Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, world // inner, outer_shards)
+                sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
+                yield Candidate(sharding, inner, world // inner, outer_shards, expert_parallel)
         inner *= 8
 
 
 def plan(
-    job: Job, worlds: Sequence[int], chosen: Sequence[Candidate] | None = None, *, parts: bool = False
+    job: Job,
+    worlds: Sequence[int],
+    chosen: Sequence[Candidate] | None = None,
+    *,
+    parts: bool = False,
+    expert_parallel: Sequence[int] = (1,),
 ) -> Forecast:
     """Plan a job.
 
@@ -285,19 +326,30 @@ def plan(
         worlds: numbers of ranks to try.
         chosen: ways to shard; None: see :func:`candidates`.
         parts: trace so that :func:`sizes` can be asked afterwards.
+        expert_parallel: numbers of ranks that divide the model's experts, to try each; of ``chosen`` that is known.
 
     Raises:
-        ValueError: a number of ranks is below 1.
+        ValueError: a number of ranks is below 1, none of them can be divided by the expert-parallel ones, or the model's
+            experts cannot.
         RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
-    traced = trace(job.work, job.hardware, job.fused, parts=parts or job.bucket_bytes is not None)
-    tried = chosen or [candidate for world in worlds for candidate in candidates(world, job.hardware)]
-    rows = [planned(job, traced, candidate) for candidate in tried]
+    if min(expert_parallel) < 1:
+        raise ValueError(f"expert-parallel ranks must be at least 1, got {list(expert_parallel)}")
+    tried = chosen or [
+        candidate for world in worlds for size in expert_parallel for candidate in candidates(world, job.hardware, size)
+    ]
+    if not tried:
+        raise ValueError(f"{list(expert_parallel)} expert-parallel ranks do not divide {list(worlds)} ranks")
+    divided = dict.fromkeys(candidate.expert_parallel for candidate in tried)
+    parts = parts or job.bucket_bytes is not None
+    traces = {size: trace(job.work, job.hardware, job.fused, parts=parts, expert_parallel=size) for size in divided}
+    rows = [planned(job, traces[candidate.expert_parallel], candidate) for candidate in tried]
     fitting = [row for row in rows if row.timeline is not None]
     best = min(fitting, key=_preference, default=None)
-    return Forecast(job, rows, best, _smallest_world(job, traced), traced)
+    smallest = [found for size, traced in traces.items() if (found := _smallest_world(job, traced, size)) is not None]
+    return Forecast(job, rows, best, min(smallest, default=None), traces)
 
 
 def _preference(row: Planned) -> tuple[float, float, int]:
@@ -353,11 +405,11 @@ _BOUNDS = 3
 """Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
-def _smallest_world(job: Job, traced: Trace) -> int | None:
+def _smallest_world(job: Job, traced: Trace, expert_parallel: int) -> int | None:
     """By memory alone, with parameters sharded over all ranks."""
-    world = 1
+    world = expert_parallel
     while world <= MAX_WORLD:
-        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world)
+        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world, expert_parallel=expert_parallel)
         problem = problem_of(job, traced, candidate)
         try:
             solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
@@ -379,7 +431,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
         job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
     )
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
-    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset())
+    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
     numbers: dict[str, list[int]] = {}  # of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
         numbers.setdefault(bucket.unit, []).append(number)
@@ -466,7 +518,8 @@ def _lay_out(
         for slot in plan.layout.slots:
             part[origin[slot.name]] += slot.numel
         laid_out = [(*where, count, whole[where]) for where, count in part.items()]
-        found.append(_LaidOut(bucket_info(plan, planner.topology, portions), laid_out))
+        topology = planner.topology_of(plan.is_expert)
+        found.append(_LaidOut(bucket_info(plan, topology, portions), laid_out))
     return found
 
 

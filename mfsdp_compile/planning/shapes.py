@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
@@ -36,6 +37,8 @@ class Workload:
         checkpoint: activation checkpointing of units: ``"none"``; ``"full"``: their inputs are saved, and everything else
             is computed again; ``"selective"``: attention and every second matrix product are saved too, which is what
             torchtitan calls selective op checkpointing.
+        build_parallel: makes the model with this rank's part of its experts, for a process group that they are parallel over;
+            None: it has none, or cannot be divided.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Workload:
     length: int = 2048
     dtype: torch.dtype = torch.bfloat16
     checkpoint: str = "none"
+    build_parallel: Callable[[dist.ProcessGroup], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ def workload(
     if name in SHAPES:
         shape = SHAPES[name]
         found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
+        if shape.model is MoeLlama:
+            found = replace(found, build_parallel=lambda group: MoeLlama(shape.config, group))
         found = replace(found, length=length or shape.length, **given)
     elif model.startswith("hf:"):
         found = replace(_hugging_face(name), **given)

@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend import find_shells, prepare
-from mfsdp_compile.options import CompileOptions
+from mfsdp_compile.options import CompileOptions, known_rings
 from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.experts import is_expert
 from mfsdp_compile.runtime.units import Unit, find_units, neighbours, repeated_blocks, resolve_unit_classes
 
 from .shapes import Workload
@@ -80,7 +81,7 @@ class Trace:
     forward_flops: float
 
 
-def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False) -> Trace:
+def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False, expert_parallel: int = 1) -> Trace:
     """Trace a model.
 
     Args:
@@ -89,28 +90,40 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
         fused: whether the inner compiler fuses kernels (Inductor).
         parts: note for every parameter by itself where it is used, so that plans can part units into smaller buckets. Takes
             longer, and plans take longer.
+        expert_parallel: ranks that divide the model's experts; neighbours.
 
     Raises:
         RuntimeError: there is a process group already, or torch.compile makes several graphs of the model.
+        ValueError: the model has no experts that can be divided, or not by so many ranks.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "A plan is made with a process group of ranks that do not exist, and there is a real one already: plan in a "
             "process of its own."
         )
-    with _fake_group() as mesh, compat.fake_mode(), compat.quiet():
+    if expert_parallel > 1 and work.build_parallel is None:
+        raise ValueError(
+            f"{work.name} cannot be planned with {expert_parallel} expert-parallel ranks: it has no experts, or does not say how "
+            "it is made with a part of them (Workload.build_parallel)"
+        )
+    with _fake_group(expert_parallel) as (mesh, experts), compat.fake_mode(), compat.quiet():
         with _default_dtype(work.dtype), _NoValues():
-            model = work.build()
+            group = experts["ep"].get_group()
+            divided = expert_parallel > 1 and work.build_parallel is not None
+            model = work.build_parallel(group) if divided else work.build()  # type: ignore[misc]
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
         runs_of_neighbours = [{unit.name: unit.gathered_bytes for unit in run} for run in neighbours(model, whole)]
-        sizes = (sum(b.nbytes for b in model.buffers()), sum(p.numel() for u in whole for p, _ in u.params))
+        params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
+        counts = (p.numel() * (expert_parallel if divided and is_expert(name, p) else 1) for name, p in params)
+        sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
         runs, names = _shorten(model, classes)
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         units = {unit.name: unit for unit in find_units(model, classes)}
-        outlines, buckets = _outlines(model, mesh, classes, work, hardware, fused, 1 if parts else None)
+        meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"} | ({"expt_device_mesh": experts} if divided else {})
+        outlines, buckets = _outlines(model, meshes, classes, work, hardware, fused, 1 if parts else None)
     outlines = {
         phase: replace(outline, units=tuple(names.get(unit, unit) for unit in outline.units))
         for phase, outline in outlines.items()
@@ -128,10 +141,12 @@ def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
 
 
 @contextlib.contextmanager
-def _fake_group() -> Iterator[DeviceMesh]:
-    with compat.fake_process_group(_RANKS):
+def _fake_group(expert_parallel: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
+    """The mesh of everything, and that of experts."""
+    with compat.fake_process_group(_RANKS * expert_parallel):
         try:
-            yield init_device_mesh("cpu", (_RANKS,), mesh_dim_names=("fsdp",))
+            dense = init_device_mesh("cpu", (_RANKS * expert_parallel,), mesh_dim_names=("fsdp",))
+            yield dense, init_device_mesh("cpu", (_RANKS, expert_parallel), mesh_dim_names=("fsdp", "ep"))
         finally:
             torch.compiler.reset()
 
@@ -161,7 +176,7 @@ class _Traced(BaseException):
 
 def _outlines(
     model: nn.Module,
-    mesh: DeviceMesh,
+    meshes: Mapping[str, Any],
     classes: Sequence[type[nn.Module]],
     work: Workload,
     hardware: Hardware,
@@ -169,11 +184,11 @@ def _outlines(
     bucket_bytes: int | None,
 ) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
     sharded = fully_shard_model(
-        model, mesh, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes
+        model, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes, **meshes
     )
     outlines: dict[Phase, Outline] = {}
     found: list[pipeline.Record] = []
-    costs = CostModel(hardware, fused)
+    costs = CostModel(hardware, fused, groups=known_rings())
     options = CompileOptions(hardware=hardware)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,0 +1,236 @@
+"""Expert parallelism: parameters of which each rank has others.
+
+The data-parallel ranks of a model divide its experts among them. Ranks that hold the same experts shard these, and nothing
+else; everything that is not an expert is sharded over all of them ::
+
+    8 data-parallel ranks, 4 ways of expert parallelism
+
+    rank        0    1    2    3    4    5    6    7
+    dense      |<------- sharded over 8 ranks ------->|
+    experts     A    B    C    D    A    B    C    D      A over ranks 0 and 4, B over 1 and 5, ...
+
+An expert sees the tokens of every rank that sends it some, so that its gradient, summed over the ranks that hold it, is the
+sum over all data-parallel ranks' tokens. Divided by the number of *all* data-parallel ranks it is the mean that every other
+gradient is. (Megatron-FSDP has that factor too, but for ``average_in_collective``, where it averages over the expert's ranks
+alone: a factor of the expert-parallel size too much.)
+
+At rest an expert's parameter is one of two things:
+
+    stacked     ``experts.up [e, ...]``, the rank's e experts one behind the other: a part of ``[all experts, ...]``, and at rest a
+                DTensor of that shape, so that checkpoints fit any number of expert-parallel ranks
+    numbered    ``experts.0.up [...]``, a parameter for each expert: other ranks have other ones in its place. It is reduced with
+                those, so that the norm of all gradients is of all experts
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from . import compat
+from .agreement import everyones
+from .partition import Partition, Peers
+from .topology import EXPERT_ARGUMENTS, ShardingStrategy, Topology, build_topology
+
+__all__ = ["Experts", "IsExpert", "build_experts", "is_expert", "marked"]
+
+IsExpert = Callable[[str, nn.Parameter], bool]
+"""From a parameter's name in the model, and the parameter."""
+
+
+def is_expert(name: str, param: nn.Parameter) -> bool:
+    """The default: a parameter in a module called ``experts``, or with Megatron's mark, ``allreduce = False``.
+
+    ``shared_experts.up.weight`` is no expert: every rank has it.
+    """
+    return "experts" in name.split(".")[:-1] or marked(param)
+
+
+def marked(param: nn.Parameter) -> bool:
+    """Whether Megatron's mark says that not all data-parallel ranks have the parameter."""
+    return getattr(param, "allreduce", True) is False
+
+
+_NUMBERED = re.compile(r"expert[^.]*(\.\w+)*?\.(\d+)\.|expert[^.]*\.(.*\.)?(weight|bias)\d+$")
+"""``experts.3.up.weight``, ``experts.local_experts.3.up.weight``; Transformer Engine's ``experts.linear_fc1.weight3``."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Which parameters are experts, and who holds them.
+
+    Args:
+        given: ``expt_device_mesh``.
+        topology: the ranks that hold what this one does.
+        is_expert: tells them.
+        is_default: whether that is :func:`is_expert`.
+        holders: global ranks, ``[e, *topology.mesh.shape]``, of all e meshes that experts are divided over; None: the mesh
+            that was given tells of this rank's only.
+        parallel: the ranks that hold the other experts, one of each mesh. None: there are none, or it is not known yet.
+    """
+
+    given: DeviceMesh
+    topology: Topology
+    is_expert: IsExpert
+    is_default: bool
+    holders: Tensor | None
+    parallel: DeviceMesh | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """That hold the experts of this one, all of them: global ranks, sorted."""
+        group = compat.process_group(self.topology.every.name)
+        return tuple(sorted(dist.get_process_group_ranks(group)))
+
+    @compat.without_modes()
+    def known_to_all(self, every: dist.ProcessGroup) -> Experts:
+        """With :attr:`holders` and :attr:`parallel`. Collective if the mesh does not tell.
+
+        Args:
+            every: the data-parallel ranks.
+
+        Raises:
+            ValueError: on all of them: experts are held by ranks that do not divide these.
+        """
+        holders = self.holders
+        if holders is None:
+            own = self.topology.mesh.mesh.tolist()
+            holders = check_holders(map(torch.tensor, everyones(own, every)), dist.get_process_group_ranks(every))
+        if len(holders) == 1:
+            return replace(self, holders=holders)
+        if (holders.flatten(1).diff(dim=0) <= 0).any():
+            raise ValueError(
+                f"expt_device_mesh divides experts over {holders.tolist()}, in which ranks that hold other experts are not in "
+                "increasing order in every place. Make it with init_device_mesh(device, (n / e, e), ...)."
+            )
+        peers = holders.flatten(1)[:, (holders == dist.get_rank()).any(0).flatten()].flatten().tolist()
+        for name in self.given.mesh_dim_names or ():
+            if dist.get_process_group_ranks(self.given[name].get_group()) == peers:
+                return replace(self, holders=holders, parallel=self.given[name])
+        groups = [compat.process_group(group.name) for group in self.topology.mesh_groups]
+        names = self.topology.mesh.mesh_dim_names or ("expert_dp",)
+        whole = DeviceMesh.from_group(
+            [*groups, compat.new_group_of(peers)],
+            self.given.device_type,
+            mesh=holders.movedim(0, -1),
+            mesh_dim_names=(*names, _PARALLEL),
+        )
+        topology = replace(self.topology, mesh=whole[names])
+        return replace(self, holders=holders, topology=topology, parallel=whole[_PARALLEL])
+
+    def partition(self, name: str, param: Tensor) -> Partition | None:
+        """What an expert's parameter is a part of, once that is :meth:`known_to_all`."""
+        if self.parallel is None:
+            return None
+        if not param.ndim or _NUMBERED.search(name):
+            return Peers(self.parallel, (Shard(0),), tuple(param.shape), bare=True)
+        shape = (param.shape[0] * self.parallel.size(), *param.shape[1:])
+        return Partition(self.parallel, (Shard(0),), shape, bare=True)
+
+    def of_sites(self, names: Sequence[str], param: nn.Parameter) -> bool:
+        """Whether a parameter, with every name that it has, is an expert.
+
+        Raises:
+            ValueError: under one name, and not under another.
+        """
+        found = [bool(self.is_expert(name, param)) for name in names]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"Parameter {names[found.index(True)]!r} is an expert, and {names[found.index(False)]!r} is the same "
+                "parameter and none: it cannot be divided among ranks and be on all of them. Untie them, or pass is_expert."
+            )
+        return found[0]
+
+    def __str__(self) -> str:
+        return f"experts {self.topology}"
+
+
+_PARALLEL = "ep"
+"""Name of the mesh dimension of ranks with other experts, where the program's mesh has none."""
+
+
+@compat.without_modes()
+def build_experts(
+    mesh: DeviceMesh,
+    shard_dim: str | None,
+    outer_dim: str | None,
+    hybrid_group: dist.ProcessGroup | None,
+    strategy: ShardingStrategy,
+    outer_strategy: ShardingStrategy,
+    gathers: dist.ProcessGroup | None,
+    recognise: IsExpert | None,
+    dense: Topology,
+    every: dist.ProcessGroup,
+) -> Experts:
+    """What the arguments of ``fully_shard_model`` say of experts. Without communication.
+
+    Args:
+        recognise: tells experts; None: :func:`is_expert`.
+        dense: that everything else is sharded over.
+        every: process group of its ranks.
+
+    Raises:
+        ValueError, TypeError: dimensions, groups or ranks that do not fit together.
+    """
+    if recognise is not None and not callable(recognise):
+        raise TypeError(
+            "is_expert takes a function of a parameter's name and the parameter that tells whether it is an expert, got "
+            f"{recognise!r}"
+        )
+    topology, sharers = build_topology(
+        mesh, shard_dim, outer_dim, hybrid_group, strategy, outer_strategy, gathers, EXPERT_ARGUMENTS
+    )
+    if mesh.device_type != dense.mesh.device_type:
+        raise ValueError(
+            f"expt_device_mesh is of type {mesh.device_type!r}, device_mesh of type {dense.mesh.device_type!r}: a model lives on "
+            "one type of device."
+        )
+    data_parallel = dist.get_process_group_ranks(every)
+    if not set(data_parallel).issuperset(own := dist.get_process_group_ranks(sharers)):
+        raise _not_divided([sorted(own)], data_parallel)
+    told = [ranks for ranks in _slices(mesh, topology.mesh) if set(data_parallel).issuperset(ranks.flatten().tolist())]
+    tells_all = sum(ranks.numel() for ranks in told) >= len(data_parallel)
+    holders = check_holders(told, data_parallel) if tells_all else None
+    return Experts(mesh, topology, recognise or is_expert, recognise is None, holders)
+
+
+def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tensor:
+    """The meshes that experts are divided over, each once, in order of their first rank: ``[e, *shape]``.
+
+    Args:
+        found: one for each rank, or one for each mesh.
+        data_parallel: the ranks that they divide.
+
+    Raises:
+        ValueError: they do not divide these into equal parts.
+    """
+    distinct = {tuple(ranks.flatten().tolist()): ranks for ranks in found}
+    rows = sorted(distinct)
+    if sorted(rank for row in rows for rank in row) != sorted(data_parallel) or len({*map(len, rows)}) > 1:
+        raise _not_divided(rows, data_parallel)
+    return torch.stack([distinct[row] for row in rows])
+
+
+def _slices(mesh: DeviceMesh, part: DeviceMesh) -> Iterable[Tensor]:
+    """The ranks of every part of ``mesh`` along the dimensions of ``part``, which is this rank's."""
+    names, wanted = list(mesh.mesh_dim_names or ()), part.mesh_dim_names or ()
+    along = [names.index(name) for name in wanted] or list(range(mesh.ndim))
+    across = [dim for dim in range(mesh.ndim) if dim not in along]
+    return mesh.mesh.permute(*across, *along).reshape(-1, *part.mesh.shape)
+
+
+def _not_divided(holders: Sequence[Sequence[int]], data_parallel: Sequence[int]) -> ValueError:
+    shown = ", ".join(str(list(ranks)) for ranks in holders[:4]) + (", ..." if len(holders) > 4 else "")
+    return ValueError(
+        f"expt_device_mesh shards experts over the ranks {shown}, but everything else is sharded over "
+        f"{sorted(data_parallel)[:16]}{', ...' if len(data_parallel) > 16 else ''}: the former must divide the latter into "
+        "equal parts. Of n data-parallel ranks and e-fold expert parallelism a mesh of (n / e, e) ranks, with dp_shard_dim as "
+        "the name of the first dimension, does."
+    )

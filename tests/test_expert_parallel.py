@@ -1,0 +1,650 @@
+"""Expert parallelism: each rank has experts of its own, and gradients are those of one process that has all of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
+from pool import Pools, on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.examples.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
+
+CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
+STEPS = 3
+RELATIVE = 1e-5
+"""Of the largest gradient: sums over tokens and ranks in another order, in float32 (eps 6e-8), of some hundred terms."""
+
+# -- meshes -----------------------------------------------------------------------------------------------------------
+
+MESHES = {
+    "2 x 2": ((2, 2), ("fsdp", "ep"), 0),
+    "1 x 4": ((1, 4), ("fsdp", "ep"), 0),
+    "4 x 1": ((4, 1), ("fsdp", "ep"), 0),
+    "HSDP 2 x 1 x 2": ((2, 1, 2), ("outer", "fsdp", "ep"), 0),
+    "HFSDP 2 x 1 x 2": ((2, 1, 2), ("outer", "fsdp", "ep"), 1),
+    "HSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 0),
+    "HFSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 1),
+}
+"""Shape and names of the expert mesh, and the strategy over outer ranks. Everything else is sharded over all ranks but the
+outer ones."""
+
+
+def mesh_arguments(name: str) -> tuple[dict[str, Any], dist.ProcessGroup]:
+    """Arguments of ``fully_shard_model``, and the group that experts are parallel over."""
+    shape, names, outer_strategy = MESHES[name]
+    experts = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    arguments: dict[str, Any] = {"expt_device_mesh": experts, "dp_shard_dim": "fsdp"}
+    if "outer" in names:
+        mesh = init_device_mesh("cpu", (shape[0], shape[1] * shape[2]), mesh_dim_names=("outer", "fsdp"))
+        arguments |= {
+            "device_mesh": mesh,
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": mesh["outer", "fsdp"]._flatten().get_group(),
+            "hybrid_fsdp_expt_group": experts["outer", "fsdp"]._flatten().get_group(),
+            "outer_dp_sharding_strategy": outer_strategy,
+        }
+    return arguments, experts["ep"].get_group()
+
+
+def make(name: str, config: MoeConfig = CONFIG, checkpointed: bool = False, **more: Any) -> MegatronFSDP:
+    arguments, group = mesh_arguments(name)
+    return fully_shard_model(_model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments, **more)
+
+
+def _model(config: MoeConfig, group: dist.ProcessGroup | None, checkpointed: bool = False) -> MoeLlama:
+    torch.manual_seed(0)
+    model = MoeLlama(config, group)
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            nn.init.normal_(module.router.weight, std=1.0)  # decided routers leave experts without tokens
+        if checkpointed and isinstance(module, MoeBlock):
+            module.forward = _checkpointed(module.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _checkpointed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def compiled(model: MegatronFSDP, mode: str) -> Callable[..., Tensor]:
+    if mode == EAGER:
+        return model
+    torch._dynamo.config.capture_scalar_outputs = True
+    return torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+
+
+def batches(step: int, microbatches: int = 1) -> Tensor:
+    """``[microbatches, ranks, batch, length + 1]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randint(0, CONFIG.vocabulary, (microbatches, dist.get_world_size(), 1, 7), generator=generator)
+
+
+def loss_of(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    return call(tokens[:, :-1], tokens[:, 1:])
+
+
+def is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Alone:
+    """One process with all experts, on all ranks' batches."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    params: dict[str, Tensor]
+
+
+def train_alone(microbatches: int = 1) -> Alone:
+    model = _model(CONFIG, None)
+    optimizer = parity.sgd(model.parameters())
+    found = Alone([], [], {})
+    for step in range(STEPS):
+        for micro in batches(step, microbatches):
+            for rank, tokens in enumerate(micro):
+                loss = loss_of(model, tokens)
+                (loss / len(micro)).backward()
+                if rank == dist.get_rank():
+                    found.losses.append(loss.detach())
+        found.gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.params = {name: param.detach() for name, param in model.named_parameters()}
+    return found
+
+
+def check_against(
+    alone: Alone,
+    mesh: str,
+    mode: str,
+    checkpointed: bool,
+    microbatches: int = 1,
+    config: MoeConfig = CONFIG,
+    **more: Any,
+) -> list[Tensor]:
+    """Train as ``alone`` was trained, compare losses, gradients and weights, and return this rank's shards of them."""
+    arguments, group = mesh_arguments(mesh)
+    model = fully_shard_model(_model(config, group, checkpointed), fsdp_unit_modules=[MoeBlock], **arguments | more)
+    call = compiled(model, mode)
+    optimizer = fully_shard_optimizer(parity.sgd(model.parameters()))
+    losses = iter(alone.losses)
+    shards = []
+    for step in range(len(alone.gradients)):
+        for number, micro in enumerate(batches(step, microbatches)):
+            model.is_last_microbatch = number == microbatches - 1
+            loss = loss_of(call, micro[dist.get_rank()])
+            loss.backward()
+            expected = next(losses)
+            assert abs(loss - expected) <= RELATIVE * abs(expected), (loss, expected)
+        largest = max(gradient.abs().max() for gradient in alone.gradients[step].values())
+        for name, param in model.module.named_parameters():
+            gradient, wanted = param.grad.full_tensor(), alone.gradients[step][name]
+            assert (gradient - wanted).abs().max() <= RELATIVE * largest, (name, step)
+            shards.append(param.grad.to_local().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in model.module.named_parameters():
+        if name not in alone.params:
+            continue
+        whole, wanted = param.full_tensor(), alone.params[name]
+        assert (whole - wanted).abs().max() <= RELATIVE * wanted.abs().max(), name
+        shards.append(param.to_local().detach().clone())
+    return shards
+
+
+def check_parity(mesh: str, microbatches: int = 1) -> None:
+    """Eager and compiled, with and without activation checkpointing."""
+    alone = train_alone(microbatches)
+    for checkpointed in (False, True):
+        eager = check_against(alone, mesh, EAGER, checkpointed, microbatches)
+        graph = check_against(alone, mesh, AOT_EAGER, checkpointed, microbatches)
+        assert all(torch.equal(a, b) for a, b in zip(eager, graph, strict=True)), "eager and compiled differ"
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2"])
+@on_ranks(4)
+def test_gradients_of_one_process(mesh: str) -> None:
+    check_parity(mesh)
+
+
+@pytest.mark.parametrize("mesh", ["HSDP 2 x 2 x 2", pytest.param("HFSDP 2 x 2 x 2", marks=pytest.mark.long)])
+@on_ranks(8, timeout=480)
+def test_gradients_of_one_process_on_eight_ranks(mesh: str) -> None:
+    check_parity(mesh, microbatches=2)
+
+
+@pytest.mark.parametrize("mesh", ["1 x 4", "4 x 1"])
+@on_ranks(4)
+def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
+    check_against(train_alone(), mesh, EAGER, checkpointed=False)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2])
+@on_ranks(4)
+def test_gradients_of_other_strategies(strategy: str) -> None:
+    check_against(train_alone(2), "2 x 2", EAGER, False, 2, zero_dp_strategy=strategy)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
+    """Averages over the ranks that share an expert, of sums over all that send it tokens."""
+    alone = train_alone()
+    check_against(alone, "2 x 2", mode, False, average_in_collective=True)
+    ranks = dist.get_world_size()
+    summed = [{name: gradient * ranks for name, gradient in each.items()} for each in alone.gradients[:1]]
+    first_step = dataclasses.replace(alone, gradients=summed, params={})
+    check_against(first_step, "2 x 2", mode, False, calculate_per_token_loss=True)
+
+
+@on_ranks(4)
+def test_some_experts_get_no_token() -> None:
+    """What the tests above train with: loads are uneven, and on some rank an expert is chosen by nobody."""
+    model = _model(CONFIG, None)
+    loads = []
+    router = model.layers[0].mixture.router
+
+    def note(module: nn.Module, args: Any, scores: Tensor) -> None:
+        loads.append(torch.bincount(scores.topk(CONFIG.chosen).indices.flatten(), minlength=CONFIG.experts))
+
+    router.register_forward_hook(note)
+    for tokens in batches(0)[0]:
+        loss_of(model, tokens)
+    assert any((load == 0).any() for load in loads), loads
+    assert all(load.max() > load.min() for load in loads), loads
+
+
+@on_ranks(4)
+def test_tokens_are_gathered_instead() -> None:
+    """The dispatch with static shapes makes the same gradients."""
+    alone = train_alone()
+    static = dataclasses.replace(CONFIG, dispatch="all_gather")
+    check_against(alone, "2 x 2", EAGER, False, config=static)
+    check_against(alone, "2 x 2", AOT_EAGER, True, config=static)
+
+
+@on_ranks(4)
+def test_a_mesh_of_this_ranks_alone() -> None:
+    """As Megatron makes it: with the ranks that share experts, and no others."""
+    alone = train_alone()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    group = mesh["fsdp"].get_group()
+    own = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("fsdp",))
+    check_against(alone, "2 x 2", EAGER, False, expt_device_mesh=own)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_inductor() -> None:
+    check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
+
+
+# -- parameters at rest ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["2 x 2", "HFSDP 2 x 1 x 2"])
+@on_ranks(4)
+def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
+    """Shapes, values, norms, sums and random values are those of one process; and so is clipping, over all experts."""
+    model, alone = make(mesh), _model(CONFIG, None)
+    for name, param in model.module.named_parameters():
+        whole = alone.get_parameter(name)
+        assert param.shape == whole.shape, name
+        assert torch.equal(param.full_tensor(), whole), name
+        torch.testing.assert_close(param.norm().detach(), whole.norm().detach())
+        torch.testing.assert_close(param.mean().detach(), whole.mean().detach())
+        assert param.max() == whole.max(), name
+    tokens = batches(0)[0]
+    loss_of(model, tokens[dist.get_rank()]).backward()
+    (sum(loss_of(alone, each) for each in tokens) / len(tokens)).backward()
+    for foreach in (False, True):
+        got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+        wanted = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, foreach=foreach)
+        torch.testing.assert_close(got, wanted)
+    for each in (model.module, alone):
+        torch.manual_seed(3)
+        for param in each.parameters():
+            nn.init.normal_(param)
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param.full_tensor(), alone.get_parameter(name)), name
+    whole = dict(model.full_parameters())
+    assert all(torch.equal(whole[name], param) for name, param in alone.named_parameters())
+
+
+class Numbered(nn.Module):
+    """Experts that are modules. Each rank has those of its place in the group."""
+
+    class block(nn.Module):
+        def __init__(self, group: dist.ProcessGroup | None) -> None:
+            super().__init__()
+            self.enter = nn.Linear(6, 6)
+            every = [nn.Linear(6, 6) for _ in range(4)]
+            self.rank, self.ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+            self.experts = nn.ModuleList(every[self.rank * 4 // self.ranks :][: 4 // self.ranks])
+
+        def forward(self, x: Tensor) -> Tensor:
+            """As if this rank's experts had got ``x`` alone: tokens do not travel."""
+            x = self.enter(x)
+            return x + sum(expert(x) for expert in self.experts)
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Numbered.block(group), Numbered.block(group))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).pow(2).mean()
+
+
+def numbered(mesh: str) -> MegatronFSDP:
+    arguments, group = mesh_arguments(mesh)
+    torch.manual_seed(0)
+    return fully_shard_model(Numbered(group), fsdp_unit_modules=[Numbered.block], **arguments)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_experts_that_are_modules(mode: str) -> None:
+    """Each expert is whole on the ranks that share it; norms, and what is drawn, are of all of them."""
+    model = numbered("2 x 2")
+    rank, ep_rank = dist.get_rank(), model.module.blocks[0].rank
+    data = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
+    compiled(model, mode)(data[rank]).backward()
+    # One process for each half of the experts, on the batches of the ranks that hold them.
+    torch.manual_seed(0)
+    whole = Numbered(None)
+    halves = [copy.deepcopy(whole) for _ in range(2)]
+    for half, alone in enumerate(halves):
+        for block in alone.blocks:
+            block.experts = block.experts[half * 2 : half * 2 + 2]
+        (sum(alone(x) for x in data[half::2]) / 4).backward()
+    norm = sum(p.grad.pow(2).sum() for alone in halves for n, p in alone.named_parameters() if is_expert(n))
+    for name, param in model.module.named_parameters():
+        if is_expert(name):
+            wanted = halves[ep_rank].get_parameter(name)
+            assert torch.equal(param.full_tensor(), wanted)
+            gradient = wanted.grad
+        else:
+            gradient = sum(alone.get_parameter(name).grad for alone in halves)
+            norm = norm + gradient.pow(2).sum()
+        torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=RELATIVE, atol=1e-7)
+    torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm.sqrt())
+    torch.manual_seed(5 + ep_rank)
+    weight = model.module.blocks[0].experts[0].weight
+    torch.manual_seed(5)
+    nn.init.normal_(weight)
+    torch.manual_seed(5)
+    drawn = [torch.randn(6, 6) for _ in range(2)]
+    assert torch.equal(weight.full_tensor(), drawn[ep_rank])
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def trained(mesh: str | None, steps: int = 1) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """With AdamW. None: every rank has all experts."""
+    if mesh is None:
+        model = fully_shard_model(_model(CONFIG, None), fsdp_unit_modules=[MoeBlock])
+    else:
+        model = make(mesh)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for step in range(steps):
+        loss_of(model, batches(step)[0][dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    found = {name: param.full_tensor().detach() for name, param in model.module.named_parameters()}
+    for name, param in model.module.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return found
+
+
+@pytest.mark.processes
+def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
+    """Weights and AdamW's state, to the bit."""
+    pools.of(4).run(save_and_load, folder=str(tmp_path))
+
+
+def save_and_load(folder: str) -> None:
+    checkpoints = Checkpoints(folder)
+    expected: dict[str, Tensor] = {}
+    for saved, loaded in {
+        "2 x 2": ["4 x 1", "1 x 4", None, "HFSDP 2 x 1 x 2"],
+        "1 x 4": ["2 x 2"],
+        None: ["2 x 2"],
+    }.items():
+        model, optimizer = trained(saved)
+        expected = wholes(model, optimizer)
+        checkpoints.save(1, model, optimizer)
+        for mesh in loaded:
+            other, its = trained(mesh, steps=0)
+            checkpoints.load(other, its)
+            found = wholes(other, its)
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (saved, mesh, name)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
+    """Collectives of a step, the second one: gathers, gathers of what stays, reduce-scatters, all-reduces, all-to-alls."""
+    model = make(mesh, checkpointed=checkpointed)
+    call = compiled(model, mode)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+
+    def step() -> None:
+        loss_of(call, batches(0)[0][dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    counts = collectives(step)
+    names = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
+    return (*(counts[name] for name in names), counts["all_to_all_single"])  # type: ignore[return-value]
+
+
+UNITS, EXPERT_UNITS = 4, CONFIG.layers
+"""Of the model: what is before the layers, two layers, what is behind; layers have a bucket of experts each besides."""
+TABLE = Path(__file__).parent.parent / "docs" / "expert_parallel.md"
+
+
+def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
+    buckets = UNITS + EXPERT_UNITS
+    # Backward gathers layers again. An embedding's backward does not need it, but the eager path, which goes by the order
+    # of units, has gathered it when that shows. What comes last stays.
+    again = 2 * EXPERT_UNITS + (mode == EAGER)
+    exchanges = 5 + 3 * checkpointed  # loads, there, back; of gradients back and there; and the first three again
+    outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
+    return (
+        buckets + again,
+        buckets * shards_outer,
+        buckets * (1 + shards_outer),
+        buckets * (outer and not shards_outer),
+        CONFIG.layers * exchanges,
+    )
+
+
+def table() -> list[str]:
+    """For the docs."""
+    lines = [
+        "| mesh of experts | mode | gathers | gathers of what stays | reduce-scatters | all-reduces | all-to-alls |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for mesh in MESHES:
+        for mode, shown in ((AOT_EAGER, "compiled"), (EAGER, "eager")):
+            counts = expected_counts(mesh, mode, False)
+            *others, exchanges = counts
+            exchanges_again = expected_counts(mesh, mode, True)[-1]
+            cells = [mesh, shown, *map(str, others), f"{exchanges} ({exchanges_again})"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_table_in_the_docs() -> None:
+    found = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    assert "\n".join(table()) in "\n".join(found), "the table should be\n" + "\n".join(table())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize(
+    "mesh", ["2 x 2", *(pytest.param(name, marks=pytest.mark.long) for name in ("1 x 4", "4 x 1", "HSDP 2 x 1 x 2"))]
+)
+@on_ranks(4)
+def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> None:
+    assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["HSDP 2 x 2 x 2", "HFSDP 2 x 2 x 2"])
+@on_ranks(8, timeout=480)
+def test_communication_of_a_step_on_eight_ranks(mesh: str) -> None:
+    for mode in (EAGER, AOT_EAGER):
+        assert counted(mesh, mode, True) == expected_counts(mesh, mode, True)
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def refused(error: type[Exception], *fragments: str, model: nn.Module | None = None, **arguments: Any) -> None:
+    """``fully_shard_model`` raises on this rank, and leaves the model as it was."""
+    model = model if model is not None else _model(CONFIG, None)
+    with raises_everywhere(error, *fragments):
+        fully_shard_model(model, **{"fsdp_unit_modules": [MoeBlock]} | arguments)
+    assert not any(hasattr(param, "mfsdp_home") for param in model.parameters())
+
+
+@on_ranks(4, timeout=60)
+def test_arguments_that_do_not_fit_together() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    fsdp, ep = mesh["fsdp"].get_group(), mesh["ep"].get_group()
+    for name, value in {"hybrid_fsdp_expt_group": fsdp, "expt_fsdp_group_ag": fsdp, "is_expert": bool}.items():
+        refused(ValueError, f"{name} is given without expt_device_mesh", **{name: value})
+    refused(TypeError, "is_expert takes a function", expt_device_mesh=mesh, dp_shard_dim="fsdp", is_expert="experts")
+    refused(ValueError, "expt_device_mesh has 2 dimensions", "dp_shard_dim", expt_device_mesh=mesh)
+    refused(
+        ValueError,
+        "dp_shard_dim='dp' is not a dimension of expt_device_mesh",
+        "('fsdp', 'ep')",
+        expt_device_mesh=mesh,
+        dp_shard_dim="dp",
+    )
+    refused(
+        ValueError,
+        "expt_fsdp_group_ag has the ranks",
+        "sharded over",
+        expt_device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        expt_fsdp_group_ag=ep,
+    )
+    refused(
+        ValueError,
+        "dp_outer_dim and hybrid_fsdp_expt_group belong together",
+        expt_device_mesh=mesh,
+        dp_shard_dim="fsdp",
+        hybrid_fsdp_expt_group=dist.group.WORLD,
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_hybrid_groups_that_do_not_fit() -> None:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "fsdp"))
+    experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("outer", "fsdp", "ep"))
+    arguments = {
+        "device_mesh": dense,
+        "dp_shard_dim": "fsdp",
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": dist.group.WORLD,
+    }
+    missing = "dp_outer_dim and hybrid_fsdp_expt_group belong together"
+    refused(ValueError, missing, "expt_device_mesh['outer', 'inner']", expt_device_mesh=experts, **arguments)
+    wrong = experts["ep"].get_group()
+    refused(
+        ValueError,
+        "hybrid_fsdp_expt_group has the ranks",
+        expt_device_mesh=experts,
+        hybrid_fsdp_expt_group=wrong,
+        **arguments,
+    )
+    flat = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    refused(
+        ValueError,
+        "dp_outer_dim='outer' is not a dimension of expt_device_mesh",
+        expt_device_mesh=flat,
+        hybrid_fsdp_expt_group=flat["fsdp"].get_group(),
+        **arguments,
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_experts_over_other_ranks_than_the_rest() -> None:
+    """Two replicas of a model, as in a pipeline: experts must not be shared between them."""
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
+    across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    refused(
+        ValueError,
+        "expt_device_mesh shards experts over the ranks",
+        "must divide the latter into equal parts",
+        device_mesh=replicas["fsdp"],
+        dp_shard_dim="fsdp",
+        expt_device_mesh=across,
+    )
+    # What only all ranks together can see: each rank's own mesh is fine.
+    rank, ring = dist.get_rank(), [dist.new_group([r, (r + 1) % 4]) for r in range(4)]
+    own = DeviceMesh.from_group(ring[rank], "cpu", mesh_dim_names=("fsdp",))
+    refused(ValueError, "must divide the latter into equal parts", dp_shard_dim="fsdp", expt_device_mesh=own)
+    triple = [dist.new_group([0, 1, 2]), dist.new_group([3])]
+    own = DeviceMesh.from_group(triple[rank == 3], "cpu", mesh_dim_names=("fsdp",))
+    refused(RuntimeError, "rank 3 of 4 differs from rank 0", dp_shard_dim="fsdp", expt_device_mesh=own)
+
+
+@on_ranks(4, timeout=60)
+def test_models_whose_experts_do_not_fit() -> None:
+    arguments, group = mesh_arguments("2 x 2")
+    rank = dist.get_rank()
+
+    marked = _model(CONFIG, group)
+    marked.layers[0].mixture.experts.up.allreduce = False
+    refused(ValueError, "'layers.0.mixture.experts.up' has allreduce=False", "expt_device_mesh", model=marked)
+
+    dense = {"model": nn.Linear(4, 4), "fsdp_unit_modules": [nn.Linear]}
+    refused(ValueError, "no parameter is an expert", "is_expert=", **dense, **arguments)
+
+    tied = _model(CONFIG, group)
+    tied.shared_down = tied.layers[0].mixture.experts.down
+    refused(ValueError, "is an expert, and 'shared_down' is the same parameter", model=tied, **arguments)
+
+    wider = _model(dataclasses.replace(CONFIG, hidden=24 + 8 * (rank == 1)), group)
+    refused(RuntimeError, "rank 1 of 4 differs from rank 0", "an expert's", model=wider, **arguments)
+
+    changed = _model(CONFIG, group)
+    if rank == 3:
+        changed.layers[1].mixture.experts.down.data[0, 0, 0] += 1
+    refused(
+        RuntimeError, "rank 3 of 4 differs from rank 1", "layers.1.mixture.experts.down", model=changed, **arguments
+    )
+
+    taken_for_dense = "values of layers.0.mixture.experts.up"
+    refused(
+        RuntimeError, taken_for_dense, model=_model(CONFIG, group), **arguments, is_expert=lambda name, param: False
+    )
+
+
+@on_ranks(4, timeout=60)
+def test_an_error_on_one_rank_is_one_on_all() -> None:
+    arguments, group = mesh_arguments("2 x 2")
+
+    def fails(name: str, param: nn.Parameter) -> bool:
+        if dist.get_rank() == 2:
+            raise KeyError(name)
+        return is_expert(name)
+
+    error, *fragments = (
+        (KeyError, "embedding") if dist.get_rank() == 2 else (RuntimeError, "rank 2 failed with KeyError")
+    )
+    refused(error, *fragments, model=_model(CONFIG, group), **arguments, is_expert=fails)
+
+
+@on_ranks(4, timeout=60)
+def test_marked_parameters_are_experts_wherever_they_are() -> None:
+    """Megatron's way: by a mark, and not by the name of a module."""
+    arguments, _ = mesh_arguments("2 x 2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.manual_seed(arguments["expt_device_mesh"].get_local_rank("ep"))
+    nn.init.normal_(model[1].weight)
+    model[1].weight.allreduce = False
+    with torch.no_grad():
+        for param in (*model[0].parameters(), model[1].bias):
+            param.zero_()
+    sharded = fully_shard_model(model, fsdp_unit_modules=[nn.Linear], **arguments).sharded
+    assert {bucket.plan.name: bucket.plan.is_expert for bucket in sharded.buckets} == {
+        "0": False,
+        "1#0": True,
+        "1#1": False,
+    }
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
