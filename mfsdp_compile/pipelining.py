@@ -142,7 +142,7 @@ class PipelineStage(pipelining.PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._microbatch(fwd_chunk_id):
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:
+        if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:  # the last microbatch
             self._model.sharded.let_go()
         return output
 
@@ -172,10 +172,12 @@ class PipelineStage(pipelining.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All backwards of a step have run."""
+        """All backwards of a step have run, or, without any, all forwards (not every torch comes here then)."""
         if self.has_backward:
             self._model.finish_grad_sync()
             self.scale_grads(grad_scale_factor)
+        else:
+            self._model.sharded.let_go()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         if grad_scale_factor != 1:

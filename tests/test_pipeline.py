@@ -198,3 +198,239 @@ def test_one_stage_per_rank(kind: type, mode: str, checkpointed: bool) -> None:
 @on_ranks(4)
 def test_several_stages_per_rank(kind: type, mode: str) -> None:
     train(kind, mode, stages=4, steps=2)
+
+
+@pytest.mark.parametrize("kind", [schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleZBVZeroBubble])
+@on_ranks(4)
+def test_backwards_in_two_parts_run_in_one(kind: type) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(kind, EAGER, stages=4, steps=2)
+    assert any("parts the backward in two" in str(warning.message) for warning in told)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_inductor() -> None:
+    train(Schedule1F1B, INDUCTOR, steps=2, checkpointed=True, stage_options={"keep_gathered": True})
+
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+HELD: list[dict[str, Any]] = [{}, {"keep_gathered": True}, {"reduce_each": True}]
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(4)
+def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
+    for held in HELD:
+        train(Schedule1F1B, mode, steps=2, zero_dp_strategy=strategy, stage_options=held)
+
+
+@on_ranks(4)
+def test_bfloat16_sums_are_float32_and_whole() -> None:
+    """One rounding per microbatch's gradient and none of the sum: equal to sums in float32 of what one process computes."""
+    mesh = pipeline_mesh()
+    chain = parity.build(Chain).to(torch.bfloat16)
+    assert isinstance(chain, Chain)
+    pipeline = Pipeline(Schedule1F1B, EAGER, mesh, chain)
+    (x,), (y,) = data(1, mesh["dp"].size())
+    replica = mesh["dp"].get_local_rank()
+    pipeline.step(x[replica].bfloat16(), y[replica].bfloat16())
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in chain.named_parameters()}
+    for inputs, targets in zip(x.bfloat16().flatten(0, 1).split(2), y.bfloat16().flatten(0, 1).split(2), strict=True):
+        chain.zero_grad()
+        loss_of(chain(inputs), targets).backward()
+        for name, param in chain.named_parameters():
+            total[name] += param.grad.float()  # type: ignore[union-attr]
+    for name, param in pipeline.named():
+        expected = total[name] / (MICROBATCHES * mesh["dp"].size())
+        # Sums travel between ranks in bfloat16, as without a pipeline: one rounding, 2**-8, of each of two.
+        difference = (param.grad.full_tensor() - expected).abs().max()  # type: ignore[union-attr]
+        assert difference <= 2**-7 * expected.abs().max()
+
+
+# -- a step, and another one ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_steps_of_the_schedule_add_up(mode: str) -> None:
+    """Torch divides a parameter's gradient by the number of microbatches after each step, all of it; ours keeps what was
+    there before."""
+    mesh = pipeline_mesh()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    pipeline = Pipeline(Schedule1F1B, mode, mesh, chain)
+    replica = mesh["dp"].get_local_rank()
+    for x, y in zip(*data(3, mesh["dp"].size()), strict=True):
+        pipeline.step(x[replica], y[replica])
+        backward_alone(chain, x, y)
+        pipeline.check_gradients(chain)
+
+
+@pytest.mark.parametrize("held", [{}, {"keep_gathered": True}], ids=["", "keep_gathered"])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str, Any]) -> None:
+    mesh = pipeline_mesh()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    pipeline = Pipeline(Schedule1F1B, mode, mesh, chain, stage_options=held)
+    (stage,), (model,) = pipeline.stages, pipeline.models
+    replica = mesh["dp"].get_local_rank()
+    for microbatches, (x, y) in zip((4, 2, 8), zip(*data(3, mesh["dp"].size(), rows=16), strict=True), strict=True):
+        pipeline.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
+        arguments = (x[replica],) if stage.is_first else ()
+        output = pipeline.schedule.eval(*arguments, target=y[replica] if stage.is_last else None)
+        assert all(bucket.resident is None for bucket in model.sharded.buckets)
+        assert all(param.grad is None for param in pipeline.params)
+        if stage.is_last:
+            torch.testing.assert_close(output, chain(x[replica]).detach(), rtol=1e-5, atol=1e-6)
+        pipeline.step(x[replica], y[replica])
+        backward_alone(chain, x, y)
+        pipeline.check_gradients(chain)
+        model.zero_grad()
+        chain.zero_grad()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_torchs_own_stage_works_too(mode: str) -> None:
+    """Each microbatch's gradients are reduced then."""
+    train(Schedule1F1B, mode, steps=2, stage_class=torch.distributed.pipelining.PipelineStage)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_turns_of_several_stages_are_known(mode: str) -> None:
+    """After a step, ranks go on without a word: nothing is agreed on through the store."""
+    mesh = pipeline_mesh()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    pipeline = Pipeline(ScheduleInterleaved1F1B, mode, mesh, chain, stages=4)
+    asked: list[Sequence[str]] = []
+    (x,), (y,) = data(1, mesh["dp"].size())
+    for _ in range(3):
+        asked.clear()
+        for model in pipeline.models:
+            model.sharded.agree = lambda topic, lines, patience=1.5, epoch=0: asked.append(lines)
+        pipeline.step(x[0], y[0])
+    assert not asked
+
+
+# -- communication and memory -----------------------------------------------------------------------------------------
+
+M, B = "m", "b"
+
+
+@pytest.mark.parametrize("held", range(len(HELD)))
+@on_ranks(4)
+def test_collectives(held: int) -> None:
+    """See COUNTS: of the second stage, three buckets whose backward needs them all."""
+    mesh = pipeline_mesh()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    pipeline = Pipeline(Schedule1F1B, AOT_EAGER, mesh, chain, stage_options=HELD[held])
+    (x,), (y,) = data(1, mesh["dp"].size())
+    optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
+
+    def step() -> None:
+        pipeline.step(x[0], y[0])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    counts = collectives(step)
+    buckets = len(pipeline.models[0].sharded.buckets)
+    gathers, kept, reductions = COUNTS[held](MICROBATCHES)
+    if pipeline.stages[0].is_last:
+        assert counts["all_gather_into_tensor"] == gathers * buckets, counts
+    assert counts["all_gather_into_tensor_out"] == kept * buckets, counts
+    assert counts["reduce_scatter_tensor"] == reductions * buckets, counts
+    assert counts["all_reduce"] == 0, counts
+
+
+COUNTS: list[Callable[[int], tuple[int, int, int]]] = [
+    lambda m: (2 * m, 0, 1),
+    lambda m: (0, 1, 1),
+    lambda m: (2 * m, 0, m),
+]
+"""Per bucket and step of m microbatches, for HELD: gathers at each use, gathers of what stays, reduce-scatters."""
+
+
+@contextlib.contextmanager
+def lone_stage(mode: str, **held: Any) -> Any:
+    """A pipeline of one stage, in one process of a world that does not exist: what it allocates is its own."""
+    from test_memory import WIDTH, Wide
+
+    model = fully_shard_model(nn.Sequential(*(Wide() for _ in range(6))), fsdp_unit_modules=[Wide])
+    call: Any = model
+    if mode != EAGER:
+        call = torch.compile(model, backend="mfsdp", options={"inner": mode})
+    stage = PipelineStage(call, 0, 1, torch.device("cpu"), group=dist.new_group([0]), **held)
+    schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_of)
+    x = torch.randn(MICROBATCHES, WIDTH)
+    for _ in range(2):
+        schedule.step(x, target=x)
+        model.zero_grad_buffer()
+    yield model, lambda: schedule.step(x, target=x)
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("held", HELD, ids=str)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+def test_memory(mode: str, held: dict[str, Any]) -> None:
+    """All forwards come before the first backward (GPipe), and what is gathered is there once for all of them."""
+    from mfsdp_compile.examples.measuring import allocated
+
+    with lone_stage(mode, **held) as (model, step):
+        predicted = held_memory(model)
+        bucket = model.sharded.buckets[0].plan.gathered_bytes
+        shards = sum(b.plan.shard_bytes for b in model.sharded.buckets)
+        assert predicted.gathered == (6 if "keep_gathered" in held else 2) * bucket
+        assert predicted.gradients == (shards if "reduce_each" in held else 6 * bucket)
+        peak, stays = allocated(step)
+    # Besides: gradients of a unit, one by one, packed, and being reduced; results of reductions; activations.
+    others = 3 * bucket + shards + (256 << 10)
+    assert peak <= predicted.gathered + predicted.gradients + others, (peak, predicted)
+    assert peak >= predicted.gathered + predicted.gradients - bucket
+    assert stays <= shards + (16 << 10)  # the gradients
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_mistakes_are_explained() -> None:
+    mesh = pipeline_mesh()
+    group, rank, device = mesh["pp"].get_group(), mesh["pp"].get_local_rank(), torch.device("cpu")
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    with parity.raises_everywhere(TypeError, "PipelineStage takes the model that fully_shard_model returned"):
+        PipelineStage(chain.part(rank, 2), rank, 2, device, group=group)
+    everywhere = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer])
+    with parity.raises_everywhere(ValueError, "cannot hold the same stage and different ones", "mesh['dp']"):
+        PipelineStage(everywhere, rank, 2, device, group=group)
+    with parity.raises_everywhere(ValueError, "has 2 dimensions, ('pp', 'dp')", "dp_shard_dim"):
+        fully_shard_model(chain.part(rank, 2), mesh, fsdp_unit_modules=[Layer])
+
+    outer = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    divided = fully_shard_model(
+        parity.build(Chain),
+        outer,
+        dp_shard_dim="inner",
+        dp_outer_dim="outer",
+        hybrid_fsdp_group=outer["outer", "inner"]._flatten().get_group(),
+        outer_dp_sharding_strategy="optim",
+        fsdp_unit_modules=[Layer],
+    )
+    with parity.raises_everywhere(ValueError, "keep_gathered=True is not supported", "HFSDP"):
+        divided.set_accumulation(keep_gathered=True)
+
+    model = fully_shard_model(chain.part(rank, 2), mesh["dp"], fsdp_unit_modules=[Layer])
+    model.set_accumulation(whole_gradients=True)
+    with model.no_sync():
+        model(torch.randn(2, 8 if rank == 0 else 13)).sum().backward()
+    with parity.raises_everywhere(RuntimeError, "while a step is under way"):
+        model.set_accumulation()
