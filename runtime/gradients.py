@@ -42,6 +42,7 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
     # Autograd holds the hooks where Python's garbage collector does not look.
     the_bucket = weakref.ref(bucket)
     the_touched = weakref.WeakMethod(touched)
+
     @compat.python_only
     def before(gradient: Tensor | None) -> Tensor | None:
         bucket = the_bucket()

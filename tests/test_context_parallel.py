@@ -199,16 +199,18 @@ def test_one_rank_is_plain_attention() -> None:
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+COUNTS = {"as it is": (2, 1, 1, 1), "checkpointed layers": (2, 1, 2, 1)}
+"""Of a step: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+
+
+@pytest.mark.parametrize("layers", COUNTS)
 @on_ranks(4)
-def test_collectives(checkpointed: bool) -> None:
-    """Per layer one gather of keys and values, again in backward if checkpointed, and one reduce-scatter of their gradients.
-    Of the buckets, the last unit's stays for the backward, and the first one's is not needed there."""
+def test_collectives(layers: str) -> None:
+    """Compiled. The last unit's bucket stays for the backward, and the first one's is not needed there."""
     mesh = mesh_of(2, 2)
     context = ContextParallel(mesh["cp"])
-    model = fully_shard_model(
-        build(checkpointed, context.attention), mesh, dp_shard_dim="dp_cp", fsdp_unit_modules=[Block]
-    )
+    module = build(layers == "checkpointed layers", context.attention)
+    model = fully_shard_model(module, mesh, dp_shard_dim="dp_cp", fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": "aot_eager"})
     (batch,) = tokens(1, 2)
 
@@ -219,9 +221,10 @@ def test_collectives(checkpointed: bool) -> None:
     step()
     model.zero_grad()
     counts = collectives(step)
-    buckets, layers = len(model.sharded.buckets), CONFIG.layers
-    assert counts["reduce_scatter_tensor"] == buckets + layers, counts
-    assert counts["all_gather_into_tensor"] == 2 * buckets - 2 + layers * (2 if checkpointed else 1), counts
+    gathers, reductions, key_gathers, key_reductions = COUNTS[layers]
+    buckets = len(model.sharded.buckets)
+    assert counts["all_gather_into_tensor"] == gathers * buckets - 2 + key_gathers * CONFIG.layers, counts
+    assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions * CONFIG.layers, counts
     assert counts["all_reduce"] == 0, counts
 
 
@@ -248,6 +251,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def pipeline_counts(m: int) -> tuple[int, int, int, int]:
+    """Of a step of m microbatches: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+    return 2 * m, 1, m, m
+
+
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(8)
 def test_pipeline_data_and_context(mode: str) -> None:
@@ -267,16 +275,28 @@ def test_pipeline_data_and_context(mode: str) -> None:
     alone = build(False)
     first, second = Part(alone, False), Part(alone, True)  # type: ignore[arg-type]
     sgd = parity.sgd(alone.parameters())
-    for batch in tokens(3, 2):
+
+    def step(batch: Tensor) -> None:
         mine = batch[mesh["dp"].get_local_rank()]
         inputs, targets = context.shard(mine[:, :-1]), context.shard(mine[:, 1:])
         schedule.step(target=targets) if last else schedule.step(inputs)
+
+    for batch in tokens(3, 2):
+        step(batch)
         for each in batch:
             (cross_entropy(second(first(each[:, :-1])), each[:, 1:]) / len(batch)).backward()
         assert_close(model, second if last else first)
         for each in (optimizer, sgd):
             each.step()
             each.zero_grad()
+    if mode == EAGER:
+        return
+    counts = collectives(lambda: step(batch))
+    gathers, reductions, key_gathers, key_reductions = pipeline_counts(BATCH)
+    buckets = len(model.sharded.buckets)
+    unneeded = 0 if last else BATCH  # the embedding's, in backward
+    assert counts["all_gather_into_tensor"] == gathers * buckets - unneeded + key_gathers, counts
+    assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions, counts
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

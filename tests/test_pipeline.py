@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import parity
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
+from test_memory import WIDTH, Wide
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
@@ -21,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Block
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.checkpoint import Checkpoints, load
+from mfsdp_compile.examples.measuring import allocated, collectives
 from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory
 
 MICROBATCHES = 4
@@ -321,17 +328,23 @@ def test_turns_of_several_stages_are_known(mode: str) -> None:
 
 # -- communication and memory -----------------------------------------------------------------------------------------
 
-M, B = "m", "b"
+COUNTS: dict[str, tuple[dict[str, Any], Callable[[int], tuple[int, int, int]]]] = {
+    "as it is": ({}, lambda m: (2 * m, 0, 1)),
+    "keep_gathered=True": ({"keep_gathered": True}, lambda m: (0, 1, 1)),
+    "reduce_each=True": ({"reduce_each": True}, lambda m: (2 * m, 0, m)),
+}
+"""Per bucket and step of m microbatches: gathers at each use, gathers of what stays, reduce-scatters."""
 
 
-@pytest.mark.parametrize("held", range(len(HELD)))
+@pytest.mark.parametrize("held", COUNTS)
 @on_ranks(4)
-def test_collectives(held: int) -> None:
-    """See COUNTS: of the second stage, three buckets whose backward needs them all."""
+def test_collectives(held: str) -> None:
+    """Compiled 1F1B. Of the first stage, the backward does not need the first bucket."""
+    options, count = COUNTS[held]
     mesh = pipeline_mesh()
     chain = parity.build(Chain)
     assert isinstance(chain, Chain)
-    pipeline = Pipeline(Schedule1F1B, AOT_EAGER, mesh, chain, stage_options=HELD[held])
+    pipeline = Pipeline(Schedule1F1B, AOT_EAGER, mesh, chain, stage_options=options)
     (x,), (y,) = data(1, mesh["dp"].size())
     optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
 
@@ -342,28 +355,18 @@ def test_collectives(held: int) -> None:
 
     step()
     counts = collectives(step)
-    buckets = len(pipeline.models[0].sharded.buckets)
-    gathers, kept, reductions = COUNTS[held](MICROBATCHES)
-    if pipeline.stages[0].is_last:
-        assert counts["all_gather_into_tensor"] == gathers * buckets, counts
+    buckets, is_last = len(pipeline.models[0].sharded.buckets), pipeline.stages[0].is_last
+    gathers, kept, reductions = count(MICROBATCHES)
+    unneeded = 0 if is_last or not gathers else MICROBATCHES
+    assert counts["all_gather_into_tensor"] == gathers * buckets - unneeded, counts
     assert counts["all_gather_into_tensor_out"] == kept * buckets, counts
     assert counts["reduce_scatter_tensor"] == reductions * buckets, counts
     assert counts["all_reduce"] == 0, counts
 
 
-COUNTS: list[Callable[[int], tuple[int, int, int]]] = [
-    lambda m: (2 * m, 0, 1),
-    lambda m: (0, 1, 1),
-    lambda m: (2 * m, 0, m),
-]
-"""Per bucket and step of m microbatches, for HELD: gathers at each use, gathers of what stays, reduce-scatters."""
-
-
 @contextlib.contextmanager
 def lone_stage(mode: str, **held: Any) -> Any:
     """A pipeline of one stage, in one process of a world that does not exist: what it allocates is its own."""
-    from test_memory import WIDTH, Wide
-
     model = fully_shard_model(nn.Sequential(*(Wide() for _ in range(6))), fsdp_unit_modules=[Wide])
     call: Any = model
     if mode != EAGER:
@@ -382,8 +385,6 @@ def lone_stage(mode: str, **held: Any) -> Any:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 def test_memory(mode: str, held: dict[str, Any]) -> None:
     """All forwards come before the first backward (GPipe), and what is gathered is there once for all of them."""
-    from mfsdp_compile.examples.measuring import allocated
-
     with lone_stage(mode, **held) as (model, step):
         predicted = held_memory(model)
         bucket = model.sharded.buckets[0].plan.gathered_bytes
@@ -434,3 +435,147 @@ def test_mistakes_are_explained() -> None:
         model(torch.randn(2, 8 if rank == 0 else 13)).sum().backward()
     with parity.raises_everywhere(RuntimeError, "while a step is under way"):
         model.set_accumulation()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_gradients_of_inputs_alone_add_nothing(strategy: str) -> None:
+    """``torch.autograd.grad`` of compiled code computes gradients of parameters too, which nobody has asked for: they must not
+    be in the sum that waits for its reduction. (Torch's stages learn the shapes of gradients that way.)"""
+    model = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
+    model.set_accumulation(whole_gradients=True)
+    call = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
+    alone = parity.build(Chain)
+    (x,), _ = data(1, 2, rows=3)
+    for turn in range(2):  # before there is a sum, and after
+        inputs = x[dist.get_rank()].clone().requires_grad_()
+        torch.autograd.grad(call(inputs).sum(), inputs)
+        with model.sync() if turn else model.no_sync():
+            call(inputs).pow(2).sum().backward()
+        for each in x:
+            (alone(each).pow(2).sum() / 2).backward()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), its.grad, rtol=1e-5, atol=1e-5)
+
+
+SECONDS = 5.0
+"""The time-out of process groups of the next test. What a rank may need beyond it is for a machine with other things to do."""
+
+
+def short_mesh() -> DeviceMesh:
+    """As ``pipeline_mesh``, with a time-out that a test can wait for."""
+    ranks, mine = torch.arange(4).view(2, 2), dist.get_rank()
+    groups = []
+    for sets in (ranks.t().tolist(), ranks.tolist()):
+        made = [dist.new_group(each, timeout=timedelta(seconds=SECONDS)) for each in sets]
+        groups.append(next(group for group, each in zip(made, sets, strict=True) if mine in each))
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("pp", "dp"))
+
+
+class Failing(nn.Module):
+    """In front of a stage; raises in the third forward from when it is armed."""
+
+    def __init__(self, chain: Chain) -> None:
+        super().__init__()
+        self.chain = chain
+        self.left = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("a bad batch")
+        return self.chain(x)
+
+
+@on_ranks(4, timeout=120)
+def test_a_stage_that_raises() -> None:
+    """On one rank: the others have an error when their groups have timed out, and after a reset training goes on."""
+    mesh = short_mesh()
+    rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+    failing = Failing(chain.part(rank, 2))
+    model = fully_shard_model(failing, mesh["dp"], fsdp_unit_modules=[Layer])
+    steps = list(zip(*data(2, 2), strict=True))
+
+    def step(mesh: DeviceMesh, x: Tensor, y: Tensor) -> None:
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+        schedule.step(x[replica]) if stage.is_first else schedule.step(target=y[replica])
+
+    step(mesh, *steps[0])
+    model.zero_grad_buffer()
+    before = [param.to_local().clone() for param in model.parameters()]
+    failing.left = 4 if (rank, replica) == (1, 0) else -1  # one forward is for the shapes
+    begun = time.monotonic()
+    with contextlib.suppress(RuntimeError):
+        step(mesh, *steps[1])
+        raise AssertionError("nothing was raised")
+    # The pipeline's ranks may learn one after the other.
+    assert time.monotonic() - begun < 4 * SECONDS + 20
+    failing.left = -1
+    dist.barrier()
+    model.reset()
+    assert all(torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+    step(short_mesh(), *steps[1])
+    backward_alone(chain, *steps[1])
+    expected = dict(chain.named_parameters())
+    for name, param in model.module.named_parameters():
+        its = expected[name.removeprefix("chain.")].grad
+        torch.testing.assert_close(param.grad.full_tensor(), its, rtol=1e-5, atol=1e-6)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_checkpoints() -> None:
+    """All stages in one folder, loaded into one stage on all ranks, and back; and a folder per stage."""
+    folder: list[Any] = [Path(tempfile.mkdtemp()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    root = folder[0]
+    mesh = pipeline_mesh()
+    replica = mesh["dp"].get_local_rank()
+    chain = parity.build(Chain)
+    assert isinstance(chain, Chain)
+
+    def train(pipeline: Pipeline, optimizer: Any, x: Tensor, y: Tensor) -> None:
+        pipeline.step(x[replica], y[replica])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def fresh() -> tuple[Pipeline, Any]:
+        torch.manual_seed(9)
+        pipeline = Pipeline(ScheduleInterleaved1F1B, EAGER, mesh, Chain(), stages=4)
+        return pipeline, fully_shard_optimizer(torch.optim.AdamW(pipeline.params, lr=1e-2))
+
+    first, second = zip(*data(2, 2), strict=True)
+    pipeline = Pipeline(ScheduleInterleaved1F1B, EAGER, mesh, chain, stages=4)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(pipeline.params, lr=1e-2))
+    train(pipeline, optimizer, *first)
+    dcp.save({"model": weights(pipeline), "optimizer": optimizer.state_dict()}, checkpoint_id=root / "all")
+    for number, model in zip((stage.stage_index for stage in pipeline.stages), pipeline.models, strict=True):
+        Checkpoints(root / f"stage-{number}").save(1, model)
+    train(pipeline, optimizer, *second)
+
+    again, its_optimizer = fresh()
+    state = {"model": weights(again), "optimizer": its_optimizer.state_dict()}
+    for key, value in optimizer.state_dict()["state"].items():  # the state of an optimizer comes with its first step
+        state["optimizer"]["state"].setdefault(key, {k: v.clone() for k, v in value.items()})
+    dcp.load(state, checkpoint_id=root / "all")
+    its_optimizer.load_state_dict(state["optimizer"])
+    train(again, its_optimizer, *second)
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(pipeline.params, again.params, strict=True))
+
+    whole = fully_shard_model(Chain(), fsdp_unit_modules=[Layer])
+    load(root / "all", whole)
+    each, _ = fresh()
+    for number, model in zip((stage.stage_index for stage in each.stages), each.models, strict=True):
+        Checkpoints(root / f"stage-{number}").load(model)
+    expected = {name: param.full_tensor() for name, param in whole.module.named_parameters()}
+    for name, param in each.named():
+        assert torch.equal(param.full_tensor(), expected[name]), name
+
+
+def weights(pipeline: Pipeline) -> dict[str, Any]:
+    return {name: value for model in pipeline.models for name, value in model.state_dict().items()}
