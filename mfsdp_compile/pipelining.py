@@ -46,7 +46,7 @@ from .runtime.bucket import Bucket
 from .runtime.topology import Accumulation
 from .wrapper import unwrapped
 
-__all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory"]
+__all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory", "state_of"]
 
 
 @dataclass(frozen=True)
@@ -226,3 +226,36 @@ def clip_grad_norm_(
         norm = norm ** (1 / norm_type)
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
     return norm
+
+
+def state_of(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """What all ranks of a pipeline give to ``torch.distributed.checkpoint.save``, each for its stages, to write one checkpoint
+    of the whole model::
+
+        dcp.save(state_of(models, optimizer), checkpoint_id=path)
+        for model in models:        # in as many stages as there are then
+            mfsdp_compile.checkpoint.load(path, model, optimizer, allow_unexpected="*")
+
+    Names of parameters must say where a layer is in the whole model. Settings of the optimizer's groups are left out: torch
+    would keep one rank's and give them to all.
+
+    Args:
+        models: the stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
+        optimizer: over their parameters, extended by ``fully_shard_optimizer``.
+
+    Raises:
+        ValueError: two stages of this rank have a parameter of the same name.
+    """
+    weights: dict[str, Any] = {}
+    for model in models:
+        for name, value in unwrapped(model, "state_of").state_dict().items():
+            if name in weights:
+                raise ValueError(
+                    f"Two stages of this rank have a {name!r}: one would take the other's place in the checkpoint. Name layers "
+                    "by their number in the whole model, in an nn.ModuleDict for instance."
+                )
+            weights[name] = value
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optimizer"] = {"state": optimizer.state_dict()["state"]}
+    return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import tempfile
 import time
 import warnings
@@ -28,8 +29,9 @@ from zoo import Block
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, load
+from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.examples.measuring import allocated, collectives
-from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory
+from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory, state_of
 
 MICROBATCHES = 4
 
@@ -417,6 +419,11 @@ def test_mistakes_are_explained() -> None:
         fully_shard_model(chain.part(rank, 2), mesh, fsdp_unit_modules=[Layer])
 
     outer = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    same_names = [
+        fully_shard_model(nn.Sequential(nn.Linear(4, 4)), mesh["dp"], fsdp_unit_modules=[nn.Linear]) for _ in "ab"
+    ]
+    with parity.raises_everywhere(ValueError, "Two stages of this rank have a 'module.0.weight'"):
+        state_of(same_names)
     divided = fully_shard_model(
         parity.build(Chain),
         outer,
@@ -435,6 +442,40 @@ def test_mistakes_are_explained() -> None:
         model(torch.randn(2, 8 if rank == 0 else 13)).sum().backward()
     with parity.raises_everywhere(RuntimeError, "while a step is under way"):
         model.set_accumulation()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
+@on_ranks(4)
+def test_accumulation_without_a_pipeline(strategy: str, mode: str) -> None:
+    """One reduction, and one gather, per bucket and step; back and forth, with an optimizer step in between."""
+    model = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer], **mesh_arguments(strategy))
+    call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    alone = parity.build(Chain)
+    optimizers = [fully_shard_optimizer(parity.sgd(model.parameters())), parity.sgd(alone.parameters())]
+    x, y = data(3, dist.get_world_size(), rows=6)
+    buckets = len(model.sharded.buckets)
+
+    def step(inputs: Tensor, targets: Tensor) -> None:
+        rank = dist.get_rank()
+        for i, (a, b) in enumerate(zip(inputs[rank].chunk(3), targets[rank].chunk(3), strict=True)):
+            with model.sync() if i == 2 else model.no_sync():
+                (loss_of(call(a), b) / 3).backward()
+
+    for keeps, inputs, targets in zip((True, False, True), x, y, strict=True):
+        model.set_accumulation(whole_gradients=keeps, keep_gathered=keeps and strategy != "HFSDP")
+        counts = collectives(functools.partial(step, inputs, targets))
+        if keeps and strategy == "optim_grads_params":
+            assert counts["all_gather_into_tensor"] == 0, counts
+            assert counts["all_gather_into_tensor_out"] == buckets, counts
+        if keeps:
+            assert counts["reduce_scatter_tensor"] == (2 if strategy == "HFSDP" else 1) * buckets, counts
+        backward_alone(alone, inputs, targets)
+        for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad, rtol=1e-5, atol=1e-6)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -553,29 +594,22 @@ def test_checkpoints() -> None:
     pipeline = Pipeline(ScheduleInterleaved1F1B, EAGER, mesh, chain, stages=4)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(pipeline.params, lr=1e-2))
     train(pipeline, optimizer, *first)
-    dcp.save({"model": weights(pipeline), "optimizer": optimizer.state_dict()}, checkpoint_id=root / "all")
+    dcp.save(state_of(pipeline.models, optimizer), checkpoint_id=root / "all")
     for number, model in zip((stage.stage_index for stage in pipeline.stages), pipeline.models, strict=True):
         Checkpoints(root / f"stage-{number}").save(1, model)
     train(pipeline, optimizer, *second)
 
     again, its_optimizer = fresh()
-    state = {"model": weights(again), "optimizer": its_optimizer.state_dict()}
-    for key, value in optimizer.state_dict()["state"].items():  # the state of an optimizer comes with its first step
-        state["optimizer"]["state"].setdefault(key, {k: v.clone() for k, v in value.items()})
-    dcp.load(state, checkpoint_id=root / "all")
-    its_optimizer.load_state_dict(state["optimizer"])
+    for model in again.models:
+        load(root / "all", model, its_optimizer, allow_unexpected="*")
     train(again, its_optimizer, *second)
     assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(pipeline.params, again.params, strict=True))
 
     whole = fully_shard_model(Chain(), fsdp_unit_modules=[Layer])
-    load(root / "all", whole)
+    load(root / "all", whole, fully_shard_optimizer(torch.optim.AdamW(whole.parameters())))
     each, _ = fresh()
     for number, model in zip((stage.stage_index for stage in each.stages), each.models, strict=True):
         Checkpoints(root / f"stage-{number}").load(model)
     expected = {name: param.full_tensor() for name, param in whole.module.named_parameters()}
     for name, param in each.named():
         assert torch.equal(param.full_tensor(), expected[name]), name
-
-
-def weights(pipeline: Pipeline) -> dict[str, Any]:
-    return {name: value for model in pipeline.models for name, value in model.state_dict().items()}
