@@ -13,6 +13,7 @@ import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,12 +102,14 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
-    portions = chosen.schedule.portions
+    portions, policy = chosen.schedule.portions, chosen.schedule
     for owner in owners if portions else ():
         _make_portions(owner, portions)
+    if any(bucket.topology.accumulation.forwards_overlap for bucket in buckets):
+        policy = replace(policy, keep_last=False)  # each forward would keep one of its own
     context = Context(
         tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
-        chosen.schedule,
+        policy,
         _is_whole_model(buckets),
         chosen.float32_gradients,
         (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
@@ -200,8 +203,8 @@ def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
 def _tensors(bucket: Bucket) -> list[Tensor]:
     """What a graph gets for a bucket: its shard, its resident and its token, as far as it has these."""
     tensors = [bucket.flat]
-    if bucket.resident is not None:
-        tensors.append(bucket.resident)
+    if bucket.has_resident:
+        tensors.append(bucket.hold_resident())
     if bucket.pending is not None:
         tensors.append(bucket.pending.token)
     return tensors

@@ -13,7 +13,7 @@ from torch import nn
 
 from mfsdp_compile.runtime.model import Precision, ShardedModel
 from mfsdp_compile.runtime.tensor import UnreducedGradient
-from mfsdp_compile.runtime.topology import Topology
+from mfsdp_compile.runtime.topology import Accumulation, Topology
 
 from .comparing import StepComparison, compare_step
 from .policy import MixedPrecisionPolicy, ShardingStrategy
@@ -68,7 +68,7 @@ class MegatronFSDP(nn.Module):
     # -- when gradients are reduced -----------------------------------------------------------------------------------
     #
     # With optim_grads and optim_grads_params gradients are reduced over inner ranks in every backward. What can wait for
-    # the last microbatch is the reduction over outer ranks, and, with no_shard and optim, all of it.
+    # the last microbatch is the reduction over outer ranks, and, with no_shard and optim, or set_accumulation, all of it.
 
     @property
     def is_last_microbatch(self) -> bool | None:
@@ -127,6 +127,24 @@ class MegatronFSDP(nn.Module):
             )
         self.sharded.finish_synchronisation()
 
+    def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
+        """Trade memory for communication, over the microbatches of an optimizer step. Without arguments: as it was.
+
+        Both last until a backward that reduces: mark it, as the comment above says. Compiled code is compiled anew.
+
+        Args:
+            whole_gradients: sum gradients whole on each rank, and reduce them once per step. For strategies that shard
+                gradients; the others do so in any case. Memory: all gradients, in ``main_grads_dtype``.
+            keep_gathered: gather parameters once per step, and let go of them when it reduces. For
+                ``optim_grads_params``; with the other strategies parameters are whole at all times. Memory: all parameters, in
+                the dtype that the model computes in.
+
+        Raises:
+            RuntimeError: a step is under way.
+            ValueError: ``keep_gathered`` with HFSDP.
+        """
+        self.sharded.set_accumulation(Accumulation(whole_gradients, keep_gathered))
+
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -183,7 +201,7 @@ class MegatronFSDP(nn.Module):
     def install_optimized_model_weights(self) -> None:
         """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,
         for strategies that keep parameters gathered, starts now."""
-        self.sharded.refresh()
+        self.sharded.refresh(ahead=True)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 

@@ -158,16 +158,17 @@ class Bucket:
         """Shard, parameters and shells over the values of ``flat``; Python attributes of ``like`` are kept."""
         plan = self.plan
         self.resident: Tensor | None = None
+        self._unused_gather: weakref.finalize | None = None
         self._resident_of = -1  # version of the shard that the resident was gathered from
         self._resident_awaited = True
-        if (group := self.topology.resident_group) is not None:
+        group = self.topology.resident_group
+        if group is not None and not self.topology.lets_go:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
             if plan.main_dtype == plan.compute_dtype:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
                 # The same memory, but a version of its own: gathers write to the resident whenever they like.
                 flat = mine.copy_(flat).data
-            self.resident = resident
-            weakref.finalize(self, compat.wait_tensor_when_dropped, resident)  # a gather that nobody used
+            self._hold(resident)
         self.flat = flat.requires_grad_(plan.requires_grad)
         # Views of the detached shard: they share its memory and version, not its place in autograd graphs.
         views = self.views(flat.detach())
@@ -188,18 +189,30 @@ class Bucket:
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
+        self.pending: Pending | None = None
         self.set_plan(plan)
-        self.pending = Pending(self, plan.grad_dtype) if plan.requires_grad and self.exchange.needs_token else None
 
-    def set_plan(self, plan: BucketPlan) -> None:
-        """Take over another way of exchanging; layout and dtypes of what is at rest stay."""
+    def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
+        """Take over another way of exchanging, or of accumulating; layout and dtypes of what is at rest stay.
+
+        Args:
+            topology: the same ranks and strategy.
+        """
         self.plan = plan
+        if topology is not None:
+            self.let_go()
+            self.topology = topology
         self.exchange = plan.exchange(self.topology)
         # Buckets whose signatures are equal can run each other's compiled graphs.
         self.signature = (
-            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.resident is None}:"
-            f"{self.exchange[4:]}"
+            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{not self.has_resident}:"
+            f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}"
         )
+        needs_token = plan.requires_grad and self.exchange.needs_token
+        if needs_token != (self.pending is not None):
+            self.pending = Pending(self, plan.grad_dtype) if needs_token else None
+        if self.pending is not None:
+            self.pending.wanted = True  # what a backward that has failed had noted is over
 
     def _place(self, index: int) -> Place:
         layout = self.plan.layout
@@ -221,19 +234,49 @@ class Bucket:
     # -- residents ----------------------------------------------------------------------------------------------------
 
     @property
+    def has_resident(self) -> bool:
+        """Whether something stays gathered between uses, be it only for a step."""
+        return self.topology.resident_group is not None
+
+    @property
     def is_stale(self) -> bool:
-        """Whether shards have changed since the resident was gathered."""
-        return self.resident is not None and self._resident_of != self.flat._version
+        """Whether shards have changed since the resident was gathered, or it was let go of."""
+        return self.has_resident and self._resident_of != self.flat._version
+
+    def hold_resident(self) -> Tensor:
+        """The resident; where it was let go of, new memory for one."""
+        if self.resident is None:
+            group = self.topology.resident_group
+            assert group is not None
+            numel = self.flat.numel() * group.size
+            self._hold(torch.empty(numel, dtype=self.plan.compute_dtype, device=self.flat.device))
+        assert self.resident is not None
+        return self.resident
+
+    def _hold(self, resident: Tensor) -> None:
+        self.resident = resident
+        self._unused_gather = weakref.finalize(self, compat.wait_tensor_when_dropped, resident)
+
+    def let_go(self) -> None:
+        """Drop a resident that stays for a step only. Its memory is free when nobody refers to it any more."""
+        if self.topology.lets_go and self.resident is not None:
+            self.await_resident()
+            self._drop_resident()
+
+    def _drop_resident(self) -> None:
+        assert self._unused_gather is not None
+        self._unused_gather.detach()  # it holds the memory
+        self.resident, self._resident_of = None, -1
 
     @torch.no_grad()
     def start_refresh(self) -> None:
         """Start to gather the resident anew. Every rank must."""
         group = self.topology.resident_group
         assert group is not None
-        assert self.resident is not None
+        resident = self.hold_resident()
         self.await_resident()
         shard = self.flat.detach().to(self.plan.compute_dtype)
-        compat.all_gather_out(shard, group.size, group.name, out=self.resident)
+        compat.all_gather_out(shard, group.size, group.name, out=resident)
         self._resident_of, self._resident_awaited = self.flat._version, False
 
     def await_resident(self) -> Tensor:
@@ -249,10 +292,12 @@ class Bucket:
             with contextlib.suppress(RuntimeError):
                 self.await_resident()
             self._resident_of, self._resident_awaited = -1, True
+            if self.topology.lets_go:
+                self._drop_resident()
 
     def source(self) -> Tensor:
         """What parameters in use are made of on this rank: the resident, or the shard; without autograd."""
-        return self.flat.detach() if self.resident is None else self.await_resident()
+        return self.await_resident() if self.has_resident else self.flat.detach()
 
     @torch.no_grad()
     def gather_shards(self) -> list[Tensor]:

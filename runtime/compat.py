@@ -43,7 +43,7 @@ if not dist.is_available():
     raise ImportError("mfsdp-compile needs a torch that was built with torch.distributed")
 
 try:
-    from torch._C import DisableTorchFunctionSubclass, DispatchKey, _current_graph_task_id
+    from torch._C import DisableTorchFunctionSubclass, DispatchKey, _current_graph_task_id, _will_engine_execute_node
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
@@ -132,6 +132,12 @@ def in_backward() -> bool:
 def backward_id() -> int:
     """A number that is the same throughout one backward pass, and -1 outside of any."""
     return _current_graph_task_id()
+
+
+def will_accumulate(leaf: Tensor) -> bool:
+    """In backward: whether it computes the gradient of ``leaf``. ``torch.autograd.grad``, and ``backward(inputs=...)``, may
+    not, and compiled code cannot tell: it computes all of its gradients."""
+    return _will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

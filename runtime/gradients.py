@@ -19,7 +19,7 @@ Variations
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from . import compat
 from .bucket import Bucket
 from .tensor import RowShardedTensor, UnreducedGradient, take_rows
 
-__all__ = ["accumulate", "clear", "fill_missing", "flat_gradient", "watch"]
+__all__ = ["accumulate", "add_back", "clear", "fill_missing", "flat_gradient", "put_aside", "watch"]
 
 
 def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
@@ -42,16 +42,13 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
     # Autograd holds the hooks where Python's garbage collector does not look.
     the_bucket = weakref.ref(bucket)
     the_touched = weakref.WeakMethod(touched)
-    # Autograd adds in place to what is there, in the parameter's dtype; where that will not do, we add.
-    plan = bucket.plan
-    autograd_adds = bucket.pending is None and plan.grad_dtype == plan.main_dtype and not plan.decoupled
 
     @compat.python_only
     def before(gradient: Tensor | None) -> Tensor | None:
         bucket = the_bucket()
         if gradient is None or bucket is None:
             return None  # the eager path passes no gradient through autograd, but hooks run
-        if not autograd_adds:
+        if not _autograd_adds(bucket):
             bucket.flat.grad = None
             return None
         bucket.flat.grad = collect(bucket)
@@ -63,7 +60,7 @@ def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
         gradient, flat.grad = flat.grad, None
         if gradient is None or bucket is None or touched is None:
             return
-        if autograd_adds:
+        if _autograd_adds(bucket):
             install(bucket, gradient)
         elif not bucket.gradient_waits:  # if it does, this is zeros
             accumulate(bucket, gradient)
@@ -97,6 +94,23 @@ def clear(bucket: Bucket) -> None:
         bucket.pending.total = None
     for param in bucket.params:
         _attach(bucket, param, None)
+
+
+@torch.no_grad()
+def put_aside(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Tensor]]:
+    """Take the gradients off the parameters, which then have none, for :func:`add_back`. None waits to be reduced."""
+    aside = [(bucket, total) for bucket in buckets if (total := collect(bucket)) is not None]
+    for bucket, _ in aside:
+        clear(bucket)
+    return aside
+
+
+@torch.no_grad()
+def add_back(aside: Iterable[tuple[Bucket, Tensor]]) -> None:
+    """Add what was put aside to the gradients of today."""
+    for bucket, earlier in aside:
+        total = collect(bucket)
+        install(bucket, earlier if total is None else total.add_(earlier))
 
 
 @torch.no_grad()
@@ -156,6 +170,12 @@ def install(bucket: Bucket, total: Tensor) -> None:
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _autograd_adds(bucket: Bucket) -> bool:
+    """Autograd adds in place to what is there, in the parameter's dtype; where that will not do, we add."""
+    plan = bucket.plan
+    return bucket.pending is None and plan.grad_dtype == plan.main_dtype and not plan.decoupled
 
 
 def _attached(bucket: Bucket) -> list[Tensor | None]:

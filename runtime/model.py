@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -28,7 +29,7 @@ from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, local_part
 from .running import named
-from .topology import Group, Topology, launches
+from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 
 __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
@@ -216,6 +217,7 @@ class ShardedModel:
         self._told_missing: set[str] = set()
         self.group = every
         self.started = self.steps = 0
+        self._microbatch = ""
         self._join_order(type(module).__name__)
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
@@ -327,7 +329,7 @@ class ShardedModel:
             # Whatever the strategy: it reduces something on every rank, which one rank cannot do alone.
             kind = "backward" if self.reductions_are_due() else "backward that accumulates"
             self._note(kind)
-            self._order.enter(Phase(kind, self._name), self._agree_on_order)
+            self._order.enter(Phase(kind, f"{self._name}{self._microbatch}"), self._agree_on_order)
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
@@ -353,6 +355,12 @@ class ShardedModel:
             else:
                 self.enter_forward(what, details)
                 self.started += 1
+
+    def note_wanted(self, buckets: Collection[str]) -> None:
+        """A compiled backward begins, over ``buckets``: see which gradients are to be summed."""
+        for bucket in self.buckets:
+            if bucket.pending is not None and bucket.plan.name in buckets:
+                bucket.pending.wanted = compat.will_accumulate(bucket.flat)
 
     def check_complete(self) -> None:
         """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""
@@ -443,7 +451,17 @@ class ShardedModel:
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
         self._note(f"{kind} of {what}")
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
-            self._order.enter(Phase(kind, f"{what} ({self._name})"), self._agree_on_order, details)
+            self._order.enter(Phase(kind, f"{what} ({self._name}){self._microbatch}"), self._agree_on_order, details)
+
+    @contextlib.contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
+        """Forwards and backwards inside are of this microbatch: where several models take turns, the next one is known by
+        it, and ranks need not agree on each turn."""
+        self._microbatch = f", microbatch {number}"
+        try:
+            yield
+        finally:
+            self._microbatch = ""
 
     def start(self, collective: str, details: Details = no_details, group: Group | None = None) -> None:
         """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
@@ -523,6 +541,8 @@ class ShardedModel:
         forget_failure(self.group)
         self._order.restart()
         self._failure = None
+        for bucket in self.buckets:
+            bucket.set_plan(bucket.plan)
 
     @property
     def _other_meshes(self) -> list[DeviceMesh]:
@@ -597,6 +617,30 @@ class ShardedModel:
                 self.eager.reduce_waiting(bucket)
             gradients.fill_missing(bucket)
         self.synchronisation.microbatches = 0
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of parameters that stay gathered for a step only."""
+        for bucket in self.buckets:
+            bucket.let_go()
+
+    def set_accumulation(self, accumulation: Accumulation) -> None:
+        """Hold other things between microbatches from now on. Compiled graphs are compiled anew.
+
+        Raises:
+            RuntimeError: gradients wait for their reduction.
+            ValueError: the strategy cannot do it. Nothing has changed.
+        """
+        if self.synchronisation.microbatches or self.eager.is_in_window:
+            raise RuntimeError(
+                "What stays between microbatches was changed while a step is under way. Change it after optimizer.step() and "
+                "zero_grad(), before the next forward."
+            )
+        topologies = [bucket.topology.accumulating(accumulation) for bucket in self.buckets]
+        self.topology = self.topology.accumulating(accumulation)
+        for bucket, topology in zip(self.buckets, topologies, strict=True):
+            bucket.set_plan(bucket.plan, topology)
+        self._label_modules()
 
     def finish_synchronisation_if_needed(self) -> None:
         """Before an optimizer's step: a backward since the last complete reduction may have left something to do."""
@@ -684,11 +728,15 @@ class ShardedModel:
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once."""
+    def refresh(self, ahead: bool = False) -> None:
+        """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once.
+
+        Args:
+            ahead: of the forward that uses it; what stays for a step only is left alone then.
+        """
         for bucket in self.buckets:
-            if bucket.is_stale:
-                self.start(f"gather {bucket.plan.name}, to keep", group=self.topology.resident_group)
+            if bucket.is_stale and not (ahead and bucket.topology.lets_go):
+                self.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
                 bucket.start_refresh()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
@@ -701,6 +749,7 @@ class ShardedModel:
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
         duplicate.started, duplicate.steps, duplicate._failure = 0, 0, None
+        duplicate._microbatch = ""
         # Copies are numbered by themselves: one rank may make some for its own use.
         self._copies += 1
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0

@@ -124,7 +124,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
             owner.steps += 1
         if install_optimized_model_weights:
             for owner in owners:
-                owner.refresh()
+                owner.refresh(ahead=True)
         return result
 
     @functools.wraps(zero_grad)

@@ -58,6 +58,8 @@ class Pending:
         self.total: Tensor | None = None
         self.kept = False
         """Whether the last gradient was kept, instead of reduced."""
+        self.wanted = True
+        """Whether the next gradient is one to be summed. Compiled code also computes those that nobody has asked for."""
         number = next(_numbers)
         _all[number] = self
         self.token = torch.tensor([number])
@@ -72,7 +74,10 @@ class Pending:
     @torch.no_grad()
     def exchange(self, gradient: Tensor) -> Tensor | None:
         """Take in a gradient. Returns what is to be reduced, in the gradient's dtype, or None if that is not due."""
-        self.kept = not self.holder.reductions_are_due()
+        wanted, self.wanted = self.wanted, True
+        self.kept = not (wanted and self.holder.reductions_are_due())
+        if not wanted:
+            return None
         if self.total is not None:
             self.holder.forget_abandoned(self.total)
             self.total.add_(gradient)

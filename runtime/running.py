@@ -51,6 +51,7 @@ class GraphRun:
         for reference in self._owners:
             if (owner := reference()) is not None:
                 owner.enter_backward()
+                owner.note_wanted(self._buckets)
         self.expect_graph()
 
     def begin(self, phase: str, digest: str, schedule: str) -> None:

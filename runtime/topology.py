@@ -17,8 +17,9 @@ knows no strategy by name.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from .exchange import When
 
 __all__ = [
     "EXPERT_ARGUMENTS",
+    "Accumulation",
     "Group",
     "ShardingStrategy",
     "Stage",
@@ -107,6 +109,22 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """What a rank holds from one microbatch of a step to the next, beyond what the strategy says.
+
+    Args:
+        whole_gradients: gradients are summed whole, and reduced once per step. If False, strategies that shard gradients
+            reduce those of every microbatch.
+        keeps_gathered: parameters that were gathered stay until the step's gradients are reduced.
+        forwards_overlap: several forwards run before the first one's backward: what one of them keeps, each keeps.
+    """
+
+    whole_gradients: bool = False
+    keeps_gathered: bool = False
+    forwards_overlap: bool = False
+
+
+@dataclass(frozen=True)
 class Stage:
     """One collective of a bucket's reduction: a reduce-scatter, or an all-reduce."""
 
@@ -130,6 +148,7 @@ class Topology:
             behind reductions; None: :attr:`inner`.
         portions: parts of :attr:`gather_group` that backwards gather over where ``reshard_after_forward`` is their size;
             neighbours, this rank among them. Made when a graph first needs one.
+        accumulation: what stays between microbatches.
     """
 
     mesh: DeviceMesh
@@ -140,6 +159,21 @@ class Topology:
     every: Group
     inner_gathers: Group | None = None
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
+    accumulation: Accumulation = Accumulation()
+
+    def accumulating(self, accumulation: Accumulation) -> Topology:
+        """The same ranks and strategy, with another way to accumulate.
+
+        Raises:
+            ValueError: HFSDP, and parameters are to stay gathered.
+        """
+        if accumulation.keeps_gathered and self.is_hfsdp:
+            raise ValueError(
+                "keep_gathered=True is not supported with outer_dp_sharding_strategy='optim' (HFSDP), whose parameters are "
+                "gathered over outer and inner ranks one after the other. Use 'no_shard' for outer ranks (HSDP), or leave "
+                "keep_gathered out."
+            )
+        return replace(self, accumulation=accumulation)
 
     @property
     def is_hfsdp(self) -> bool:
@@ -195,14 +229,19 @@ class Topology:
         """Ranks to gather over once after each change of the shards; None: nothing but shards stays between uses."""
         if self.is_hfsdp:
             return self.outer
-        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS):
+        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS) or self.lets_go:
             return self.inner_gathers or self.inner
         return None
 
     @property
+    def lets_go(self) -> bool:
+        """Whether what stays gathered between uses goes at the end of each step."""
+        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.accumulation.keeps_gathered
+
+    @property
     def gather_group(self) -> Group | None:
         """Ranks to gather over at each use."""
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.lets_go:
             return None
         return self.inner_gathers or self.inner
 
@@ -221,7 +260,7 @@ class Topology:
         """The reduction of a bucket of gradients, one collective after the other."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return (Stage(False, self.every, When.IF_DUE),)
-        keeps_whole = self.strategy is ShardingStrategy.OPTIM
+        keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
         inner = Stage(True, self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
         if self.outer is None:
             return (inner,)
@@ -352,6 +391,11 @@ def build_topology(
             f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
             "dp_shard_dim."
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"Rank {dist.get_rank()} calls fully_shard_model with a device mesh that it is not in: {mesh.mesh.tolist()}. "
+            "Give each rank the mesh of the ranks that share its model."
+        )
     inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim", called)
     inner = inner_mesh.get_group()
     if gathers is not None and dist.get_process_group_ranks(gathers) != dist.get_process_group_ranks(inner):
@@ -361,6 +405,7 @@ def build_topology(
         )
     for_gathers = Group.of(gathers) if gathers is not None else None
     if outer_dim is None:
+        _check_covered(mesh, inner)
         group = Group.of(inner)
         return Topology(inner_mesh, strategy, outer_strategy, group, None, group, for_gathers), inner
 
@@ -369,12 +414,13 @@ def build_topology(
     if outer_dim == shard_dim:
         raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
     outer = _dimension(mesh, outer_dim, "dp_outer_dim", called).get_group()
-    both = mesh[outer_dim, shard_dim]
+    both = _sliced(mesh, (outer_dim, shard_dim))
     if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
         raise ValueError(
             f"{called.hybrid_group} has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
             f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
         )
+    _check_covered(mesh, hybrid_group)
     every = Group.of(hybrid_group)
     return (
         Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), every, for_gathers),
@@ -404,8 +450,34 @@ def tensor_parallel_mesh(
 
 def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:
     try:
-        return mesh[name]
+        return _sliced(mesh, name)
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{argument}={name!r} is not a dimension of {called.mesh}, which has {mesh.mesh_dim_names}. ({error})"
+            f"{argument}={name!r} is not a dimension of {called.mesh}, which has {mesh.mesh_dim_names}. Flattened "
+            f"dimensions are those of the whole mesh: mesh['dp', 'cp']._flatten({name!r}) makes one. ({error})"
         ) from error
+
+
+def _sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
+    with warnings.catch_warnings():
+        # Torch 2.11 to 2.15 say that they will stop to know flattened dimensions by name, and do know them.
+        warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        return mesh[names]
+
+
+_DATA = re.compile(r"(dp|ddp|fsdp|hsdp|cp|data|context|replicate)", re.IGNORECASE)
+"""How names of dimensions begin whose ranks have data of their own."""
+
+
+def _check_covered(mesh: DeviceMesh, every: dist.ProcessGroup) -> None:
+    """Raise ValueError if a dimension, by its name, has ranks with other data, and gradients are not reduced over it."""
+    covered = set(dist.get_process_group_ranks(every))
+    for name in mesh.mesh_dim_names or ():
+        if _DATA.match(name) and not covered.issuperset(dist.get_process_group_ranks(mesh.get_group(name))):
+            raise ValueError(
+                f"The device mesh has a dimension {name!r} of {mesh.size((mesh.mesh_dim_names or ()).index(name))} ranks that "
+                "parameters are neither sharded over nor replicated over: gradients would not be reduced over it, and its "
+                f"ranks would part. Flatten it together with the others (mesh[..., {name!r}]._flatten('dp_{name}'), "
+                f"dp_shard_dim='dp_{name}'), name it as dp_outer_dim, or, if its ranks hold different models, pass the "
+                "sub-mesh of the other dimensions."
+            )

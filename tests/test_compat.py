@@ -47,6 +47,17 @@ def test_callbacks_run_when_backward_ends() -> None:
     assert order == ["leaf", "end"]
 
 
+def test_gradients_that_a_backward_computes_are_known() -> None:
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    wanted: list[bool] = []
+    y = (x * weight).clone()
+    y.grad_fn.register_prehook(lambda _: wanted.append(compat.will_accumulate(weight)))  # type: ignore[union-attr]
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward(inputs=[x], retain_graph=True)
+    y.sum().backward(retain_graph=True)
+    assert wanted == [False, False, True]
+
+
 def test_hooks_on_saved_tensors_are_seen() -> None:
     assert not compat.saved_tensor_hooks_active()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

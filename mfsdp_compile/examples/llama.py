@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,17 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["Block", "Llama", "LlamaConfig", "parallelize"]
+__all__ = ["Attend", "Block", "Llama", "LlamaConfig", "parallelize"]
+
+Attend = Callable[..., Tensor]
+"""Called with queries ``[batch, heads, length, width]``, keys, values (of ``kv_heads``) and ``is_causal=True``."""
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1:
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
 @dataclass(frozen=True)
@@ -35,9 +46,10 @@ class LlamaConfig:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend = _attend) -> None:
         super().__init__()
-        self.head_width, self.repeat = config.width // config.heads, config.heads // config.kv_heads
+        self.attend = attend
+        self.head_width = config.width // config.heads
         kv_width = config.kv_heads * self.head_width
         self.q = nn.Linear(config.width, config.width, bias=False)
         self.k = nn.Linear(config.width, kv_width, bias=False)
@@ -50,9 +62,7 @@ class Attention(nn.Module):
         q = _rotate(self.q(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
         k = _rotate(self.k(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
         v = self.v(x).view(batch, length, -1, self.head_width).transpose(1, 2)
-        if self.repeat > 1:
-            k, v = k.repeat_interleave(self.repeat, dim=1), v.repeat_interleave(self.repeat, dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -70,10 +80,10 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One layer; the unit to shard by."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend = _attend) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.attention = Attention(config)
+        self.attention = Attention(config, attend)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.feed_forward = FeedForward(config)
 
@@ -87,22 +97,28 @@ class Llama(nn.Module):
 
     ``forward(tokens)`` gives logits ``[batch, length, vocabulary]``; ``forward(tokens, targets)``, both ``[batch,
     length]`` of int64, the mean cross entropy in nats, a float32 scalar.
+
+    Args:
+        config: sizes.
+        attend: computes attention; :meth:`mfsdp_compile.context_parallel.ContextParallel.attention` where ranks have parts of
+            sequences. Then each call of ``forward`` takes the ``positions`` of its tokens, int64 ``[length]``.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend = _attend) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        head_width = self.config.width // self.config.heads
-        rotation = _rotation(tokens.shape[1], head_width, self.config.rope_base, tokens.device)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rotation = _rotation_at(positions, self.config.width // self.config.heads, self.config.rope_base)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, rotation)
@@ -151,8 +167,13 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
 
 
 def _rotation(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    frequencies = base ** (-torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return _rotation_at(torch.arange(length, device=device), head_width, base)
+
+
+def _rotation_at(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
+    exponents = -torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+    frequencies = base**exponents
+    angles = positions.to(torch.float32)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 

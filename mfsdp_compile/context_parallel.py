@@ -1,0 +1,199 @@
+"""Context parallelism: every rank has a part of each sequence, and attention sees all of it.
+
+Parameters are sharded over data-parallel and context-parallel ranks together; each rank computes the loss of its own
+tokens, and the mean over all these ranks is the mean over all tokens::
+
+    mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
+    context = ContextParallel(mesh["cp"])
+    model = fully_shard_model(model, mesh, dp_shard_dim="dp_cp", fsdp_unit_modules=[Block])
+    ...
+    tokens, targets = context.shard(tokens), context.shard(targets)         # [batch, length / 4]
+    loss = model(tokens, targets, positions=context.positions(length))      # rotary, or learned, positions
+
+and where the model computes ``scaled_dot_product_attention(q, k, v, is_causal=True)``, it calls
+``context.attention(q, k, v, is_causal=True)``. Keys and values of all ranks are gathered, in one collective; its backward
+is one reduce-scatter. Both are nodes of a compiled graph.
+
+Balance
+    Of a causal sequence the last rank's queries would see all keys and the first one's next to none. So the sequence is cut
+    into two chunks per rank, and each has one from the front and one from the back, as in Megatron's and torch's context
+    parallelism::
+
+        4 ranks, 8 chunks        rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+
+Memory
+    Gathered keys and values are saved for backward, whole, by whatever saves the inputs of attention. Where that is too
+    much, checkpoint the layer (or the attention alone): backward gathers again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.bias import causal_lower_right
+
+from .runtime import compat
+
+__all__ = ["ContextParallel"]
+
+
+class ContextParallel:
+    """Sequences that are parted over the ranks of a mesh dimension.
+
+    Args:
+        mesh: one dimension; ``mesh["cp"]``.
+        balanced: each rank has a chunk from the front and one from the back, so that causal attention is the same work for
+            all. If False, one chunk, in order.
+
+    Raises:
+        ValueError: the mesh has several dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh, balanced: bool = True) -> None:
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"ContextParallel takes one mesh dimension, got a mesh of {mesh.ndim}, {mesh.mesh_dim_names}. Pass the one "
+                "that sequences are parted over: mesh['cp']."
+            )
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.balanced = balanced
+        self._group = mesh.get_group().group_name
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks that this rank has, of ``size``, or twice as many if balanced."""
+        return (self.rank, 2 * self.size - 1 - self.rank) if self.balanced else (self.rank,)
+
+    # -- parts of sequences -------------------------------------------------------------------------------------------
+
+    def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that all ranks hold, ``[..., length / size, ...]``; a copy.
+
+        Shift targets before: the last token of a part is followed by one of another rank.
+
+        Raises:
+            ValueError: the length cannot be cut into equal chunks.
+        """
+        pieces = whole.chunk(self._count(whole.shape[dim]), dim)
+        self._prepare(pieces[0].shape[dim])
+        return torch.cat([pieces[chunk] for chunk in self.chunks], dim)
+
+    def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
+        """Where this rank's tokens are in a sequence of ``length``: int64, ``[length / size]``."""
+        return self.shard(torch.arange(length, device=device), dim=0)
+
+    def unshard(self, part: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor from the parts of all ranks, in order. Collective, and differentiable: backward gives each rank
+        the sum of all ranks' gradients of its part."""
+        return self._in_order(part.movedim(dim, 0)).movedim(0, dim)
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+    ) -> Tensor:
+        """``torch.nn.functional.scaled_dot_product_attention`` over the sequences of all ranks. Collective.
+
+        Args:
+            query: this rank's, ``[batch, heads, length / size, width]``.
+            key, value: this rank's, ``[batch, kv_heads, length / size, width]``; ``kv_heads`` divides ``heads``, and the
+                width of values may be another.
+            is_causal: queries see keys up to their own position.
+            dropout_p, scale: as in torch.
+
+        Returns:
+            ``[batch, heads, length / size, width of values]``.
+
+        Raises:
+            RuntimeError: compiled code meets a length that :meth:`shard` or :meth:`positions` have not seen.
+            ValueError: shapes do not fit together.
+        """
+        if key.shape[:-1] != value.shape[:-1] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"Context-parallel attention got queries {tuple(query.shape)}, keys {tuple(key.shape)} and values "
+                f"{tuple(value.shape)}; it takes [batch, heads, length, width] of equal lengths, with heads of keys and "
+                "values that divide those of queries. Attention to another sequence needs no context parallelism."
+            )
+        widths = [key.shape[-1], value.shape[-1]]
+        parts = torch.cat([key, value], -1).movedim(2, 0)  # one collective for both
+        whole = self._in_order(parts) if is_causal else _GatherFirst.apply(parts, self.size, self._group)
+        whole = whole.movedim(0, 2)
+        if (repeat := query.shape[1] // key.shape[1]) > 1:  # after the collective, which sends each head once
+            whole = whole.repeat_interleave(repeat, dim=1)
+        keys, values = whole.split(widths, -1)
+        settings: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
+        if not is_causal:
+            return F.scaled_dot_product_attention(query, keys, values, **settings)
+        outputs = []
+        for rows, chunk in zip(query.chunk(len(self.chunks), 2), self.chunks, strict=True):
+            seen = (chunk + 1) * rows.shape[2]
+            mask = self._mask(rows.shape[2], seen)
+            outputs.append(
+                F.scaled_dot_product_attention(rows, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, **settings)
+            )
+        return torch.cat(outputs, 2)
+
+    # -- details ------------------------------------------------------------------------------------------------------
+
+    def _count(self, length: int) -> int:
+        count = self.size * len(self.chunks)
+        if length == 0 or length % count:
+            how = f"{len(self.chunks)} chunks for each of {self.size} context-parallel ranks"
+            raise ValueError(
+                f"A sequence of {length} tokens cannot be cut into {how}: pad it to a multiple of {count}, and leave the "
+                "padding out of the loss."
+            )
+        return count
+
+    def _in_order(self, parts: Tensor) -> Tensor:
+        """``[length / size, ...]`` of each rank to ``[length, ...]``."""
+        whole = _GatherFirst.apply(parts, self.size, self._group)
+        if not self.balanced:
+            return whole
+        chunks = whole.unflatten(0, (self.size, 2, -1))  # of rank 0, 1, ...: one from the front, one from the back
+        return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+
+    def _prepare(self, rows: int) -> None:
+        """Masks for chunks of this length. Dynamo takes them as they are, but cannot make them."""
+        for chunk in self.chunks:
+            shape = (rows, (chunk + 1) * rows)
+            if shape not in self._masks:
+                self._masks[shape] = causal_lower_right(*shape)
+
+    def _mask(self, rows: int, seen: int) -> Tensor:
+        if (rows, seen) not in self._masks:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"Causal context-parallel attention is compiled for chunks of {rows} tokens, which its masks are not "
+                    "made for. Cut the inputs with this ContextParallel's shard() or positions() first, outside of "
+                    "compiled code."
+                )
+            self._prepare(rows)
+        return self._masks[rows, seen]
+
+
+class _GatherFirst(torch.autograd.Function):
+    """All ranks' tensors, one behind the other in the first dimension. Backward: the sum over ranks of each one's part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, size: int, group: str) -> Tensor:
+        ctx.size, ctx.group = size, group
+        return compat.wait_tensor(compat.all_gather(part.contiguous(), size, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return compat.wait_tensor(compat.reduce_scatter(gradient.contiguous(), "sum", ctx.size, ctx.group)), None, None

@@ -1,0 +1,261 @@
+"""Pipeline parallelism: schedules of ``torch.distributed.pipelining`` over stages that are sharded, and compiled.
+
+Each stage is a model of its own, sharded over the ranks that hold the same stage::
+
+    mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("pp", "dp"))
+    layers = build_stage(mesh["pp"].get_local_rank())                       # this rank's part of the model, an nn.Module
+    model = fully_shard_model(layers, mesh["dp"], fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    compiled = torch.compile(model, backend="mfsdp")
+    stage = PipelineStage(compiled, mesh["pp"].get_local_rank(), 2, device, group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+
+    schedule.step(tokens) if stage.is_first else schedule.step(target=targets, losses=losses)
+    clip_grad_norm_([model], 1.0, mesh["pp"].get_group())
+    optimizer.step()
+    optimizer.zero_grad()
+
+Several stages on a rank (interleaved schedules) are several sharded models, and one optimizer over the parameters of all.
+
+What a step costs, per bucket and with m microbatches:
+
+                                gathers        reductions       in memory between microbatches
+    as it is                    2 m            1                gradients whole, in ``main_grads_dtype``
+    keep_gathered=True          1              1                parameters whole too, in the dtype of computation
+    reduce_each=True            2 m            m                nothing: gradients are sharded
+
+:func:`held_memory` says how much that is before anything runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.tensor import DTensor
+
+from .runtime import gradients
+from .runtime.bucket import Bucket
+from .runtime.topology import Accumulation
+from .wrapper import unwrapped
+
+__all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory", "state_of"]
+
+
+@dataclass(frozen=True)
+class HeldMemory:
+    """Bytes that a rank holds of a model while the microbatches of a step run, besides what it holds between steps.
+
+    Args:
+        gathered: parameters that are gathered: all of them, or the two largest units that follow one another.
+        gradients: the sum over microbatches.
+    """
+
+    gathered: int
+    gradients: int
+
+
+def held_memory(model: nn.Module) -> HeldMemory:
+    """What :class:`PipelineStage`, or ``model.set_accumulation``, has the model hold; what activations take is not in it.
+
+    A unit's gradients, on their way into the sum, are not in it either: at most three times those of the largest bucket.
+    """
+    sharded = unwrapped(model, "held_memory").sharded
+    units = [sum(bucket.plan.gathered_bytes for bucket in unit.buckets) for unit in sharded.eager.units]
+    stays = [bucket.topology.lets_go for bucket in sharded.buckets]
+    gathers = sharded.topology.gather_group is not None
+    in_use = max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0) if gathers else 0
+    return HeldMemory(
+        sum(b.plan.gathered_bytes for b, stay in zip(sharded.buckets, stays, strict=True) if stay) + in_use,
+        sum(_gradient_bytes(bucket) for bucket in sharded.buckets),
+    )
+
+
+def _gradient_bytes(bucket: Bucket) -> int:
+    if not bucket.plan.requires_grad:
+        return 0
+    layout, first = bucket.plan.layout, bucket.exchange
+    waits_whole = first.may_wait(0)
+    return (layout.numel if waits_whole else layout.shard_numel) * bucket.plan.grad_dtype.itemsize
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """``torch.distributed.pipelining.PipelineStage`` whose module is sharded: for any of torch's schedules.
+
+    Gradients are reduced in the backward of a step's last microbatch, each bucket as soon as it is complete, and are there
+    when ``schedule.step`` returns; over several steps of the schedule they add up until they are set to None. Where a
+    schedule parts the backward in two (zero-bubble schedules), both parts run where the first one stands: numbers are right,
+    but nothing is left to fill bubbles with; it says so once.
+
+    Args:
+        submodule: what ``fully_shard_model`` returned, compiled or not.
+        stage_index, num_stages, device, input_args, output_args, group, ...: as in torch.
+        keep_gathered: gather parameters once per step, and let go of them when gradients are reduced; without gradients,
+            after the last microbatch. Costs what :func:`held_memory` says.
+        reduce_each: reduce gradients of every microbatch, so that sums are sharded. ``no_shard`` and ``optim`` hold them
+            whole in any case.
+
+    Raises:
+        TypeError: the module is not sharded.
+        ValueError: the sharding cannot do it (``keep_gathered`` with HFSDP), or its ranks are those of the pipeline.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        *args: Any,
+        keep_gathered: bool = False,
+        reduce_each: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        model = unwrapped(submodule, "PipelineStage")
+        super().__init__(submodule, stage_index, num_stages, device, *args, **kwargs)
+        self._model = model
+        _check_ranks(
+            dist.get_process_group_ranks(model.sharded.group),
+            dist.get_process_group_ranks(self.group or dist.group.WORLD),
+        )
+        model.sharded.set_accumulation(Accumulation(not reduce_each, keep_gathered, forwards_overlap=True))
+        self._takes_turns = self.num_stages > self.group_size
+        self._backwards = 0
+        self._earlier: list[tuple[Bucket, Tensor]] = []
+
+    def clear_runtime_states(self) -> None:
+        """A step of the schedule begins. Gradients of earlier ones are put aside: the schedule scales those of this one."""
+        super().clear_runtime_states()
+        self._backwards = 0
+        if self.has_backward:
+            if self._model.microbatch_count:
+                self._model.finish_grad_sync()
+            self._earlier = gradients.put_aside(self._model.sharded.buckets)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._microbatch(fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if not self.has_backward and fwd_chunk_id == len(self.args_recv_info) - 1:  # the last microbatch
+            self._model.sharded.let_go()
+        return output
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not full_backward:
+            warnings.warn(
+                "The schedule parts the backward in two, for inputs and for weights. A sharded stage runs both where the first "
+                "one stands: numbers are right, but weights are no work for bubbles. Schedule1F1B and ScheduleInterleaved1F1B "
+                "do not part it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._backwards += 1
+        last = self._backwards == self.chunks  # the schedule says it of the second part, where it parts them
+        with self._microbatch(bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """It has run, together with the backward of inputs."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        with self._model.sync() if last_backward else self._model.no_sync():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All backwards of a step have run, or, without any, all forwards (not every torch comes here then)."""
+        if self.has_backward:
+            self._model.finish_grad_sync()
+            self.scale_grads(grad_scale_factor)
+        else:
+            self._model.sharded.let_go()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        if grad_scale_factor != 1:
+            self._model.scale_gradients(1 / grad_scale_factor)
+        earlier, self._earlier = self._earlier, []
+        gradients.add_back(earlier)
+
+    def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return self._model.sharded.microbatch(number) if self._takes_turns else contextlib.nullcontext()
+
+
+def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:
+    if len(both := set(model) & set(pipeline)) > 1:
+        raise ValueError(
+            f"A pipeline stage is sharded over ranks {list(model)}, and the pipeline goes through ranks {list(pipeline)}: ranks "
+            f"{sorted(both)} cannot hold the same stage and different ones. Pass fully_shard_model the mesh dimension of ranks "
+            "that hold the same stage (device_mesh=mesh['dp']), and PipelineStage the group of the other "
+            "(group=mesh['pp'].get_group())."
+        )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    models: Iterable[nn.Module], max_norm: float, group: dist.ProcessGroup, norm_type: float = 2.0
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Collective.
+
+    Args:
+        models: the stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
+        max_norm: of all gradients together.
+        group: of the pipeline.
+        norm_type: may be infinity.
+
+    Returns:
+        The norm of all gradients, before they were clipped; 0-d, equal on all ranks.
+    """
+    params = [param for model in models for param in model.parameters()]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    if norm_type == float("inf"):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, group=group)
+    else:
+        norm = norm**norm_type
+        dist.all_reduce(norm, group=group)
+        norm = norm ** (1 / norm_type)
+    torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
+
+
+def state_of(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """What all ranks of a pipeline give to ``torch.distributed.checkpoint.save``, each for its stages, to write one checkpoint
+    of the whole model::
+
+        dcp.save(state_of(models, optimizer), checkpoint_id=path)
+        for model in models:        # in as many stages as there are then
+            mfsdp_compile.checkpoint.load(path, model, optimizer, allow_unexpected="*")
+
+    Names of parameters must say where a layer is in the whole model. Settings of the optimizer's groups are left out: torch
+    would keep one rank's and give them to all.
+
+    Args:
+        models: the stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
+        optimizer: over their parameters, extended by ``fully_shard_optimizer``.
+
+    Raises:
+        ValueError: two stages of this rank have a parameter of the same name.
+    """
+    weights: dict[str, Any] = {}
+    for model in models:
+        for name, value in unwrapped(model, "state_of").state_dict().items():
+            if name in weights:
+                raise ValueError(
+                    f"Two stages of this rank have a {name!r}: one would take the other's place in the checkpoint. Name layers "
+                    "by their number in the whole model, in an nn.ModuleDict for instance."
+                )
+            weights[name] = value
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optimizer"] = {"state": optimizer.state_dict()["state"]}
+    return state

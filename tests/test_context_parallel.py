@@ -1,0 +1,328 @@
+"""Ranks with parts of sequences: against whole sequences in one process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B
+from torch.utils.checkpoint import checkpoint
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.context_parallel import ContextParallel
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.pipelining import PipelineStage
+
+CONFIG = LlamaConfig(vocabulary=32, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
+LENGTH, BATCH = 16, 3
+
+
+def mesh_of(dp: int, cp: int) -> DeviceMesh:
+    mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+    mesh["dp", "cp"]._flatten("dp_cp")
+    return mesh
+
+
+class Checkpointed(nn.Module):
+    """A Llama whose layers are computed again in backward."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.llama = Llama(*args)
+        for layer in self.llama.layers:
+            forward = layer.forward
+            layer.forward = lambda *inputs, forward=forward: checkpoint(forward, *inputs, use_reentrant=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.llama(*args, **kwargs)
+
+
+def build(checkpointed: bool, *args: Any) -> nn.Module:
+    return parity.build(lambda: (Checkpointed if checkpointed else Llama)(CONFIG, *args))
+
+
+def tokens(steps: int, replicas: int) -> Tensor:
+    """``[steps, replicas, batch, length + 1]``."""
+    return torch.randint(0, 32, (steps, replicas, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def assert_close(model: nn.Module, alone: nn.Module) -> None:
+    """Attention in parts, and sums over ranks: sums in another order. 1e-5 of each tensor's largest element."""
+    for (name, param), its in zip(model.named_parameters(), alone.parameters(), strict=True):
+        mine, expected = param.grad.full_tensor(), its.grad  # type: ignore[union-attr]
+        assert expected is not None
+        difference = (mine - expected).abs().max().item()
+        assert difference <= 1e-5 * expected.abs().max().item(), f"{name}: {difference}"
+
+
+def train(mode: str, checkpointed: bool, balanced: bool = True, steps: int = 3, **sharding: Any) -> None:
+    mesh = sharding.pop("mesh", None) or mesh_of(2, 2)
+    context = ContextParallel(mesh["cp"], balanced)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fully_shard_model(
+            build(checkpointed, context.attention),
+            **({"device_mesh": mesh, "dp_shard_dim": "dp_cp"} | sharding),
+            tp_dim=None,
+            fsdp_unit_modules=[Block],
+        )
+    call: Any = model
+    if mode != EAGER:
+        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+    alone = build(checkpointed)
+    optimizers = [fully_shard_optimizer(parity.sgd(model.parameters())), parity.sgd(alone.parameters())]
+    dp = [name for name in mesh.mesh_dim_names or () if name != "cp"]
+    replicas = len(tokens(1, 64)[0]) and mesh.size() // context.size
+    replica = 0
+    for name in dp:
+        replica = replica * mesh[name].size() + mesh[name].get_local_rank()
+    for batch in tokens(steps, replicas):
+        mine = batch[replica]
+        loss = call(context.shard(mine[:, :-1]), context.shard(mine[:, 1:]), context.positions(LENGTH))
+        loss.backward()
+        expected = torch.stack([alone(each[:, :-1], each[:, 1:]) for each in batch]).mean()
+        expected.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        assert abs(mean / dist.get_world_size() - expected) <= 1e-5 * expected
+        assert_close(model, alone)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_data_and_context(mode: str, checkpointed: bool) -> None:
+    train(mode, checkpointed)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_inductor() -> None:
+    train(INDUCTOR, checkpointed=False, steps=2)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_parts_in_order(mode: str) -> None:
+    train(mode, checkpointed=False, balanced=False, steps=2)
+
+
+@on_ranks(4)
+def test_four_ranks_of_one_sequence() -> None:
+    train(AOT_EAGER, checkpointed=False, steps=2, mesh=mesh_of(1, 4))
+
+
+@on_ranks(4)
+def test_replicas_outside() -> None:
+    """HSDP: replicated over data-parallel ranks, sharded over context-parallel ones."""
+    mesh = mesh_of(2, 2)
+    train(
+        AOT_EAGER,
+        checkpointed=False,
+        steps=2,
+        mesh=mesh,
+        dp_shard_dim="cp",
+        dp_outer_dim="dp",
+        hybrid_fsdp_group=mesh["dp", "cp"]._flatten("dp_cp").get_group(),
+    )
+
+
+@on_ranks(4)
+def test_a_flattened_mesh_by_itself() -> None:
+    mesh = mesh_of(2, 2)
+    train(
+        EAGER,
+        checkpointed=False,
+        steps=1,
+        mesh=mesh,
+        device_mesh=mesh["dp", "cp"]._flatten("dp_cp"),
+        dp_shard_dim=None,
+    )
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+@on_ranks(4)
+def test_attention(balanced: bool) -> None:
+    """Outputs and gradients of queries, keys and values; heads that share keys; values of another width."""
+    context = ContextParallel(mesh_of(1, 4)["cp"], balanced)
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(2, 4, 24, 6), (2, 2, 24, 6), (2, 2, 24, 5)]
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    weight = torch.randn(2, 4, 24, 5, generator=generator, dtype=torch.float64)
+    for is_causal in (True, False):
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = F.scaled_dot_product_attention(*whole, is_causal=is_causal, scale=0.3, enable_gqa=True)
+        (expected * weight).sum().backward()
+        parts = [context.shard(x, 2).requires_grad_() for x in (q, k, v)]
+        found = context.attention(*parts, is_causal=is_causal, scale=0.3)
+        (found * context.shard(weight, 2)).sum().backward()
+        torch.testing.assert_close(context.unshard(found, 2), expected)
+        for part, x in zip(parts, whole, strict=True):
+            torch.testing.assert_close(context.unshard(part.grad, 2), x.grad)
+
+
+@on_ranks(2)
+def test_parts_and_wholes() -> None:
+    mesh = mesh_of(1, 2)["cp"]
+    whole = torch.arange(8)
+    assert ContextParallel(mesh).positions(8).tolist() == ([0, 1, 6, 7] if dist.get_rank() == 0 else [2, 3, 4, 5])
+    in_order = ContextParallel(mesh, balanced=False)
+    assert in_order.positions(8).tolist() == ([0, 1, 2, 3] if dist.get_rank() == 0 else [4, 5, 6, 7])
+    for context in (ContextParallel(mesh), in_order):
+        assert torch.equal(context.unshard(context.shard(whole, 0), 0), whole)
+
+
+@on_ranks(1)
+def test_one_rank_is_plain_attention() -> None:
+    context = ContextParallel(mesh_of(1, 1)["cp"])
+    q, k, v = torch.randn(3, 2, 4, 8, 6).unbind(0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(context.attention(q, k, v, is_causal=True), expected)
+
+
+# -- communication ----------------------------------------------------------------------------------------------------
+
+
+COUNTS = {"as it is": (2, 1, 1, 1), "checkpointed layers": (2, 1, 2, 1)}
+"""Of a step: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+
+
+@pytest.mark.parametrize("layers", COUNTS)
+@on_ranks(4)
+def test_collectives(layers: str) -> None:
+    """Compiled. The last unit's bucket stays for the backward, and the first one's is not needed there."""
+    mesh = mesh_of(2, 2)
+    context = ContextParallel(mesh["cp"])
+    module = build(layers == "checkpointed layers", context.attention)
+    model = fully_shard_model(module, mesh, dp_shard_dim="dp_cp", fsdp_unit_modules=[Block])
+    call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": "aot_eager"})
+    (batch,) = tokens(1, 2)
+
+    def step() -> None:
+        mine = batch[0]
+        call(context.shard(mine[:, :-1]), context.shard(mine[:, 1:]), context.positions(LENGTH)).backward()
+
+    step()
+    model.zero_grad()
+    counts = collectives(step)
+    gathers, reductions, key_gathers, key_reductions = COUNTS[layers]
+    buckets = len(model.sharded.buckets)
+    assert counts["all_gather_into_tensor"] == gathers * buckets - 2 + key_gathers * CONFIG.layers, counts
+    assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions * CONFIG.layers, counts
+    assert counts["all_reduce"] == 0, counts
+
+
+# -- with a pipeline --------------------------------------------------------------------------------------------------
+
+
+class Part(nn.Module):
+    """One of two stages of a Llama of two layers."""
+
+    def __init__(self, llama: Llama, last: bool, context: ContextParallel | None = None) -> None:
+        super().__init__()
+        self.enter = nn.Identity() if last else llama.embedding
+        self.layer = llama.layers[1 if last else 0]
+        self.leave = nn.Sequential(llama.norm, llama.head) if last else nn.Identity()
+        self.register_buffer("positions", context.positions(LENGTH) if context else torch.arange(LENGTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from mfsdp_compile.examples.llama import _rotation_at
+
+        return self.leave(self.layer(self.enter(x), _rotation_at(self.positions, 8, CONFIG.rope_base)))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def pipeline_counts(m: int) -> tuple[int, int, int, int]:
+    """Of a step of m microbatches: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+    return 2 * m, 1, m, m
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(8)
+def test_pipeline_data_and_context(mode: str) -> None:
+    """2 x 2 x 2 ranks."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "cp"))
+    shared = mesh["dp", "cp"]._flatten("dp_cp")
+    context = ContextParallel(mesh["cp"])
+    last = mesh["pp"].get_local_rank() == 1
+    llama = build(False, context.attention)
+    model = fully_shard_model(Part(llama, last, context), shared, fsdp_unit_modules=[Block])  # type: ignore[arg-type]
+    call: Any = model
+    if mode != EAGER:
+        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+    stage = PipelineStage(call, int(last), 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, BATCH, loss_fn=cross_entropy)
+    optimizer = fully_shard_optimizer(parity.sgd(model.parameters()))
+    alone = build(False)
+    first, second = Part(alone, False), Part(alone, True)  # type: ignore[arg-type]
+    sgd = parity.sgd(alone.parameters())
+
+    def step(batch: Tensor) -> None:
+        mine = batch[mesh["dp"].get_local_rank()]
+        inputs, targets = context.shard(mine[:, :-1]), context.shard(mine[:, 1:])
+        schedule.step(target=targets) if last else schedule.step(inputs)
+
+    for batch in tokens(3, 2):
+        step(batch)
+        for each in batch:
+            (cross_entropy(second(first(each[:, :-1])), each[:, 1:]) / len(batch)).backward()
+        assert_close(model, second if last else first)
+        for each in (optimizer, sgd):
+            each.step()
+            each.zero_grad()
+    if mode == EAGER:
+        return
+    counts = collectives(lambda: step(batch))
+    gathers, reductions, key_gathers, key_reductions = pipeline_counts(BATCH)
+    buckets = len(model.sharded.buckets)
+    unneeded = 0 if last else BATCH  # the embedding's, in backward
+    assert counts["all_gather_into_tensor"] == gathers * buckets - unneeded + key_gathers, counts
+    assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions, counts
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_mistakes_are_explained() -> None:
+    mesh = mesh_of(2, 2)
+    with raises_everywhere(ValueError, "dimension 'cp' of 2 ranks", "would not be reduced over it", "_flatten"):
+        fully_shard_model(build(False), mesh, dp_shard_dim="dp", fsdp_unit_modules=[Block])
+    with raises_everywhere(ValueError, "dp_shard_dim='dpcp' is not a dimension", "('dp', 'cp')", "_flatten('dpcp')"):
+        fully_shard_model(build(False), mesh, dp_shard_dim="dpcp", fsdp_unit_modules=[Block])
+    with raises_everywhere(ValueError, "has 2 dimensions", "dp_shard_dim"):
+        fully_shard_model(build(False), mesh, fsdp_unit_modules=[Block])
+    with raises_everywhere(ValueError, "ContextParallel takes one mesh dimension", "mesh['cp']"):
+        ContextParallel(mesh)
+    half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    if dist.get_rank() in (2, 3):
+        with raises_everywhere(ValueError, "a device mesh that it is not in", "[0, 1]"):
+            fully_shard_model(build(False), half, fsdp_unit_modules=[Block])
+
+    context = ContextParallel(mesh["cp"])
+    with raises_everywhere(ValueError, "A sequence of 14 tokens", "pad it to a multiple of 4"):
+        context.shard(torch.zeros(1, 14))
+    q = torch.randn(1, 4, 4, 8)
+    with raises_everywhere(ValueError, "of equal lengths"):
+        context.attention(q, q[:, :, :2], q[:, :, :2], is_causal=True)
+    with raises_everywhere(RuntimeError, "is compiled for chunks of 2 tokens", "shard() or positions()"):
+        torch.compile(lambda q: context.attention(q, q, q, is_causal=True), backend="eager", fullgraph=True)(q)

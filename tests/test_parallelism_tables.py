@@ -1,0 +1,45 @@
+"""Tables in docs/parallelism.md are what the tests of communication assert."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import test_context_parallel
+import test_pipeline
+
+DOCS = Path(__file__).parents[1] / "docs" / "parallelism.md"
+
+
+def check_table(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """The region ``<!-- table: name -->`` is this table. With ``MFSDP_WRITE_TABLES=1`` it is written."""
+    lines = [header, ["---"] * len(header), *rows]
+    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+    text = DOCS.read_text(encoding="utf-8")
+    pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
+    wanted = re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL)
+    if os.environ.get("MFSDP_WRITE_TABLES") == "1":
+        DOCS.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
+        raise AssertionError(f"{DOCS} has another table {name!r} than tests assert, which is\n{table}")
+
+
+def test_collectives() -> None:
+    def of(count: int, microbatches: int) -> str:
+        """As a number of microbatches, ``m``, where it is one."""
+        return str(count) if count % microbatches else {1: "m"}.get(count // microbatches, f"{count // microbatches} m")
+
+    header = ("mesh", "", "gathers", "reduce-scatters", "gathers of keys and values", "their reduce-scatters")
+    rows: list[tuple[object, ...]] = []
+    for name, counts in test_context_parallel.COUNTS.items():
+        rows.append(("2 dp x 2 cp", name, *(of(count, 1) for count in counts)))
+    m = 1009  # a prime that is no count
+    for name, (_, pipeline) in test_pipeline.COUNTS.items():
+        gathers, kept, reductions = pipeline(m)
+        rows.append(("2 pp x 2 dp", name, of(gathers or kept, m), of(reductions, m), "", ""))
+    rows.append(
+        ("2 pp x 2 dp x 2 cp", "as it is", *(of(count, m) for count in test_context_parallel.pipeline_counts(m)))
+    )
+    check_table("collectives", header, rows)
