@@ -201,9 +201,9 @@ class ShardedModel:
         agree(every, "fully_shard_model", describe, within=describe_experts)
         self.experts = found[0].known_to_all(every) if found else None
         if self.experts is not None:
-            params = dict(module.named_parameters())
+            named_params = dict(module.named_parameters())
             undivided = [name for name in _experts_in(plans) if partitions[name] is None]
-            partitions |= {name: self.experts.partition(name, params[name]) for name in undivided}
+            partitions |= {name: self.experts.partition(name, named_params[name]) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
@@ -638,6 +638,8 @@ class ShardedModel:
             )
         topologies = [bucket.topology.accumulating(accumulation) for bucket in self.buckets]
         self.topology = self.topology.accumulating(accumulation)
+        if self.experts is not None:
+            self.experts = replace(self.experts, topology=self.experts.topology.accumulating(accumulation))
         for bucket, topology in zip(self.buckets, topologies, strict=True):
             bucket.set_plan(bucket.plan, topology)
         self._label_modules()
