@@ -287,6 +287,7 @@ class ShardedModel:
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
                 agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
 
+    @compat.without_modes()
     def _ranks(self) -> list[int]:
         """All that hold a part of the model: data-parallel ranks, which divide its experts, and those of other dimensions that
         divide parameters."""

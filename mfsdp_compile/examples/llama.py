@@ -145,6 +145,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
             "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
             **({"norm": SequenceParallel()} if sequence else {}),
         },
+        src_data_rank=None,  # all ranks have the same model
     )
     for layer in model.layers:
         plan: dict[str, ParallelStyle] = {
@@ -162,7 +163,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
                 "feed_forward_norm": SequenceParallel(),
                 "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
             }
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
     return model
 
 

@@ -54,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ep", default="1", help="numbers of ranks that divide experts, with commas (default: %(default)s)"
     )
     parser.add_argument(
+        "--tp", default="1", help="numbers of ranks that divide the whole model, with commas (default: %(default)s)"
+    )
+    parser.add_argument(
         "--hardware",
         default="h100-ib",
         help=f"one of {', '.join(known_hardware())}; or a file of `mfsdp calibrate` (default: %(default)s)",
@@ -99,6 +102,7 @@ def run(given: argparse.Namespace) -> int:
 def _run(given: argparse.Namespace, console: Console) -> int:
     try:
         worlds, expert_parallel = _numbers(given.world, "--world"), _numbers(given.ep, "--ep")
+        tensor_parallel = _numbers(given.tp, "--tp")
         work = workload(
             given.model,
             batch=given.batch,
@@ -119,7 +123,13 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         return 2
     with console.status(f"tracing {work.name}"):
         try:
-            forecast = plan(job, worlds, parts=given.bucket is not None, expert_parallel=expert_parallel)
+            forecast = plan(
+                job,
+                worlds,
+                parts=given.bucket is not None,
+                expert_parallel=expert_parallel,
+                tensor_parallel=tensor_parallel,
+            )
         except (RuntimeError, ValueError) as error:
             print(f"mfsdp plan: {error}", file=sys.stderr)
             return 2

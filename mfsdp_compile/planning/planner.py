@@ -6,6 +6,7 @@ the memory budget, and its simulation.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,7 @@ class Candidate:
         outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
         expert_parallel: neighbours among the inner ranks that divide experts; experts are sharded over the inner ranks that
             hold the same.
+        tensor_parallel: neighbours that divide the model; there are so many times more ranks then.
 
     Raises:
         ValueError: so many ranks do not divide the inner ones.
@@ -70,14 +72,20 @@ class Candidate:
     outer: int = 1
     outer_shards: bool = False
     expert_parallel: int = 1
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.inner % self.expert_parallel:
             raise ValueError(f"{self.expert_parallel} expert-parallel ranks do not divide {self.inner} inner ranks")
 
     @property
+    def divided(self) -> tuple[int, int]:
+        """Ranks that divide experts, and ranks that divide everything."""
+        return self.expert_parallel, self.tensor_parallel
+
+    @property
     def world(self) -> int:
-        return self.inner * self.outer
+        return self.inner * self.outer * self.tensor_parallel
 
     def topology(self, portions: int = 0) -> Topology:
         """The ranks as passes know them: inner ranks are neighbours.
@@ -96,25 +104,26 @@ class Candidate:
 
     def _topology(self, apart: int, portions: int) -> Topology:
         """Over every ``apart``-th of the ranks."""
-        size = self.inner // apart
-        inner = Group("inner", size, 0, apart)
-        outer = Group("outer", self.outer, 0, self.inner) if self.outer > 1 else None
-        every = Group("every", self.world // apart, 0, apart) if outer is not None else inner
+        size, step = self.inner // apart, apart * self.tensor_parallel
+        inner = Group("inner", size, 0, step)
+        outer = Group("outer", self.outer, 0, self.inner * self.tensor_parallel) if self.outer > 1 else None
+        every = Group("every", self.inner * self.outer // apart, 0, step) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
         topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
         if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
-            topology.portions[portions] = Group("portions", portions, 0, apart)
+            topology.portions[portions] = Group("portions", portions, 0, step)
         return topology
 
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
         name = names[int(self.strategy)]
-        experts = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        divided = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
+        divided += f", TP {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
         if self.outer == 1:
-            return f"{name}{experts}"
+            return f"{name}{divided}"
         kind = "HFSDP" if self.outer_shards else "HSDP"
-        return f"{kind} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}{experts}"
+        return f"{kind} {self.outer} x {self.inner}{'' if self.strategy == 3 else f', {name}'}{divided}"
 
 
 @dataclass(frozen=True)
@@ -200,14 +209,14 @@ class Forecast:
         rows: of the candidates.
         best: the fastest that fits, by tokens per second and rank; None if none does.
         smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
-        traces: of the model, by numbers of expert-parallel ranks.
+        traces: of the model, by numbers of expert-parallel and tensor-parallel ranks.
     """
 
     job: Job
     rows: Sequence[Planned]
     best: Planned | None
     smallest_world: int | None
-    traces: Mapping[int, Trace]
+    traces: Mapping[tuple[int, int], Trace]
 
     @property
     def traced(self) -> Trace:
@@ -216,11 +225,13 @@ class Forecast:
 
     def trace_of(self, row: Planned) -> Trace:
         """The model, as a plan has it on a rank."""
-        return self.traces[row.candidate.expert_parallel]
+        return self.traces[row.candidate.divided]
 
     def tokens_per_second(self, row: Planned) -> float:
-        """Of one rank."""
-        return self.traced.tokens / row.timeline.seconds if row.timeline is not None else 0.0
+        """Of one rank; tensor-parallel ranks compute the same tokens together."""
+        if row.timeline is None:
+            return 0.0
+        return self.traced.tokens / row.candidate.tensor_parallel / row.timeline.seconds
 
     def mfu(self, row: Planned) -> float:
         """Model floating-point operations utilisation: of three times the forward's matrix products and attention, masked
@@ -296,18 +307,23 @@ def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
 MAX_WORLD = 65_536
 
 
-def candidates(world: int, hardware: Hardware, expert_parallel: int = 1) -> Iterator[Candidate]:
+def candidates(
+    world: int, hardware: Hardware, expert_parallel: int = 1, tensor_parallel: int = 1
+) -> Iterator[Candidate]:
     """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
-    upwards; those that so many expert-parallel ranks divide."""
-    if world % expert_parallel == 0:
+    upwards; those that so many expert-parallel and tensor-parallel ranks divide."""
+    if world % tensor_parallel:
+        return
+    ranks = world // tensor_parallel
+    if ranks % expert_parallel == 0:
         for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
-            yield Candidate(strategy, world, expert_parallel=expert_parallel)
-    inner = hardware.ranks_per_node
-    while inner < world:
-        if world % inner == 0 and inner % expert_parallel == 0:
+            yield Candidate(strategy, ranks, 1, False, expert_parallel, tensor_parallel)
+    inner = max(1, hardware.ranks_per_node // tensor_parallel)
+    while inner < ranks:
+        if inner > 1 and ranks % inner == 0 and inner % expert_parallel == 0:
             for outer_shards in (False, True):
                 sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
-                yield Candidate(sharding, inner, world // inner, outer_shards, expert_parallel)
+                yield Candidate(sharding, inner, ranks // inner, outer_shards, expert_parallel, tensor_parallel)
         inner *= 8
 
 
@@ -318,6 +334,7 @@ def plan(
     *,
     parts: bool = False,
     expert_parallel: Sequence[int] = (1,),
+    tensor_parallel: Sequence[int] = (1,),
 ) -> Forecast:
     """Plan a job.
 
@@ -327,36 +344,46 @@ def plan(
         chosen: ways to shard; None: see :func:`candidates`.
         parts: trace so that :func:`sizes` can be asked afterwards.
         expert_parallel: numbers of ranks that divide the model's experts, to try each; of ``chosen`` that is known.
+        tensor_parallel: numbers of ranks that divide the whole model; likewise.
 
     Raises:
-        ValueError: a number of ranks is below 1, none of them can be divided by the expert-parallel ones, or the model's
-            experts cannot.
+        ValueError: a number of ranks is below 1, none of them can be divided by the expert-parallel or tensor-parallel ones, or
+            the model cannot.
         RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
-    if min(expert_parallel) < 1:
-        raise ValueError(f"expert-parallel ranks must be at least 1, got {list(expert_parallel)}")
+    for name, numbers in (("expert", expert_parallel), ("tensor", tensor_parallel)):
+        if min(numbers) < 1:
+            raise ValueError(f"{name}-parallel ranks must be at least 1, got {list(numbers)}")
     tried = chosen or [
-        candidate for world in worlds for size in expert_parallel for candidate in candidates(world, job.hardware, size)
+        candidate
+        for world in worlds
+        for sizes in itertools.product(expert_parallel, tensor_parallel)
+        for candidate in candidates(world, job.hardware, *sizes)
     ]
     if not tried:
-        raise ValueError(f"{list(expert_parallel)} expert-parallel ranks do not divide {list(worlds)} ranks")
-    divided = dict.fromkeys(candidate.expert_parallel for candidate in tried)
+        raise ValueError(
+            f"{list(expert_parallel)} expert-parallel and {list(tensor_parallel)} tensor-parallel ranks do not divide "
+            f"{list(worlds)} ranks"
+        )
     parts = parts or job.bucket_bytes is not None
-    traces = {size: trace(job.work, job.hardware, job.fused, parts=parts, expert_parallel=size) for size in divided}
-    rows = [planned(job, traces[candidate.expert_parallel], candidate) for candidate in tried]
+    traces = {
+        sizes: trace(job.work, job.hardware, job.fused, parts=parts, expert_parallel=sizes[0], tensor_parallel=sizes[1])
+        for sizes in dict.fromkeys(candidate.divided for candidate in tried)
+    }
+    rows = [planned(job, traces[candidate.divided], candidate) for candidate in tried]
     fitting = [row for row in rows if row.timeline is not None]
     best = min(fitting, key=_preference, default=None)
-    smallest = [found for size, traced in traces.items() if (found := _smallest_world(job, traced, size)) is not None]
+    smallest = [found for s, traced in traces.items() if (found := _smallest_world(job, traced, *s)) is not None]
     return Forecast(job, rows, best, min(smallest, default=None), traces)
 
 
 def _preference(row: Planned) -> tuple[float, float, int]:
-    """Fast; of those within a thousandth of the same time, the one that communicates least, then that takes least memory."""
+    """Fast, by tokens of one rank; of those within a thousandth of the same time, the one that communicates least, then that takes least memory."""
     assert row.timeline is not None
     sent = sum(exposure.seconds for exposure in row.timeline.exposures)
-    return float(f"{row.timeline.seconds:.3g}"), sent, row.timeline.peak_bytes
+    return float(f"{row.timeline.seconds * row.candidate.tensor_parallel:.3g}"), sent, row.timeline.peak_bytes
 
 
 def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = False) -> Planned:
@@ -405,11 +432,12 @@ _BOUNDS = 3
 """Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
-def _smallest_world(job: Job, traced: Trace, expert_parallel: int) -> int | None:
+def _smallest_world(job: Job, traced: Trace, expert_parallel: int, tensor_parallel: int) -> int | None:
     """By memory alone, with parameters sharded over all ranks."""
-    world = expert_parallel
+    world = expert_parallel * tensor_parallel
     while world <= MAX_WORLD:
-        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, world, expert_parallel=expert_parallel)
+        sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
+        candidate = Candidate(sharding, world // tensor_parallel, 1, False, expert_parallel, tensor_parallel)
         problem = problem_of(job, traced, candidate)
         try:
             solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
 from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
 from mfsdp_compile.runtime import compat
 
@@ -39,6 +40,7 @@ class Workload:
             torchtitan calls selective op checkpointing.
         build_parallel: makes the model with this rank's part of its experts, for a process group that they are parallel over;
             None: it has none, or cannot be divided.
+        parallelize: divides the model over tensor-parallel ranks, in place; None: it cannot be.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16
     checkpoint: str = "none"
     build_parallel: Callable[[dist.ProcessGroup], nn.Module] | None = None
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ def workload(
         found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
         if shape.model is MoeLlama:
             found = replace(found, build_parallel=lambda group: MoeLlama(shape.config, group))
+        if shape.model is Llama:
+            found = replace(found, parallelize=_parallelize)
         found = replace(found, length=length or shape.length, **given)
     elif model.startswith("hf:"):
         found = replace(_hugging_face(name), **given)
@@ -139,6 +144,11 @@ def workload(
             "package.module:name of a function that makes one"
         )
     return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
+
+
+def _parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    assert isinstance(model, Llama)
+    return parallelize(model, mesh, sequence=True)
 
 
 def _tokens(vocabulary: int) -> Callable[[int, int], tuple[Sequence[Any], Mapping[str, Any]]]:

@@ -81,7 +81,15 @@ class Trace:
     forward_flops: float
 
 
-def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False, expert_parallel: int = 1) -> Trace:
+def trace(
+    work: Workload,
+    hardware: Hardware,
+    fused: bool,
+    *,
+    parts: bool = False,
+    expert_parallel: int = 1,
+    tensor_parallel: int = 1,
+) -> Trace:
     """Trace a model.
 
     Args:
@@ -91,10 +99,12 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
         parts: note for every parameter by itself where it is used, so that plans can part units into smaller buckets. Takes
             longer, and plans take longer.
         expert_parallel: ranks that divide the model's experts; neighbours.
+        tensor_parallel: ranks that divide everything; neighbours.
 
     Raises:
         RuntimeError: there is a process group already, or torch.compile makes several graphs of the model.
-        ValueError: the model has no experts that can be divided, or not by so many ranks.
+        ValueError: the model has no experts that can be divided, or not by so many ranks; or it does not say how it is
+            tensor-parallel.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -106,21 +116,31 @@ def trace(work: Workload, hardware: Hardware, fused: bool, *, parts: bool = Fals
             f"{work.name} cannot be planned with {expert_parallel} expert-parallel ranks: it has no experts, or does not say how "
             "it is made with a part of them (Workload.build_parallel)"
         )
-    with _fake_group(expert_parallel) as (mesh, experts), compat.fake_mode(), compat.quiet():
+    if tensor_parallel > 1 and work.parallelize is None:
+        raise ValueError(
+            f"{work.name} cannot be planned with {tensor_parallel} tensor-parallel ranks: it does not say how it is divided over "
+            "them (Workload.parallelize)"
+        )
+    if tensor_parallel > 1 and expert_parallel > 1:
+        raise ValueError("plans know tensor-parallel and expert-parallel ranks, but not both at a time")
+    with _fake_group(expert_parallel, tensor_parallel) as (mesh, experts), compat.fake_mode(), compat.quiet():
         with _default_dtype(work.dtype), _NoValues():
-            group = experts["ep"].get_group()
             divided = expert_parallel > 1 and work.build_parallel is not None
-            model = work.build_parallel(group) if divided else work.build()  # type: ignore[misc]
+            model = work.build_parallel(experts["ep"].get_group()) if divided else work.build()  # type: ignore[misc]
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
-        runs_of_neighbours = [{unit.name: unit.gathered_bytes for unit in run} for run in neighbours(model, whole)]
+        runs_of_neighbours = [
+            {unit.name: unit.gathered_bytes // tensor_parallel for unit in run} for run in neighbours(model, whole)
+        ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (expert_parallel if divided and is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
         runs, names = _shorten(model, classes)
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
+        if tensor_parallel > 1 and work.parallelize is not None:
+            model = work.parallelize(model, mesh["tp"])
         units = {unit.name: unit for unit in find_units(model, classes)}
         meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"} | ({"expt_device_mesh": experts} if divided else {})
         outlines, buckets = _outlines(model, meshes, classes, work, hardware, fused, 1 if parts else None)
@@ -141,11 +161,16 @@ def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
 
 
 @contextlib.contextmanager
-def _fake_group(expert_parallel: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
+def _fake_group(expert_parallel: int, tensor_parallel: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
     """The mesh of everything, and that of experts."""
-    with compat.fake_process_group(_RANKS * expert_parallel):
+    ranks = _RANKS * expert_parallel
+    with compat.fake_process_group(ranks * tensor_parallel):
         try:
-            dense = init_device_mesh("cpu", (_RANKS * expert_parallel,), mesh_dim_names=("fsdp",))
+            if tensor_parallel > 1:
+                dense = init_device_mesh("cpu", (ranks, tensor_parallel), mesh_dim_names=("fsdp", "tp"))
+                yield dense, dense
+                return
+            dense = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
             yield dense, init_device_mesh("cpu", (_RANKS, expert_parallel), mesh_dim_names=("fsdp", "ep"))
         finally:
             torch.compiler.reset()
