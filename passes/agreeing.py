@@ -143,6 +143,9 @@ class Meeting(Protocol):
     def warn(self, error: Exception) -> None:
         """This rank is about to ask for something that others may not agree to: their errors are to say so."""
 
+    def all_came(self) -> None:
+        """Nobody needs to be warned any more."""
+
     def replaced(self) -> None:
         """All ranks agreed on another schedule: code that follows the old one must not run again."""
 
@@ -168,9 +171,7 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
     if known is None:
         try:
             meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
-        except BudgetError:  # of all ranks
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # a BudgetError is none, and all ranks have it
             meeting.failed(error)
             raise
     else:
@@ -181,11 +182,13 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
         meeting.warn(outgrown)
         try:
             meeting.known[key] = _agree(problem, meeting, "Another schedule", [*lines, str(known)], again=True)
-        except BudgetError:
-            raise
         except RuntimeError as error:
             meeting.failed(outgrown)
             raise BudgetError(f"{outgrown} Not all ranks need another one now: {error}", outgrown.needed) from None
+        except BudgetError:
+            meeting.all_came()
+            raise
+        meeting.all_came()
         meeting.replaced()
     return meeting.known[key], problem.timeline(meeting.known[key].decisions)
 
