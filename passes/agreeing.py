@@ -119,14 +119,16 @@ class Meeting(Protocol):
         ranks: how many meet.
         batch: that this rank compiles for, in words.
         options: of the backend, in words.
-        known: what has been settled, by structure; the same on all ranks.
     """
 
     rank: int
     ranks: int
     batch: str
     options: str
-    known: MutableMapping[str, Settled]
+
+    @property
+    def known(self) -> MutableMapping[str, Settled]:
+        """What has been settled, by structure; the same on all ranks."""
 
     def meet(
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
