@@ -62,6 +62,9 @@ class RankMeeting:
     def warn(self, error: Exception) -> None:
         self._model.warn_others(error)
 
+    def all_came(self) -> None:
+        self._model.others_know()
+
     def replaced(self) -> None:
         self._model.schedule_replaced()
 

@@ -127,14 +127,16 @@ class Meeting(Protocol):
         ranks: how many meet.
         batch: that this rank compiles for, in words.
         options: of the backend, in words.
-        known: what has been settled, by structure; the same on all ranks.
     """
 
     rank: int
     ranks: int
     batch: str
     options: str
-    known: MutableMapping[str, Settled]
+
+    @property
+    def known(self) -> MutableMapping[str, Settled]:
+        """What has been settled, by structure; the same on all ranks."""
 
     def meet(
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
@@ -150,6 +152,9 @@ class Meeting(Protocol):
 
     def warn(self, error: Exception) -> None:
         """This rank is about to ask for something that others may not agree to: their errors are to say so."""
+
+    def all_came(self) -> None:
+        """Nobody needs to be warned any more."""
 
     def replaced(self) -> None:
         """All ranks agreed on another schedule: code that follows the old one must not run again."""
@@ -176,9 +181,7 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
     if known is None:
         try:
             meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
-        except BudgetError:  # of all ranks
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # a BudgetError is none, and all ranks have it
             meeting.failed(error)
             raise
     else:
@@ -189,11 +192,13 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
         meeting.warn(outgrown)
         try:
             meeting.known[key] = _agree(problem, meeting, "Another schedule", [*lines, str(known)], again=True)
-        except BudgetError:
-            raise
         except RuntimeError as error:
             meeting.failed(outgrown)
             raise BudgetError(f"{outgrown} Not all ranks need another one now: {error}", outgrown.needed) from None
+        except BudgetError:
+            meeting.all_came()
+            raise
+        meeting.all_came()
         meeting.replaced()
     return meeting.known[key], problem.timeline(meeting.known[key].decisions)
 

@@ -430,9 +430,12 @@ class ShardedModel:
         """Errors that other ranks meet from here on say that this one is about to fail with ``error``."""
         report_failure(self.group, error)
 
-    def schedule_replaced(self) -> None:
-        """All ranks agreed on another schedule, while a graph was compiled: what :meth:`warn_others` told is over."""
+    def others_know(self) -> None:
+        """What :meth:`warn_others` told is over: all ranks have met."""
         forget_failure(self.group)
+
+    def schedule_replaced(self) -> None:
+        """All ranks agreed on another schedule, while a graph was compiled; see :meth:`forget_old_code`."""
         self._order.schedules_replaced += 1
 
     def forget_old_code(self) -> None:

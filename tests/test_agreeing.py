@@ -86,6 +86,9 @@ class Guest:
     def warn(self, error: Exception) -> None:
         self.hall.told.append((self.rank, f"warning: {error}"))
 
+    def all_came(self) -> None:
+        self.hall.told.append((self.rank, "all came"))
+
     def replaced(self) -> None:
         self.hall.told.append((self.rank, "replaced"))
 
@@ -257,6 +260,17 @@ def test_batches_that_have_outgrown_a_schedule_on_all_ranks() -> None:
     assert sorted(rank for rank, what in hall.told if what == "replaced") == [0, 1]
     assert len({str(known) for known in hall.known}) == 1
     assert isinstance(hall.run({1: problem(2, budget)})[1], tuple), "shorter ones fit as well"
+
+
+def test_batches_that_have_outgrown_every_schedule() -> None:
+    """One of them fits with no schedule; all ranks that came learn of it, and nobody waits."""
+    budget = middle(problem(8))
+    hall = settled_hall(budget, 3, 2)
+    found = hall.run({0: problem(8, budget), 1: problem(40, budget)})
+    for error in found.values():
+        assert isinstance(error, BudgetError)
+        assert "Rank 1, with batch 1: memory_budget of" in str(error)
+    assert sorted(what.partition(":")[0] for _, what in hall.told) == ["all came", "all came", "warning", "warning"]
 
 
 def test_a_batch_that_has_outgrown_a_schedule_on_one_rank() -> None:

@@ -190,7 +190,10 @@ def test_passes_pickle_as_their_identity() -> None:
     import pickle
 
     for make in (compat.graph_pass, compat.partitioner):
-        made = make(lambda *_: None, "identity")
+        identity: str | None = None  # known later than the pass
+        made = make(lambda *_: None, lambda: identity)
+        assert made.uuid() is None
+        identity = "identity"
         assert made.uuid() == "identity"
         assert pickle.loads(pickle.dumps(made)) == "identity"
 
