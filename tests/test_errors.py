@@ -191,6 +191,18 @@ def test_optimizers_that_do_not_fit() -> None:
         ({"memory_budget": 1.5}, TypeError, "takes bytes, as a number or as text"),
         ({"memory_budget": 0}, ValueError, "memory_budget must be above 0"),
         ({"budget_reserve": 1}, ValueError, "budget_reserve is a fraction below 1"),
+        ({"budget_reserve": 0.1}, ValueError, "'budget_reserve' is a part of.*none is looked for"),
+        (
+            {"memory_budget": "1GiB", "reductions_in_flight": 2},
+            ValueError,
+            "'reductions_in_flight'.*decided by what is",
+        ),
+        (
+            {"prefetch": "auto", "prefetch_bytes": 1, "reduction_bytes": 1},
+            ValueError,
+            "'prefetch_bytes', 'reduction_bytes'",
+        ),
+        ({"reshard_after_forward": "auto", "keep_last": False}, ValueError, "options 'keep_last'.*Leave it out"),
         ({"hardware": "abacus"}, ValueError, "no hardware is called 'abacus'. Known: a100-ib"),
         ({"hardware": 8}, TypeError, r"options\['hardware'\] takes a name or a file"),
         ({"hardware": "nowhere.json"}, ValueError, "hardware file nowhere.json"),

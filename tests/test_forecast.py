@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.examples.measuring import allocated
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
 from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.hardware import hardware
 from mfsdp_compile.passes.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.report import to_text
 
@@ -136,6 +138,35 @@ def test_an_impossible_budget_is_refused() -> None:
     torch.compiler.reset()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "100MiB"})
     call(tokens, targets).backward()  # the model is as it was
+
+
+def test_without_a_budget_the_device_is_the_bound() -> None:
+    """The message says whose memory it is, and who says so."""
+    small = replace(hardware("cpu"), name="a watch", memory_bytes=40 << 20)
+    model = fully_shard_model(Llama(LlamaConfig()), fsdp_unit_modules=[Block])
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "prefetch": "auto", "hardware": small})
+    expected = (
+        r"device's memory.*39\.60 MiB are to be used, of 40\.00 MiB that the hardware file 'a watch' says.*too much"
+    )
+    with pytest.raises(Exception, match=expected) as caught:
+        call(*torch.randint(0, 256, (2, BATCH, LENGTH)))
+    assert "memory_budget of" not in str(caught.value)
+
+
+class Idle(Llama):
+    """Layers that forward does not use."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.spare = nn.ModuleList([Block(config), Block(config)])
+
+
+def test_a_budget_names_units_that_no_graph_uses() -> None:
+    model = fully_shard_model(Idle(LlamaConfig()), fsdp_unit_modules=[Block])
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "1GiB"})
+    expected = r"does not use spare\.0, spare\.1: .*If forward does not use them at all, take them out of the model"
+    with pytest.raises(Exception, match=expected):
+        call(*torch.randint(0, 256, (2, BATCH, LENGTH)))
 
 
 class Broken(Llama):

@@ -209,6 +209,18 @@ def test_reductions_in_flight_are_bounded(policy: SchedulePolicy, expected: list
     assert events(graph, ctx)[1 : 1 + len(expected)] == expected
 
 
+def test_reductions_of_a_unit_are_awaited_one_unit_later() -> None:
+    """Each bucket has a unit's computation to hide behind, however many buckets units have."""
+    graph, ctx = backward_graph(5), context(["a", "b", "b", "c", "c"])
+    reduce.apply(graph, ctx)
+    graph.lint()
+    assert [event for event in events(graph, ctx) if event != "compute"] == [
+        *("reduce 4", "reduce 3"),
+        *("reduce 2", "await 4", "reduce 1", "await 3"),
+        *("reduce 0", "await 2", "await 1", "await 0"),
+    ]
+
+
 # -- verify -----------------------------------------------------------------------------------------------------------
 
 

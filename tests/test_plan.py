@@ -22,10 +22,11 @@ from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.options import OPTIMIZERS
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.decisions import ScheduleText
-from mfsdp_compile.passes.hardware import hardware
+from mfsdp_compile.passes.flow import Category
+from mfsdp_compile.passes.hardware import Link, hardware
 from mfsdp_compile.passes.simulate import Stage, resting_memory, simulate
 from mfsdp_compile.planning import Candidate, Job, plan, workload
-from mfsdp_compile.planning.planner import planned, problem_of
+from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
 from mfsdp_compile.planning.shapes import Workload, _tokens
 from mfsdp_compile.planning.tracing import Trace, trace
 from mfsdp_compile.policy import ShardingStrategy
@@ -180,6 +181,90 @@ def test_a_real_process_group_is_left_alone(fake_world: int) -> None:
     assert dist.get_world_size() == fake_world
 
 
+# -- units joined and parted ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def by_parameter(layers: int) -> Trace:
+    return trace(llama(layers), CPU, fused=True, parts=True)
+
+
+def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
+    work = llama(8)
+    size = by_parameter(8).neighbours[0]["layers.0"]
+    job = Job(work, CPU, solved=False, unit_bytes=4 * size)
+    from mfsdp_compile.runtime import compat
+
+    with compat.fake_process_group(4):
+        model = fully_shard_model(Llama(LlamaConfig(layers=8)), fsdp_unit_modules=[Block], unit_bytes=4 * size)
+        call = torch.compile(model, backend="mfsdp", options={"report": True, "hardware": "cpu"})
+        call(*torch.randint(0, 256, (2, 4, 64))).backward()
+        record = model.sharded.compiled_graphs[-1]
+    torch.compiler.reset()
+    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
+    real = simulate(events, record.context, record.prediction.costs, resting, job.optimizer)
+    for traced in (traced_llama(8), by_parameter(8)):
+        row = planned(job, traced, Candidate(ZERO3, 4))
+        assert [info.name for info in row.context.buckets] == ["root:before", "layers.0-3", "layers.4-7", "root:after"]
+        assert [i.layout for i in row.context.buckets[:1]] == [i.layout for i in record.context.buckets[:1]]
+        assert [i.gathered_bytes for i in row.context.buckets] == [i.gathered_bytes for i in record.context.buckets]
+        assert row.timeline is not None
+        assert len(row.timeline.exposures) == len(real.exposures)
+        # As without joining: a few operators differ. What is in flight is four times as much of the peak.
+        assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+        assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+
+
+def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
+    """A bucket for each parameter, in the layers that were traced and in those that these stand for."""
+    traced = by_parameter(8)
+    forward = problem_of(Job(llama(8), CPU, bucket_bytes=1), traced, Candidate(ZERO3, 4)).outlines[Phase.FORWARD]
+    units = {}
+    for use in forward.uses:
+        units.setdefault(forward.units[use.first], []).extend(wait - use.first for wait in use.waits)
+    layers = [units[f"layers.{i}"] for i in range(1, 7)]
+    assert len(set(layers[0])) > 3
+    assert all(waits == layers[0] for waits in layers)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1, 400_000])
+@pytest.mark.parametrize("unit_bytes", [None, 1 << 30])
+def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None) -> None:
+    """Gradients that are copied into buckets are freed, each once, however buckets are made of what was traced: eagerly all of
+    them are, with fused kernels some."""
+    for fused in (True, False):
+        traced = trace(llama(5), CPU, fused=fused, parts=True)
+        job = Job(llama(5), CPU, fused=fused, solved=False, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes)
+        row = planned(job, traced, Candidate(ZERO3, 4), details=True)
+        copied = sum(g.elsewhere for g in traced.outlines[Phase.BACKWARD].gradients)
+        problem = problem_of(job, traced, Candidate(ZERO3, 4))
+        assert copied > 0 or fused
+        assert sum(g.elsewhere for g in problem.outlines[Phase.BACKWARD].gradients) == copied
+        assert row.timeline is not None
+        assert row.timeline.memory is not None
+        left = row.timeline.memory.parts[Category.TEMPORARY]
+        assert left[-1] == left[0]
+
+
+def test_joining_pays_where_messages_are_small() -> None:
+    """On a network with much latency, up to the knee; where messages are large enough, nothing is joined."""
+    traced, candidate = by_parameter(8), Candidate(ZERO3, 64)
+    slow = replace(hardware("h100-ib"), inter_node=Link(50e9, 1e-3), intra_node=Link(450e9, 1e-3))
+    rows = sizes(Job(llama(8), slow), traced, candidate)
+    joined = [row for row in rows if row.unit_bytes is not None]
+    assert [len(row.planned.context.buckets) for row in joined] == [6, 4, 3, 3]
+    best = best_size(rows)
+    assert best in joined
+    assert best.planned.timeline.seconds < 0.8 * rows[0].planned.timeline.seconds
+    assert not any(row.bucket_bytes for row in rows)  # all below the knee
+
+    fast = replace(slow, inter_node=Link(1e6, 0.0), intra_node=Link(1e6, 0.0), collective_seconds=0.0)
+    rows = sizes(Job(llama(8), fast), traced, candidate)
+    assert not any(row.unit_bytes for row in rows)
+    assert any(row.bucket_bytes for row in rows)
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +303,15 @@ def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
     assert again.needed <= portions.needed <= again.needed + held  # most of it where gradients are later
 
 
+def test_command_tries_sizes_of_units_and_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "demo", "--world", "64", "--bucket", "auto"]) == 0
+    shown = capsys.readouterr().out
+    table = shown[shown.index("unit_bytes") :].split("\n")
+    assert sum("best" in line for line in table) == 1
+    assert "without joining, 8 of 8 buckets are smaller" in " ".join(shown.split())
+    assert main(["plan", "--model", "demo", "--world", "64", "--unit", "1GiB"]) == 0
+
+
 def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--budget", "1MiB"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
@@ -237,6 +331,8 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
         (["--model", "demo", "--budget", "lots"], "--budget takes bytes"),
         (["--model", "demo", "--batch", "0"], "batch and length must be at least 1"),
         (["--model", "demo", "--reshard", "1"], "--reshard takes true, false, auto or a number of at least 2 ranks"),
+        (["--model", "demo", "--unit", "lots"], "--unit takes bytes"),
+        (["--model", "demo", "--unit", "1MiB", "--bucket", "auto"], "--bucket auto tries sizes of units too"),
     ],
 )
 def test_command_explains_wrong_arguments(

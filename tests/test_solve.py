@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.passes import agreeing, pipeline
+from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import solve as solving
 from mfsdp_compile.passes.arrange import STAGES, Plan
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
@@ -34,6 +37,13 @@ from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
 ADAMW = OptimizerCost()
 MB = 10**6
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+@pytest.mark.parametrize("module", [deciding, solving])
+def test_documented_examples(module: Any) -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert result.failed == 0
 
 
 def buckets(*numels: int, **changes: Any) -> list[Any]:
@@ -107,6 +117,21 @@ def test_the_tightest_budget_is_the_smallest_schedule() -> None:
     assert found.decisions.kept <= {4}
     with pytest.raises(BudgetError):
         solve(plan, ADAMW, least - 1)
+
+
+def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> None:
+    """Gathers take much longer than reductions, within a node: a bucket less in flight is one more that stays."""
+    plan = chain([bucket(f"u{i}", MB, gather_stride=4) for i in range(6)], [100e-6] * 6)
+    least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
+    seconds = {}
+    for later in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if later:  # as if it were not tried
+                patch.setattr(solving._Solver, "_least_seconds_at_once", math.inf)
+            seconds[later] = [solve(plan, ADAMW, least + (most - least) * step // 16).timeline for step in range(16)]
+    pairs = list(zip(seconds[True], seconds[False], strict=True))
+    assert all(at_once.seconds <= one.seconds * (1 + 1e-5) for one, at_once in pairs)
+    assert any(at_once.seconds < 0.95 * one.seconds for one, at_once in pairs)
 
 
 def test_budgets_between_buy_time() -> None:
@@ -231,6 +256,29 @@ def test_reasons_of_plenty() -> None:
     assert found.decisions.why_not_kept == {}
 
 
+def reasons(plan: Plan, decisions: Decisions) -> dict[str, str]:
+    phases = {Stage.FORWARD: FORWARD, Stage.BACKWARD: BACKWARD}
+    shown = explained(simulated(plan, decisions), decisions, phases)
+    return {e.name: e.reason for e in shown.exposures if e.what == "reduce" and e.exposed}
+
+
+def test_reasons_of_reductions_name_their_own_options() -> None:
+    # Each reduction takes 43 us, and 20 us are computed meanwhile; all stay gathered, so that nothing else is awaited.
+    policy = SchedulePolicy(reshard_after_forward=False)
+    slow = chain(buckets(*[MB] * 4), [10e-6] * 4, policy=policy)
+    one = reasons(slow, slow.decisions_by_policy())
+    assert any("the option reductions_in_flight" in reason for reason in one.values()), one
+    policy = replace(policy, reduction_bytes=1)
+    tight = reasons(slow, Plan(slow.outlines, replace(slow.context, policy=policy), COSTS).decisions_by_policy())
+    assert any("limited by reduction_bytes" in reason for reason in tight.values()), tight
+    assert not any("prefetch" in reason for reason in (*one.values(), *tight.values()))
+    solved = solve(slow, ADAMW, smallest_peak(slow))
+    assert any(reason == "limited by memory budget" for reason in reasons(slow, solved.decisions).values())
+    free = reasons(slow, solve(slow, ADAMW).decisions)
+    assert free
+    assert not any("option" in reason or "budget" in reason for reason in free.values()), free
+
+
 def test_what_is_not_kept_says_how_much_is_missing() -> None:
     """Two buckets are as large as what is left, one is larger."""
     plan = chain(buckets(MB, 4 * MB, MB), [20e-6] * 3)
@@ -309,6 +357,20 @@ def test_budgets_are_kept_and_more_memory_never_costs_time(plan: Plan) -> None:
         check(plan, found, budget)
         assert found.timeline.seconds <= before * (1 + 1e-5)  # six digits of times are compared
         before = found.timeline.seconds
+
+
+@settings(max_examples=25)
+@given(plans(), st.sampled_from([1, 3]))
+def test_nothing_is_faster_than_where_memory_is_no_matter(plan: Plan, bounds: int) -> None:
+    """Whatever fits into less was compared with what takes most."""
+    free = solve(plan, ADAMW, bounds=bounds)
+    least = smallest_peak(plan)
+    most = max(free.timeline.peak_bytes, least)
+    for budget in (least, (least + most) // 2, most - 1, most, 2 * most):
+        if budget >= least:
+            found = solve(plan, ADAMW, budget, bounds=bounds)
+            assert free.timeline.seconds <= found.timeline.seconds * (1 + 1e-5)  # six digits of times are compared
+            assert budget < 2 * most or found.timeline.seconds == free.timeline.seconds
 
 
 @settings(max_examples=25)
@@ -431,6 +493,23 @@ def test_buckets_of_a_unit_start_together_and_are_awaited_where_they_are_used() 
     expected = [(Start, 0), (Start, 1), (Start, 2), (Wait, 0), Compute]
     expected += [(Start, 3), (Wait, 1), Compute, (Wait, 2), (Wait, 3), Compute]
     assert [what for what in order if what is Compute or isinstance(what, tuple)] == expected
+
+
+def later(plan: Plan, in_flight: int) -> list[tuple[str, int]]:
+    """By bucket, in the order in which reductions start: after how many later ones each is awaited."""
+    decisions = Plan(
+        plan.outlines, replace(plan.context, policy=SchedulePolicy(reductions_in_flight=in_flight)), COSTS
+    ).decisions_by_policy()
+    return [(plan.context.buckets[b].name, behind.later) for b, behind in decisions.reductions.items()]
+
+
+def test_reductions_are_counted_by_unit() -> None:
+    """In backward u2 comes first, then both buckets of u1, then u0."""
+    plan = two_in_a_unit()
+    assert later(plan, 0) == [("u2", 0), ("u1#0", 0), ("u1#1", 0), ("u0", 0)]
+    assert later(plan, 1) == [("u2", 2), ("u1#0", 2), ("u1#1", 1), ("u0", 1)]
+    assert later(plan, 2) == [("u2", 3), ("u1#0", 3), ("u1#1", 2), ("u0", 1)]
+    assert later(plan, 9) == [("u2", 4), ("u1#0", 3), ("u1#1", 2), ("u0", 1)]  # the end of the graph
 
 
 def ahead(units: int) -> Ahead:

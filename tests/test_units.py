@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import doctest
+import itertools
+
 import pytest
 import zoo
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from mfsdp_compile.runtime.units import find_units, repeated_blocks, resolve_unit_classes
+from mfsdp_compile.runtime import units as units_module
+from mfsdp_compile.runtime.units import (
+    find_units,
+    group_by_size,
+    join,
+    neighbours,
+    repeated_blocks,
+    resolve_unit_classes,
+)
 
 
 def owned(model: nn.Module, classes: object) -> dict[str, list[str]]:
@@ -89,3 +102,85 @@ def test_wrong_classes(classes: object, error: type[Exception], fragments: list[
 def test_auto_without_blocks_says_so() -> None:
     with pytest.raises(ValueError, match="found no repeated block"):
         owned(nn.Linear(2, 2), "auto")
+
+
+# -- joined -----------------------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """An encoder and a decoder in lists of their own, then two heads beside each other, one of them in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (
+            nn.ModuleDict({"layers": nn.ModuleList(zoo.Block() for _ in range(3))}) for _ in range(2)
+        )
+        self.stages = nn.Sequential(nn.Sequential(zoo.Block(), zoo.Block()), nn.Sequential(zoo.Block()))
+        self.left, self.right = zoo.Block(), zoo.Block()
+
+
+def runs(model: nn.Module, classes: object) -> list[list[str]]:
+    found = find_units(model, resolve_unit_classes(model, classes))
+    return [[unit.name for unit in run] for run in neighbours(model, found)]
+
+
+def test_documented_examples() -> None:
+    result = doctest.testmod(units_module)
+    assert result.attempted
+    assert result.failed == 0
+
+
+def test_neighbours_are_of_one_list_or_parent() -> None:
+    assert runs(Stack(), zoo.Block) == [
+        ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"],
+        ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"],
+        ["stages.0.0", "stages.0.1", "stages.1.0"],
+        ["left", "right"],
+    ]
+    # Of each block norm, up and down, through the list of blocks.
+    linears = runs(zoo.Plain(layers=2), nn.Linear)
+    assert linears == [["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]]
+
+
+def test_units_that_hold_others_are_no_neighbours() -> None:
+    """What one of them holds can be joined, what two hold cannot."""
+    nested = zoo.Nested.block
+    assert runs(zoo.Nested(), [nested, zoo.Block]) == []
+    inner = [[f"blocks.{i}.inner.up", f"blocks.{i}.inner.down"] for i in range(3)]
+    assert runs(zoo.Nested(), [nested, nn.Linear]) == inner
+    across = [[f"blocks.{i}.after", f"blocks.{i + 1}.before"] for i in range(2)]
+    assert runs(zoo.Nested(), nn.Linear) == [inner[0], across[0], inner[1], across[1], inner[2]]
+
+
+def test_joined_units_hold_what_their_members_held() -> None:
+    model = zoo.Tied()
+    apart = find_units(model, (zoo.Block,))
+    of = {unit.name: unit for unit in apart}
+    # The first shares its matrix with the last, so that the root owns it.
+    joined = join(model, apart, of["blocks.1"].gathered_bytes + 1)
+    assert [unit.name for unit in joined] == ["root:before", "blocks.0-1", "root:among", "blocks.2", "root:after"]
+    assert joined[1].params == of["blocks.0"].params + of["blocks.1"].params
+    assert joined[1].modules == (model.blocks[0], model.blocks[1])
+    assert join(model, apart, 1) == apart
+    (_, everything, *_) = join(model, apart, 10**9)
+    assert everything.modules == tuple(model.blocks)
+
+
+@given(st.lists(st.integers(1, 20), max_size=12), st.integers(1, 40))
+def test_groups_reach_the_size_and_no_more_than_that_takes(sizes: list[int], least: int) -> None:
+    groups = group_by_size(sizes, least)
+    for one, other in itertools.pairwise(groups):
+        assert one.stop <= other.start
+    for group in groups:
+        own = sizes[group.start : group.stop]
+        assert len(own) > 1
+        assert sum(own[:-1]) < least
+        assert max(own) < least
+        follows = sizes[group.stop] if group.stop < len(sizes) else least
+        assert sum(own) >= least or follows >= least  # nothing was left to join
+    # Whoever is alone is large enough, or has nobody to be joined with.
+    grouped = {i for group in groups for i in group}
+    for i, size in enumerate(sizes):
+        if i not in grouped and size < least:
+            around = [j for j in (i - 1, i + 1) if 0 <= j < len(sizes)]
+            assert all(j in grouped or sizes[j] >= least for j in around)
