@@ -116,15 +116,15 @@ def test_inner_ranks_are_divided_on_both_sides(strategy: str) -> None:
     assert_hybrid(strategy, outer=2)
 
 
+@pytest.mark.parametrize("name", ["Plain", pytest.param("Checkpointed", marks=pytest.mark.long)])
 @pytest.mark.slow
 @on_ranks(4)
-def test_inductor_matches_one_process() -> None:
+def test_inductor_matches_one_process(name: str) -> None:
     data = parity.batches(steps=2)
-    for factory in (zoo.Plain, zoo.Checkpointed):
-        alone = parity.train_alone(factory, data, parity.sgd)
-        run = parity.train_sharded(factory, INDUCTOR, data, parity.sgd, reshard_after_forward=2)
-        assert portions_of(run.model)
-        parity.assert_close(run, alone)  # within the bounds of all compiled code: sums round differently
+    alone = parity.train_alone(MODELS[name], data, parity.sgd)
+    run = parity.train_sharded(MODELS[name], INDUCTOR, data, parity.sgd, reshard_after_forward=2)
+    assert portions_of(run.model)
+    parity.assert_close(run, alone)  # within the bounds of all compiled code: sums round differently
 
 
 @on_ranks(4)
