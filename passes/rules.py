@@ -301,9 +301,9 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
         if (got := (given.get("group_size"), given.get("group_name"))) != wanted:
             yield f"it is gathered over {_group(*got)}, not {_group(*wanted)}", launch.node, launch.bucket
     for portion in found.portions:
-        info, (_, *got) = found.info(portion.bucket), portion.node.args
-        if (wanted := [info.portion_size, info.portion_group]) != got:
-            yield f"its portion is one of {_group(*got)}, not {_group(*wanted)}", portion.node, portion.bucket
+        info, (_, *ranks) = found.info(portion.bucket), portion.node.args
+        if tuple(ranks) != (wanted := (info.portion_size, info.portion_group)):
+            yield f"its portion is one of {_group(*ranks)}, not {_group(*wanted)}", portion.node, portion.bucket
     for reduction in found.reductions:
         exchange = found.info(reduction.bucket).exchange
         if len(reduction.stages) != len(exchange.groups):
@@ -501,7 +501,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
             )
             yield f"its portion {portion.node} is one {of}", portion.node, portion.bucket
     if contract is not None and found.phase is Phase.FORWARD:
-        saved = {portion.bucket for value in found.outputs if (portion := found.portion_of.get(value)) is not None}
+        saved = {portion.bucket for portion in found.portions if portion.node in found.outputs}
         for bucket in contract.portions - saved:
             yield "its portion is not saved for backward", found.graph.output_node(), bucket
     reads = reads_of(found) if contract is not None else {}

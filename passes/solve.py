@@ -255,8 +255,8 @@ class _Solver:
             decisions, gathers = moved, earlier
         if not keep_first:
             kept, why_not = self._keep(bound, gathers, reductions)
-            gathers = self._without(kept, gathers)
-            decisions = Decisions(kept, gathers, reductions, why_not, self.plan.portions(kept))
+            left = self._without(kept, gathers)
+            decisions = Decisions(kept, left, reductions, why_not, self.plan.portions(kept))
         return Solution(decisions, self.timeline(decisions))
 
     def _gathers(

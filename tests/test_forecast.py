@@ -6,6 +6,7 @@ On a fake process group, where torch's profiler sees every allocation and gloo a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +100,19 @@ def test_checkpointing_is_seen() -> None:
     again = forecasting.predicted(compiled(Checkpointed)[0])
     assert again.peak_bytes < plain.peak_bytes / 1.5
     assert again.compute_seconds > plain.compute_seconds * 1.1
+
+
+def test_portions_are_seen() -> None:
+    """A half of what is gathered stays: more than nothing, and less than all of it."""
+    peaks = []
+    for again in (True, 2, False):
+        model, step = compiled(reshard_after_forward=again)
+        peaks.append((forecasting.predicted(model).peak_bytes, measured_peak(model, step)))
+    for smaller, larger in itertools.pairwise(peaks):
+        (predicted, measured), (more, measured_more) = smaller, larger
+        assert more - predicted > 1 << 20
+        # Both are differences of the same two measurements: what is not predicted is in both.
+        assert (measured_more - measured) / (more - predicted) == pytest.approx(1, abs=0.05)
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
