@@ -25,6 +25,7 @@ from mfsdp_compile.passes.context import (
     Kind,
     Phase,
     Role,
+    SchedulePolicy,
     phase_of,
     set_phase,
     set_role,
@@ -98,12 +99,9 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
-    policy = chosen.schedule
-    if any(bucket.topology.accumulation.forwards_overlap for bucket in buckets):
-        policy = replace(policy, keep_last=False)  # each forward would keep one of its own
     context = Context(
         tuple(bucket_info(bucket.plan, bucket.topology) for bucket in buckets),
-        policy,
+        _policy(chosen.schedule, buckets),
         _is_whole_model(buckets),
         chosen.float32_gradients,
         (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
@@ -210,7 +208,26 @@ def bucket_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         resident_numel * plan.compute_dtype.itemsize,
         resident.size if resident is not None else 1,
         resident.stride if resident is not None else 1,
+        topology.lets_go,
     )
+
+
+def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
+    """Of the schedule. Where several forwards run before the first backward, none keeps what it has gathered.
+
+    Raises:
+        ValueError: it is asked to.
+    """
+    topologies = [bucket.topology for bucket in buckets]
+    if not any(of.accumulation.forwards_overlap and of.gather_group is not None for of in topologies):
+        return given
+    if given.reshard_after_forward is False:
+        raise ValueError(
+            "options['reshard_after_forward'] is False, but the model is a stage of a pipeline: each forward under way would keep "
+            "gathered parameters of its own. Take it out, and give PipelineStage keep_gathered=True, which keeps them once."
+        )
+    keeps = True if given.reshard_after_forward == "auto" else given.reshard_after_forward
+    return replace(given, keep_last=False, reshard_after_forward=keeps)
 
 
 def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:

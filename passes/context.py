@@ -106,6 +106,7 @@ class BucketInfo:
             ranks of the job: how far data travels.
         resident_bytes: of what stays gathered between uses; 0 for none.
         resident_size, resident_stride: of the group that it is gathered over, once per optimizer step.
+        lets_go: whether it is let go of at the end of each step, and has memory of its own.
     """
 
     name: str
@@ -122,6 +123,7 @@ class BucketInfo:
     resident_bytes: int = 0
     resident_size: int = 1
     resident_stride: int = 1
+    lets_go: bool = False
 
     @property
     def signature(self) -> str:
@@ -129,7 +131,7 @@ class BucketInfo:
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
-            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}"
+            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.lets_go}"
         )
 
 
