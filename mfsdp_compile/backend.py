@@ -26,6 +26,7 @@ from mfsdp_compile.passes.context import (
     Kind,
     Phase,
     Role,
+    SchedulePolicy,
     phase_of,
     set_phase,
     set_role,
@@ -102,14 +103,12 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
-    portions, policy = chosen.schedule.portions, chosen.schedule
+    portions = chosen.schedule.portions
     for owner in owners if portions else ():
         _make_portions(owner, portions)
-    if any(bucket.topology.accumulation.forwards_overlap for bucket in buckets):
-        policy = replace(policy, keep_last=False)  # each forward would keep one of its own
     context = Context(
         tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
-        policy,
+        _policy(chosen.schedule, buckets),
         _is_whole_model(buckets),
         chosen.float32_gradients,
         (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
@@ -262,7 +261,26 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         resident.stride if resident is not None else 1,
         few.size if few is not None else 0,
         few.name if few is not None else "",
+        topology.lets_go,
     )
+
+
+def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
+    """Of the schedule. Where several forwards run before the first backward, none keeps what it has gathered.
+
+    Raises:
+        ValueError: it is asked to.
+    """
+    topologies = [bucket.topology for bucket in buckets]
+    if not any(of.accumulation.forwards_overlap and of.gather_group is not None for of in topologies):
+        return given
+    if given.reshard_after_forward is False:
+        raise ValueError(
+            "options['reshard_after_forward'] is False, but the model is a stage of a pipeline: each forward under way would keep "
+            "gathered parameters of its own. Take it out, and give PipelineStage keep_gathered=True, which keeps them once."
+        )
+    keeps = True if given.reshard_after_forward == "auto" else given.reshard_after_forward
+    return replace(given, keep_last=False, reshard_after_forward=keeps)
 
 
 def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:

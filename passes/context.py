@@ -126,6 +126,7 @@ class BucketInfo:
         resident_size, resident_stride: of the group that it is gathered over, once per optimizer step.
         portion_size, portion_group: ranks that may gather it again in backward, each with its portion, and their process
             group: a part of those that forward gathers over, and neighbours among them; 0 and "" for none.
+        lets_go: whether it is let go of at the end of each step, and has memory of its own.
     """
 
     name: str
@@ -144,6 +145,7 @@ class BucketInfo:
     resident_stride: int = 1
     portion_size: int = 0
     portion_group: str = ""
+    lets_go: bool = False
 
     @property
     def signature(self) -> str:
@@ -151,7 +153,8 @@ class BucketInfo:
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
-            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}"
+            f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}:"
+            f"{self.lets_go}"
         )
 
     @property

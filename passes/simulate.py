@@ -180,9 +180,8 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
     shards = residents = state = 0
     for info in buckets:
         shard = info.layout.shard_numel
-        if not (
-            info.resident_bytes and info.main_dtype == info.exchange.dtype
-        ):  # else the shard is a part of the resident
+        is_part = info.resident_bytes and info.main_dtype == info.exchange.dtype and not info.lets_go
+        if not is_part:  # of the resident
             shards += shard * info.main_dtype.itemsize
         residents += info.resident_bytes
         state += shard * optimizer.state_bytes * info.trainable

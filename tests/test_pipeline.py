@@ -28,9 +28,11 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Block
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.backend import bucket_info
 from mfsdp_compile.checkpoint import Checkpoints, load
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.examples.measuring import allocated, collectives
+from mfsdp_compile.passes.simulate import Category, OptimizerCost, resting_memory
 from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory, state_of
 
 MICROBATCHES = 4
@@ -392,6 +394,9 @@ def test_memory(mode: str, held: dict[str, Any]) -> None:
         bucket = model.sharded.buckets[0].plan.gathered_bytes
         shards = sum(b.plan.shard_bytes for b in model.sharded.buckets)
         assert predicted.gathered == (6 if "keep_gathered" in held else 2) * bucket
+        at_rest = resting_memory([bucket_info(b.plan, b.topology) for b in model.sharded.buckets], OptimizerCost())
+        assert at_rest[Category.SHARDS] == shards
+        assert at_rest[Category.GATHERED] == (6 * bucket if "keep_gathered" in held else 0)
         assert predicted.gradients == (shards if "reduce_each" in held else 6 * bucket)
         peak, stays = allocated(step)
     # Besides: gradients of a unit, one by one, packed, and being reduced; results of reductions; activations.
@@ -437,9 +442,14 @@ def test_mistakes_are_explained() -> None:
         divided.set_accumulation(keep_gathered=True)
 
     model = fully_shard_model(chain.part(rank, 2), mesh["dp"], fsdp_unit_modules=[Layer])
+    x = torch.randn(2, 8 if rank == 0 else 13)
+    PipelineStage(model, rank, 2, device, group=group)
+    options = {"inner": AOT_EAGER, "reshard_after_forward": False}
+    with parity.raises_everywhere(torch._dynamo.exc.BackendCompilerFailed, "is a stage of a pipeline", "keep_gathered"):
+        torch.compile(model, backend="mfsdp", options=options)(x)
     model.set_accumulation(whole_gradients=True)
     with model.no_sync():
-        model(torch.randn(2, 8 if rank == 0 else 13)).sum().backward()
+        model(x).sum().backward()
     with parity.raises_everywhere(RuntimeError, "while a step is under way"):
         model.set_accumulation()
 
