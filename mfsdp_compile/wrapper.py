@@ -181,6 +181,7 @@ class MegatronFSDP(nn.Module):
         rank that has no use for a tensor drops it. Memory: one bucket, as long as nothing else is kept. Tied parameters come
         once, under their first name.
         """
+        self.sharded.check_parameters_are_everyones("full_parameters")
         for bucket in self.sharded.buckets:
             parts = bucket.gather_shards()
             for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):

@@ -14,17 +14,15 @@ sum over all data-parallel ranks' tokens. Divided by the number of *all* data-pa
 gradient is. (Megatron-FSDP has that factor too, but for ``average_in_collective``, where it averages over the expert's ranks
 alone: a factor of the expert-parallel size too much.)
 
-At rest an expert's parameter is one of two things:
-
-    stacked     ``experts.up [e, ...]``, the rank's e experts one behind the other: a part of ``[all experts, ...]``, and at rest a
-                DTensor of that shape, so that checkpoints fit any number of expert-parallel ranks
-    numbered    ``experts.0.up [...]``, a parameter for each expert: other ranks have other ones in its place. It is reduced with
-                those, so that the norm of all gradients is of all experts
+At rest, parameters that are called alike on all these ranks are one: ``experts.up [e, ...]``, a rank's e experts one behind the
+other, is a part of ``[all experts, ...]``, and a DTensor of that shape. So norms are of all experts, and checkpoints fit any number
+of expert-parallel ranks. Where each rank has names of its own (``experts.4.up`` on one, ``experts.0.up`` on another) each is a
+parameter by itself; it is reduced with those that other ranks have in its place, so that the norm of all gradients is of all
+experts.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,10 +56,6 @@ def marked(param: nn.Parameter) -> bool:
     return getattr(param, "allreduce", True) is False
 
 
-_NUMBERED = re.compile(r"expert[^.]*(\.\w+)*?\.(\d+)\.|expert[^.]*\.(.*\.)?(weight|bias)\d+$")
-"""``experts.3.up.weight``, ``experts.local_experts.3.up.weight``; Transformer Engine's ``experts.linear_fc1.weight3``."""
-
-
 @dataclass(frozen=True)
 class Experts:
     """Which parameters are experts, and who holds them.
@@ -74,6 +68,7 @@ class Experts:
         holders: global ranks, ``[e, *topology.mesh.shape]``, of all e meshes that experts are divided over; None: the mesh
             that was given tells of this rank's only.
         parallel: the ranks that hold the other experts, one of each mesh. None: there are none, or it is not known yet.
+        named_alike: whether these call theirs as this one does.
     """
 
     given: DeviceMesh
@@ -82,6 +77,7 @@ class Experts:
     is_default: bool
     holders: Tensor | None
     parallel: DeviceMesh | None = None
+    named_alike: bool = True
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -90,10 +86,11 @@ class Experts:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     @compat.without_modes()
-    def known_to_all(self, every: dist.ProcessGroup) -> Experts:
-        """With :attr:`holders` and :attr:`parallel`. Collective if the mesh does not tell.
+    def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> Experts:
+        """With what other ranks know. Collective.
 
         Args:
+            names: of experts.
             every: the data-parallel ranks.
 
         Raises:
@@ -105,6 +102,7 @@ class Experts:
             holders = check_holders(map(torch.tensor, everyones(own, every)), dist.get_process_group_ranks(every))
         if len(holders) == 1:
             return replace(self, holders=holders)
+        alike = not compat.is_real_group(every.group_name) or len({*map(tuple, everyones(names, every))}) == 1
         if (holders.flatten(1).diff(dim=0) <= 0).any():
             raise ValueError(
                 f"expt_device_mesh divides experts over {holders.tolist()}, in which ranks that hold other experts are not in "
@@ -113,7 +111,7 @@ class Experts:
         peers = holders.flatten(1)[:, (holders == dist.get_rank()).any(0).flatten()].flatten().tolist()
         for name in self.given.mesh_dim_names or ():
             if dist.get_process_group_ranks(self.given[name].get_group()) == peers:
-                return replace(self, holders=holders, parallel=self.given[name])
+                return replace(self, holders=holders, parallel=self.given[name], named_alike=alike)
         groups = [compat.process_group(group.name) for group in self.topology.mesh_groups]
         names = self.topology.mesh.mesh_dim_names or ("expert_dp",)
         whole = DeviceMesh.from_group(
@@ -123,13 +121,13 @@ class Experts:
             mesh_dim_names=(*names, _PARALLEL),
         )
         topology = replace(self.topology, mesh=whole[names])
-        return replace(self, holders=holders, topology=topology, parallel=whole[_PARALLEL])
+        return replace(self, holders=holders, topology=topology, parallel=whole[_PARALLEL], named_alike=alike)
 
-    def partition(self, name: str, param: Tensor) -> Partition | None:
+    def partition(self, param: Tensor) -> Partition | None:
         """What an expert's parameter is a part of, once that is :meth:`known_to_all`."""
         if self.parallel is None:
             return None
-        if not param.ndim or _NUMBERED.search(name):
+        if not param.ndim or not self.named_alike:
             return Peers(self.parallel, (Shard(0),), tuple(param.shape), bare=True)
         shape = (param.shape[0] * self.parallel.size(), *param.shape[1:])
         return Partition(self.parallel, (Shard(0),), shape, bare=True)

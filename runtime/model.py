@@ -27,7 +27,7 @@ from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .order import Details, Phase, no_details, order_of_group
-from .partition import Partition, Partitioner, local_part
+from .partition import Partition, Partitioner, Peers, local_part
 from .running import named
 from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
@@ -199,11 +199,11 @@ class ShardedModel:
             return found[0].ranks, _describe_experts(module, plans, check_values)
 
         agree(every, "fully_shard_model", describe, within=describe_experts)
-        self.experts = found[0].known_to_all(every) if found else None
+        self.experts = found[0].known_to_all(sorted(_experts_in(plans)), every) if found else None
         if self.experts is not None:
             named_params = dict(module.named_parameters())
             undivided = [name for name in _experts_in(plans) if partitions[name] is None]
-            partitions |= {name: self.experts.partition(name, named_params[name]) for name in undivided}
+            partitions |= {name: self.experts.partition(named_params[name]) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
@@ -362,6 +362,17 @@ class ShardedModel:
         for bucket in self.buckets:
             if bucket.pending is not None and bucket.plan.name in buckets:
                 bucket.pending.wanted = compat.will_accumulate(bucket.flat)
+
+    def check_parameters_are_everyones(self, what: str) -> None:
+        """Raise NotImplementedError if ranks have parameters of different names. ``what`` takes them."""
+        for bucket in self.buckets:
+            for split in bucket.splits:
+                if isinstance(split.partition, Peers) and self.experts is not None and not self.experts.named_alike:
+                    raise NotImplementedError(
+                        f"Expert {split.name!r} is on some ranks only, and others have other names: {what} takes parameters that "
+                        "all ranks know. Number experts from 0 on every rank, or stack them in one parameter, or use "
+                        "torch.distributed.checkpoint with model.state_dict()."
+                    )
 
     def check_complete(self) -> None:
         """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""

@@ -127,7 +127,7 @@ class Partition:
 
 
 class Peers(Partition):
-    """Of a parameter in whose place other ranks have others: experts, each with parameters of its own.
+    """Of a parameter in whose place other ranks have others, with other names: experts.
 
     It is whole here. What is reduced is so over all of them: one number that is equal on every rank, and the norm of a model's
     gradients is that of all experts.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -290,69 +289,76 @@ def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
 
 
 class Numbered(nn.Module):
-    """Experts that are modules. Each rank has those of its place in the group."""
+    """Experts that are modules, those of this rank's place in the group; numbered from 0 on each rank, or over all ranks."""
 
     class block(nn.Module):
-        def __init__(self, group: dist.ProcessGroup | None) -> None:
+        def __init__(self, group: dist.ProcessGroup | None, over_all: bool) -> None:
             super().__init__()
             self.enter = nn.Linear(6, 6)
             every = [nn.Linear(6, 6) for _ in range(4)]
-            self.rank, self.ranks = (group.rank(), group.size()) if group is not None else (0, 1)
-            self.experts = nn.ModuleList(every[self.rank * 4 // self.ranks :][: 4 // self.ranks])
+            self.rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
+            mine = range(self.rank * 4 // ranks, (self.rank + 1) * 4 // ranks)
+            self.experts = nn.ModuleDict(
+                {str(number if over_all else i): every[number] for i, number in enumerate(mine)}
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             """As if this rank's experts had got ``x`` alone: tokens do not travel."""
             x = self.enter(x)
-            return x + sum(expert(x) for expert in self.experts)
+            return x + sum(expert(x) for expert in self.experts.values())
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, over_all: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Numbered.block(group), Numbered.block(group))
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Numbered.block(group, over_all), Numbered.block(group, over_all))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x).pow(2).mean()
 
+    def keep(self, half: int) -> Numbered:
+        """Of a model with all experts, half of them."""
+        for block in self.blocks:
+            kept = list(block.experts.values())[half * 2 : half * 2 + 2]
+            block.experts = nn.ModuleDict({str(i): expert for i, expert in enumerate(kept)})
+        return self
 
-def numbered(mesh: str) -> MegatronFSDP:
-    arguments, group = mesh_arguments(mesh)
-    torch.manual_seed(0)
-    return fully_shard_model(Numbered(group), fsdp_unit_modules=[Numbered.block], **arguments)
 
-
+@pytest.mark.parametrize("over_all", [False, True])
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
-def test_experts_that_are_modules(mode: str) -> None:
-    """Each expert is whole on the ranks that share it; norms, and what is drawn, are of all of them."""
-    model = numbered("2 x 2")
-    rank, ep_rank = dist.get_rank(), model.module.blocks[0].rank
+def test_experts_that_are_modules(mode: str, over_all: bool) -> None:
+    arguments, group = mesh_arguments("2 x 2")
+    model = fully_shard_model(Numbered(group, over_all), fsdp_unit_modules=[Numbered.block], **arguments)
+    rank, ep_rank = dist.get_rank(), group.rank()
     data = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
     compiled(model, mode)(data[rank]).backward()
     # One process for each half of the experts, on the batches of the ranks that hold them.
-    torch.manual_seed(0)
-    whole = Numbered(None)
-    halves = [copy.deepcopy(whole) for _ in range(2)]
+    halves = [Numbered(None).keep(half) for half in range(2)]
     for half, alone in enumerate(halves):
-        for block in alone.blocks:
-            block.experts = block.experts[half * 2 : half * 2 + 2]
         (sum(alone(x) for x in data[half::2]) / 4).backward()
     norm = sum(p.grad.pow(2).sum() for alone in halves for n, p in alone.named_parameters() if is_expert(n))
-    for name, param in model.module.named_parameters():
-        if is_expert(name):
-            wanted = halves[ep_rank].get_parameter(name)
-            assert torch.equal(param.full_tensor(), wanted)
-            gradient = wanted.grad
-        else:
-            gradient = sum(alone.get_parameter(name).grad for alone in halves)
+    here = dict(halves[ep_rank].named_parameters())
+    for (name, param), (own_name, own) in zip(model.module.named_parameters(), here.items(), strict=True):
+        others = [alone.get_parameter(own_name) for alone in halves]
+        if not is_expert(name):
+            gradient = others[0].grad + others[1].grad
             norm = norm + gradient.pow(2).sum()
+        elif over_all:  # each by itself
+            gradient = own.grad
+            assert torch.equal(param.full_tensor(), own)
+        else:  # those of the same number, one behind the other
+            gradient = torch.cat([other.grad for other in others])
+            assert torch.equal(param.full_tensor(), torch.cat(others))
         torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=RELATIVE, atol=1e-7)
     torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1), norm.sqrt())
-    torch.manual_seed(5 + ep_rank)
-    weight = model.module.blocks[0].experts[0].weight
-    torch.manual_seed(5)
-    nn.init.normal_(weight)
-    torch.manual_seed(5)
-    drawn = [torch.randn(6, 6) for _ in range(2)]
-    assert torch.equal(weight.full_tensor(), drawn[ep_rank])
+    if over_all:
+        with raises_everywhere(NotImplementedError, f"'blocks.0.experts.{ep_rank * 2}", "Number experts from 0"):
+            list(model.full_parameters())
+        torch.manual_seed(5)
+        nn.init.normal_(next(iter(model.module.blocks[0].experts.values())).weight)
+        torch.manual_seed(5)
+        drawn = [torch.randn(6, 6) for _ in range(2)]
+        assert torch.equal(next(iter(model.module.blocks[0].experts.values())).weight.full_tensor(), drawn[ep_rank])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

@@ -202,6 +202,7 @@ class Checkpoints:
             raise ValueError(f"step must not be negative, got {step}")
         self.wait()
         model = unwrapped(model, "Checkpoints.save")
+        model.sharded.check_parameters_are_everyones("Checkpoints")
         sharded, group = model.sharded, self._group(model.sharded)
         state: dict[str, Any] = {}
 
