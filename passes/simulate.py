@@ -403,19 +403,18 @@ class _Clock:
         running: dict[Collective, _Running] = {}
         unit = ""
         for event in events:
-            kind = type(event)
-            if kind is Allocate:
+            if isinstance(event, Allocate):
                 self.allocate(event.category, event.bytes, stage, unit)
-            elif kind is Free:
+            elif isinstance(event, Free):
                 self.free(event.category, event.bytes)
-            elif kind is Compute:
+            elif isinstance(event, Compute):
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops
-            elif kind is Enter:
+            elif isinstance(event, Enter):
                 unit = buckets[event.bucket].unit
                 if (resident := self.residents.pop(event.bucket, None)) is not None:
                     self.await_(stage, unit, resident)
-            elif kind is Start:
+            elif isinstance(event, Start):
                 collective = event.collective
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage, unit)

@@ -443,7 +443,7 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def without_modes() -> contextlib.AbstractContextManager[Any]:
+def without_modes() -> contextlib._GeneratorContextManager[Any]:
     """Tensors have values inside, also where others have none: those of meshes are numbers of ranks."""
     return _disable_current_modes()
 
