@@ -116,9 +116,10 @@ def test_inner_ranks_are_divided_on_both_sides(strategy: str) -> None:
     assert_hybrid(strategy, outer=2)
 
 
-@pytest.mark.parametrize("name", ["Plain", pytest.param("Checkpointed", marks=pytest.mark.long)])
 @pytest.mark.slow
-@on_ranks(4)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["Plain", "Checkpointed"])
+@on_ranks(4, timeout=480)
 def test_inductor_matches_one_process(name: str) -> None:
     data = parity.batches(steps=2)
     alone = parity.train_alone(MODELS[name], data, parity.sgd)
