@@ -81,12 +81,11 @@ def train(mode: str, checkpointed: bool, balanced: bool = True, steps: int = 3, 
         call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
     alone = build(checkpointed)
     optimizers = [fully_shard_optimizer(parity.sgd(model.parameters())), parity.sgd(alone.parameters())]
-    dp = [name for name in mesh.mesh_dim_names or () if name != "cp"]
-    replicas = len(tokens(1, 64)[0]) and mesh.size() // context.size
     replica = 0
-    for name in dp:
-        replica = replica * mesh[name].size() + mesh[name].get_local_rank()
-    for batch in tokens(steps, replicas):
+    for name in mesh.mesh_dim_names or ():
+        if name != "cp":
+            replica = replica * mesh[name].size() + mesh[name].get_local_rank()
+    for batch in tokens(steps, mesh.size() // context.size):
         mine = batch[replica]
         loss = call(context.shard(mine[:, :-1]), context.shard(mine[:, 1:]), context.positions(LENGTH))
         loss.backward()
@@ -137,6 +136,22 @@ def test_replicas_outside() -> None:
         dp_shard_dim="cp",
         dp_outer_dim="dp",
         hybrid_fsdp_group=mesh["dp", "cp"]._flatten("dp_cp").get_group(),
+    )
+
+
+@on_ranks(8)
+def test_four_dimensions() -> None:
+    """Replicated over the outermost, sharded over two that are flattened; the last one is not used."""
+    mesh = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
+    mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    train(
+        AOT_EAGER,
+        checkpointed=False,
+        steps=2,
+        mesh=mesh,
+        dp_shard_dim="dp_shard_cp",
+        dp_outer_dim="dp_outer",
+        hybrid_fsdp_group=mesh["dp_outer", "dp_shard", "cp"]._flatten("dp").get_group(),
     )
 
 
