@@ -945,7 +945,7 @@ def _describe_experts(
     params = [(name, param) for name, param in module.named_parameters() if name in experts]
     lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params]
     if check_values:
-        lines.extend(f"values of {name}: {value_digest(param)}" for name, param in params)
+        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in params)
     return lines
 
 
