@@ -21,6 +21,7 @@ from mfsdp_compile.cli import main
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.options import OPTIMIZERS
 from mfsdp_compile.passes.context import Phase
+from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.flow import Category
 from mfsdp_compile.passes.hardware import Link, hardware
@@ -185,35 +186,35 @@ def test_a_real_process_group_is_left_alone(fake_world: int) -> None:
 
 
 @functools.cache
-def by_parameter(layers: int) -> Trace:
-    return trace(llama(layers), CPU, fused=True, parts=True)
+def by_parameter(layers: int, fused: bool = True) -> Trace:
+    return trace(llama(layers), CPU, fused=fused, parts=True)
 
 
 def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
-    work = llama(8)
-    size = by_parameter(8).neighbours[0]["layers.0"]
-    job = Job(work, CPU, solved=False, unit_bytes=4 * size)
+    traced = by_parameter(8, fused=False)
+    least = 4 * traced.neighbours[0]["layers.0"]
+    job = Job(llama(8), CPU, fused=False, solved=False, unit_bytes=least)
+    row = planned(job, traced, Candidate(ZERO3, 4))
+    assert row.timeline is not None
+
     from mfsdp_compile.runtime import compat
 
     with compat.fake_process_group(4):
-        model = fully_shard_model(Llama(LlamaConfig(layers=8)), fsdp_unit_modules=[Block], unit_bytes=4 * size)
-        call = torch.compile(model, backend="mfsdp", options={"report": True, "hardware": "cpu"})
-        call(*torch.randint(0, 256, (2, 4, 64))).backward()
+        model = fully_shard_model(Llama(LlamaConfig(layers=8)), fsdp_unit_modules=[Block], unit_bytes=least)
+        options = {"inner": "aot_eager", "report": True, "hardware": "cpu"}
+        torch.compile(model, backend="mfsdp", options=options)(*torch.randint(0, 256, (2, 4, 64))).backward()
         record = model.sharded.compiled_graphs[-1]
     torch.compiler.reset()
+    assert [info.name for info in row.context.buckets] == ["root:before", "layers.0-3", "layers.4-7", "root:after"]
+    for mine, its in zip(row.context.buckets, record.context.buckets, strict=True):
+        assert (mine.name, mine.gathered_bytes) == (its.name, its.gathered_bytes)
     events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
-    real = simulate(events, record.context, record.prediction.costs, resting, job.optimizer)
-    for traced in (traced_llama(8), by_parameter(8)):
-        row = planned(job, traced, Candidate(ZERO3, 4))
-        assert [info.name for info in row.context.buckets] == ["root:before", "layers.0-3", "layers.4-7", "root:after"]
-        assert [i.layout for i in row.context.buckets[:1]] == [i.layout for i in record.context.buckets[:1]]
-        assert [i.gathered_bytes for i in row.context.buckets] == [i.gathered_bytes for i in record.context.buckets]
-        assert row.timeline is not None
-        assert len(row.timeline.exposures) == len(real.exposures)
-        # As without joining: a few operators differ. What is in flight is four times as much of the peak.
-        assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
-        assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+    real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
+    assert [(e.what, e.name) for e in row.timeline.exposures] == [(e.what, e.name) for e in real.exposures]
+    # A few operators differ: graphs are traced for other ranks, and what is planned for has no decompositions of Inductor.
+    assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+    assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
 def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
@@ -234,8 +235,8 @@ def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None
     """Gradients that are copied into buckets are freed, each once, however buckets are made of what was traced: eagerly all of
     them are, with fused kernels some."""
     for fused in (True, False):
-        traced = trace(llama(5), CPU, fused=fused, parts=True)
-        job = Job(llama(5), CPU, fused=fused, solved=False, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes)
+        traced = by_parameter(8, fused)
+        job = Job(llama(8), CPU, fused=fused, solved=False, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes)
         row = planned(job, traced, Candidate(ZERO3, 4), details=True)
         copied = sum(g.elsewhere for g in traced.outlines[Phase.BACKWARD].gradients)
         problem = problem_of(job, traced, Candidate(ZERO3, 4))
@@ -243,17 +244,17 @@ def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None
         assert sum(g.elsewhere for g in problem.outlines[Phase.BACKWARD].gradients) == copied
         assert row.timeline is not None
         assert row.timeline.memory is not None
-        left = row.timeline.memory.parts[Category.TEMPORARY]
-        assert left[-1] == left[0]
+        temporary = row.timeline.memory.parts[Category.TEMPORARY]
+        assert temporary[-1] - temporary[0] == 4  # the loss
 
 
 def test_joining_pays_where_messages_are_small() -> None:
     """On a network with much latency, up to the knee; where messages are large enough, nothing is joined."""
-    traced, candidate = by_parameter(8), Candidate(ZERO3, 64)
+    traced, candidate = by_parameter(8), Candidate(ZERO3, 8)
     slow = replace(hardware("h100-ib"), inter_node=Link(50e9, 1e-3), intra_node=Link(450e9, 1e-3))
     rows = sizes(Job(llama(8), slow), traced, candidate)
     joined = [row for row in rows if row.unit_bytes is not None]
-    assert [len(row.planned.context.buckets) for row in joined] == [6, 4, 3, 3]
+    assert [len(row.planned.context.buckets) for row in joined] == [6, 4, 3]
     best = best_size(rows)
     assert best in joined
     assert best.planned.timeline.seconds < 0.8 * rows[0].planned.timeline.seconds

@@ -106,6 +106,15 @@ policies = st.builds(
 )
 
 
+SIZES_OF_UNITS: list[dict[str, int]] = [
+    {},
+    {},
+    {"unit_bytes": 1000},  # some layers
+    {"unit_bytes": 1 << 20},  # all of them
+    {"unit_bytes": 1 << 20, "bucket_bytes": 500},
+]
+
+
 def check(examples: int) -> None:
     """Every rank draws the same examples: derandomised, and not shrunk, which ranks would do apart."""
 
@@ -125,6 +134,7 @@ def check(examples: int) -> None:
         policy=policies,
         mode=st.sampled_from(["eager", "eager", "aot_eager"]),
         microbatches=st.sampled_from([1, 3]),
+        sizes=st.sampled_from(SIZES_OF_UNITS),
     )
     def one_step(
         spec: ModelSpec,
@@ -134,6 +144,7 @@ def check(examples: int) -> None:
         policy: MixedPrecisionPolicy,
         mode: str,
         microbatches: int,
+        sizes: dict[str, int],
     ) -> None:
         torch.manual_seed(0)
         model = fully_shard_model(
@@ -142,6 +153,7 @@ def check(examples: int) -> None:
             mixed_precision_policy=policy,
             **mesh_arguments(strategy),
             **SCALINGS[scaling],
+            **sizes,
         )
         call: Any = model
         if mode != "eager":

@@ -271,12 +271,14 @@ def sizes(job: Job, traced: Trace, candidate: Candidate) -> list[Sizes]:
     job = replace(job, unit_bytes=None, bucket_bytes=None)
     knee = knee_bytes(candidate, job.hardware)
     rows = [Sizes(None, None, planned(job, traced, candidate))]
-    small = [size for run in traced.neighbours for size in run.values() if size < knee]
-    for doubling in range(_DOUBLINGS if small else 0):
-        together = max(small) << doubling
-        if together >= knee:
+    small = max((size for run in traced.neighbours for size in run.values() if size < knee), default=0)
+    longest = max((sum(run.values()) for run in traced.neighbours), default=0)
+    together = small
+    for _ in range(_DOUBLINGS if small else 0):
+        if together >= min(knee, longest):
             break
-        least = 2 * together - max(small) // 2  # one neighbour less does not reach it
+        together *= 2
+        least = together - small // 2  # one neighbour less does not reach it
         rows.append(Sizes(least, None, planned(replace(job, unit_bytes=least), traced, candidate)))
     most = max(info.gathered_bytes for info in rows[0].planned.context.buckets) // 2
     for _ in range(_HALVINGS):
