@@ -200,9 +200,9 @@ class ShardedModel:
         agree(every, "fully_shard_model", describe, within=describe_experts)
         self.experts = found[0].known_to_all(sorted(_experts_in(plans)), every) if found else None
         if self.experts is not None:
-            params = dict(module.named_parameters())
+            whole_model = dict(module.named_parameters())
             undivided = [name for name in _experts_in(plans) if partitions[name] is None]
-            partitions |= {name: self.experts.partition(params[name]) for name in undivided}
+            partitions |= {name: self.experts.partition(whole_model[name]) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
