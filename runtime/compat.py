@@ -9,6 +9,7 @@ not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import sys
@@ -16,13 +17,15 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 MIN_TORCH = (2, 11)
 MAX_TESTED_TORCH = (2, 15)
@@ -443,9 +446,15 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def without_modes() -> contextlib._GeneratorContextManager[Any]:
-    """Tensors have values inside, also where others have none: those of meshes are numbers of ranks."""
-    return _disable_current_modes()
+def on_values(function: _F) -> _F:
+    """Its tensors have values, also where others have none because a model is planned and not run: they are numbers of ranks."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
 
 
 def fake_mode() -> FakeTensorMode:

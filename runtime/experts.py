@@ -85,7 +85,7 @@ class Experts:
         group = compat.process_group(self.topology.every.name)
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
-    @compat.without_modes()
+    @compat.on_values
     def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> Experts:
         """With what other ranks know. Collective.
 
@@ -154,7 +154,7 @@ _PARALLEL = "ep"
 """Name of the mesh dimension of ranks with other experts, where the program's mesh has none."""
 
 
-@compat.without_modes()
+@compat.on_values
 def build_experts(
     mesh: DeviceMesh,
     shard_dim: str | None,

@@ -201,9 +201,9 @@ class ShardedModel:
         agree(every, "fully_shard_model", describe, within=describe_experts)
         self.experts = found[0].known_to_all(sorted(_experts_in(plans)), every) if found else None
         if self.experts is not None:
-            named_params = dict(module.named_parameters())
+            whole_model = dict(module.named_parameters())
             undivided = [name for name in _experts_in(plans) if partitions[name] is None]
-            partitions |= {name: self.experts.partition(named_params[name]) for name in undivided}
+            partitions |= {name: self.experts.partition(whole_model[name]) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
@@ -287,7 +287,7 @@ class ShardedModel:
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
                 agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
 
-    @compat.without_modes()
+    @compat.on_values
     def _ranks(self) -> list[int]:
         """All that hold a part of the model: data-parallel ranks, which divide its experts, and those of other dimensions that
         divide parameters."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import on_ranks
 from torch import Tensor, fx, nn
 
 import mfsdp_compile
@@ -276,6 +277,32 @@ def test_where_an_entry_of_a_checkpoint_lies(tmp_path: Path) -> None:
             file.seek(info.offset)
             assert file.read(2) == b"PK"  # a torch.save archive begins there
     assert {type(info) for info in stored.values()} == {compat.StorageInfo}
+
+
+def test_tensors_have_values_in_the_middle_of_a_plan() -> None:
+    @compat.on_values
+    def total() -> int:
+        return int(torch.arange(4).sum())
+
+    with compat.fake_mode():
+        assert total() == 6
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_ranks_of_a_group_by_its_name() -> None:
+    assert compat.ranks_of(dist.group.WORLD.group_name) == [0, 1, 2, 3]
+
+
+@on_ranks(2)
+def test_rows_go_to_other_ranks_and_their_gradients_come_back() -> None:
+    rank = dist.get_rank()
+    # Rank 0 keeps one row and sends two; rank 1 sends three and keeps none.
+    sent, received = ([1, 2], [3, 0])[rank], ([1, 3], [2, 0])[rank]
+    x = torch.arange(3.0).add(10 * rank).unsqueeze(1).expand(3, 2).contiguous().requires_grad_()
+    y = compat.all_to_all_autograd(x, received, sent, dist.group.WORLD.group_name)
+    assert y[:, 0].tolist() == ([0.0, 10.0, 11.0, 12.0], [1.0, 2.0])[rank]
+    (y * torch.arange(1.0, len(y) + 1).unsqueeze(1)).sum().backward()
+    assert x.grad[:, 0].tolist() == ([1.0, 1.0, 2.0], [2.0, 3.0, 4.0])[rank]
 
 
 def test_private_torch_is_touched_in_compat_only() -> None:
