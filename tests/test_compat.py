@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import mfsdp_compile
 from mfsdp_compile.runtime import compat, ops
@@ -289,8 +291,29 @@ def test_tensors_have_values_in_the_middle_of_a_plan() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_ranks_of_a_group_by_its_name() -> None:
-    assert compat.ranks_of(dist.group.WORLD.group_name) == [0, 1, 2, 3]
+def test_process_groups_are_known_by_name() -> None:
+    assert compat.known_groups() == {dist.group.WORLD.group_name: [0, 1, 2, 3]}
+
+
+@on_ranks(4)
+def test_meshes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"], mesh["tp"]
+    both = compat.concatenate_meshes(dp, tp)
+    assert (both.mesh_dim_names, both.mesh.tolist()) == (("dp", "tp"), [[0, 1], [2, 3]])
+    with pytest.raises(RuntimeError):
+        compat.concatenate_meshes(dp, init_device_mesh("cpu", (4,), mesh_dim_names=("all",)))
+    place = tp.get_local_rank()
+    assert compat.local_shape_and_offset((5, 3), tp, [Shard(0)]) == ((3 - place, 3), (3 * place, 0))
+    made = distribute_tensor(torch.arange(6.0).view(2, 3), tp, [Shard(0)], src_data_rank=None)
+    again = compat.dtensor_of(made.to_local(), made._spec)
+    assert torch.equal(again.full_tensor(), torch.arange(6.0).view(2, 3))
+    before = tp.get_group().group_name
+    compat.renew_mesh(tp)
+    assert tp.get_group().group_name != before
+    assert dist.get_process_group_ranks(tp.get_group()) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
+    assert torch.equal(made.full_tensor(), torch.arange(6.0).view(2, 3))  # over the new group
+    assert dist.get_process_group_ranks(compat.new_group_of([0, 1, 2, 3])) == [0, 1, 2, 3]
 
 
 @on_ranks(2)

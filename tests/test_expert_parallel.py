@@ -595,7 +595,9 @@ def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int,
     # Backward gathers layers again. An embedding's backward does not need it, but the eager path, which goes by the order
     # of units, has gathered it when that shows. What comes last stays.
     again = 2 * EXPERT_UNITS + (mode == EAGER)
-    exchanges = 5 + 3 * checkpointed  # loads, there, back; of gradients back and there; and the first three again
+    exchanges = (
+        0 if mesh == "4 x 1" else 5 + 3 * checkpointed
+    )  # loads, there, back; of gradients back and there; and the first three again
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
     return (
         buckets + again,
