@@ -251,13 +251,14 @@ def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None
 def test_joining_pays_where_messages_are_small() -> None:
     """On a network with much latency, up to the knee; where messages are large enough, nothing is joined."""
     traced, candidate = by_parameter(8), Candidate(ZERO3, 8)
-    slow = replace(hardware("h100-ib"), inter_node=Link(50e9, 1e-3), intra_node=Link(450e9, 1e-3))
+    slow = replace(hardware("h100-ib"), inter_node=Link(50e9, 5e-3), intra_node=Link(450e9, 5e-3))
     rows = sizes(Job(llama(8), slow), traced, candidate)
     joined = [row for row in rows if row.unit_bytes is not None]
     assert [len(row.planned.context.buckets) for row in joined] == [6, 4, 3]
     best = best_size(rows)
-    assert best in joined
-    assert best.planned.timeline.seconds < 0.8 * rows[0].planned.timeline.seconds
+    assert best is joined[-1]
+    seconds = [row.planned.timeline.seconds for row in (best, rows[0])]
+    assert seconds[0] < 0.6 * seconds[1]  # 3 instead of 10 messages each way take most of it
     assert not any(row.bucket_bytes for row in rows)  # all below the knee
 
     fast = replace(slow, inter_node=Link(1e6, 0.0), intra_node=Link(1e6, 0.0), collective_seconds=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import parity
 import pytest
@@ -73,6 +74,25 @@ def test_units_in_several_buckets_train_alike() -> None:
             assert len(eager.model.sharded.buckets) > len(whole.model.sharded.buckets)
             for name, param in whole.params.items():
                 assert torch.equal(param, eager.params[name]), name
+
+
+@on_ranks(2)
+def test_reductions_under_way_are_counted_by_unit() -> None:
+    """With six buckets to a block, six reductions run behind the next block's computation, not one."""
+    model, _ = parity.shard(parity.build(zoo.Plain), EAGER, bucket_bytes=1)
+    runtime = model.sharded.eager
+    reduce, under_way = runtime.reduce, []
+
+    def counted(bucket: Any, gradients: Any) -> None:
+        reduce(bucket, gradients)
+        under_way.append((bucket.plan.unit, len(runtime._reductions)))
+
+    runtime.reduce = counted
+    model(parity.batches(1)[0, dist.get_rank()]).backward()
+    assert [count for unit, count in under_way if unit == "root:after"] == [1, 2, 3, 4]
+    assert [count for unit, count in under_way if unit == "blocks.2"] == [5, 6, 6, 6, 6, 6]
+    assert [count for unit, count in under_way if unit == "blocks.0"] == [6] * 6
+    assert [count for unit, count in under_way if unit == "root:before"][-1] == 2
 
 
 @on_ranks(2)
