@@ -22,6 +22,7 @@ from mfsdp_compile.context_parallel import ContextParallel
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.examples.measuring import collectives
 from mfsdp_compile.pipelining import PipelineStage
+from mfsdp_compile.runtime import compat
 
 CONFIG = LlamaConfig(vocabulary=32, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
 LENGTH, BATCH = 16, 3
@@ -237,6 +238,8 @@ def test_collectives(layers: str) -> None:
     model.zero_grad()
     counts = collectives(step)
     gathers, reductions, key_gathers, key_reductions = COUNTS[layers]
+    if compat.TORCH_VERSION < (2, 13):
+        key_gathers = 1  # its partitioner saves what a collective has made, in checkpointed layers too
     buckets = len(model.sharded.buckets)
     assert counts["all_gather_into_tensor"] == gathers * buckets - 2 + key_gathers * CONFIG.layers, counts
     assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions * CONFIG.layers, counts

@@ -34,6 +34,7 @@ from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.examples.measuring import allocated, collectives
 from mfsdp_compile.passes.simulate import Category, OptimizerCost, resting_memory
 from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory, state_of
+from mfsdp_compile.runtime import compat
 
 MICROBATCHES = 4
 
@@ -211,7 +212,18 @@ def test_several_stages_per_rank(kind: type, mode: str) -> None:
     train(kind, mode, stages=4, steps=2)
 
 
-@pytest.mark.parametrize("kind", [schedules.ScheduleInterleavedZeroBubble, schedules.ScheduleZBVZeroBubble])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        schedules.ScheduleInterleavedZeroBubble,
+        pytest.param(
+            schedules.ScheduleZBVZeroBubble,
+            marks=pytest.mark.skipif(
+                compat.TORCH_VERSION < (2, 13), reason="torch's ranks send to themselves, over gloo"
+            ),
+        ),
+    ],
+)
 @on_ranks(4)
 def test_backwards_in_two_parts_run_in_one(kind: type) -> None:
     with warnings.catch_warnings(record=True) as told:
@@ -292,17 +304,23 @@ def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str,
     replica = mesh["dp"].get_local_rank()
     for microbatches, (x, y) in zip((4, 2, 8), zip(*data(3, mesh["dp"].size(), rows=16), strict=True), strict=True):
         pipeline.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
-        arguments = (x[replica],) if stage.is_first else ()
-        output = pipeline.schedule.eval(*arguments, target=y[replica] if stage.is_last else None)
-        assert all(bucket.resident is None for bucket in model.sharded.buckets)
-        assert all(param.grad is None for param in pipeline.params)
-        if stage.is_last:
-            torch.testing.assert_close(output, chain(x[replica]).detach(), rtol=1e-5, atol=1e-6)
+
+        def evaluate(x: Tensor, y: Tensor) -> None:
+            arguments = (x,) if stage.is_first else ()
+            output = pipeline.schedule.eval(*arguments, target=y if stage.is_last else None)
+            assert all(bucket.resident is None for bucket in model.sharded.buckets)
+            assert all(param.grad is None for param in pipeline.params)
+            if stage.is_last:
+                torch.testing.assert_close(output, chain(x).detach(), rtol=1e-5, atol=1e-6)
+
+        if compat.TORCH_VERSION >= (2, 13):  # else torch's schedule has no gradients of activations from then on
+            evaluate(x[replica], y[replica])
         pipeline.step(x[replica], y[replica])
         backward_alone(chain, x, y)
         pipeline.check_gradients(chain)
         model.zero_grad()
         chain.zero_grad()
+        evaluate(x[replica], y[replica])
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
