@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
 from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.context import Kind, Role, set_role
 from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
 from mfsdp_compile.passes.flow import flow_of
+from mfsdp_compile.passes.hardware import hardware
 
 aten = torch.ops.aten
 US = 1e-6
@@ -200,14 +203,39 @@ def test_what_is_expanded_counts_once_and_views_are_no_kernels() -> None:
     assert found == []
 
 
-def test_collectives_are_no_kernels() -> None:
-    made = Made()
+@pytest.mark.usefixtures("fake_world")
+def test_collectives_of_the_model_itself_are_waited_for() -> None:
+    """Those of buckets are no kernels."""
     c10d = torch.ops._c10d_functional
-    x = made.input(100)
-    started = made(c10d.all_reduce.default, x, "sum", "0", val=empty(100))
-    out = made(c10d.wait_tensor.default, started, val=empty(100))
-    assert roles.is_collective(started)
-    assert made.kernels(out) == []
+    group = dist.group.WORLD.group_name
+    for launch, kind, payload in (
+        (lambda made, x: made(c10d.all_reduce.default, x, "sum", group, val=empty(100)), "all_reduce", 400),
+        (lambda made, x: made(c10d.all_gather_into_tensor.default, x, 4, group, val=empty(400)), "all_gather", 1600),
+        (
+            lambda made, x: made(c10d.all_to_all_single.default, x, [25] * 4, [25] * 4, group, val=empty(100)),
+            "all_to_all",
+            400,
+        ),
+    ):
+        made = Made()
+        started = launch(made, made.input(100))
+        out = made(c10d.wait_tensor.default, started, val=empty(100))
+        assert roles.is_collective(started)
+        (kernel,) = made.kernels(out)
+        assert kernel.sends == (kind, payload, Ring(4))
+    made = Made()
+    started = made(c10d.all_reduce.default, made.input(100), "sum", group, val=empty(100))
+    set_role(started, Role(Kind.START_REDUCE, 0))
+    assert made.kernels(made(c10d.wait_tensor.default, started, val=empty(100))) == []
+
+
+def test_an_all_to_all_goes_inside_of_nodes_and_between_them_at_once() -> None:
+    machine = hardware("h100-ib")
+    alone = machine.collective_seconds
+    inside = collective_seconds("all_to_all", 8 << 30, Ring(8), machine)
+    assert inside == pytest.approx(alone + 7 * machine.intra_node.latency + (7 << 30) / machine.intra_node.bandwidth)
+    across = collective_seconds("all_to_all", 16 << 30, Ring(16), machine)
+    assert across == pytest.approx((8 << 30) / machine.inter_node.bandwidth, rel=0.01)
 
 
 # -- collectives ------------------------------------------------------------------------------------------------------
