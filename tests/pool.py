@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+MANY = 8
+"""Ranks that make a test one of the long set."""
 TIMEOUT = 240.0
 """Seconds for one test on all ranks. Compiling is the slow part; a hang is what this is for."""
 
@@ -30,7 +32,8 @@ def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[
     """Run a test function on every rank of a world, once for each size.
 
     The function runs in worker processes, with a gloo process group as the default one; its parameters come from
-    ``pytest.mark.parametrize`` and must be picklable.
+    ``pytest.mark.parametrize`` and must be picklable. Eight ranks on a machine of two cores take minutes: such tests are in
+    the long set.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,7 +44,8 @@ def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[
         parameters = list(inspect.signature(function).parameters.values())
         kinds = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("world_size", "pools")]
         test.__signature__ = inspect.Signature(parameters + kinds)  # type: ignore[attr-defined]
-        return pytest.mark.processes(pytest.mark.parametrize("world_size", world_sizes)(test))
+        sizes = [pytest.param(size, marks=[pytest.mark.long] if size >= MANY else []) for size in world_sizes]
+        return pytest.mark.processes(pytest.mark.parametrize("world_size", sizes)(test))
 
     return decorate
 
