@@ -31,7 +31,7 @@ from mfsdp_compile.passes.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.simulate import Stage, Start, Timeline
 from mfsdp_compile.passes.solve import BudgetError, solve
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
-from mfsdp_compile.planning.planner import problem_of, simulated
+from mfsdp_compile.planning.planner import problem_of
 from mfsdp_compile.planning.tracing import Trace, trace
 from mfsdp_compile.policy import ShardingStrategy
 
@@ -117,7 +117,7 @@ def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
     for name, overlap in (("no overlap", (False, False)), ("one ahead", (True, True))):
         problem = problem_of(replace(job, overlap=overlap), traced, candidate)
-        timeline = simulated(job, problem, problem.decisions_by_policy(), details=False)
+        timeline = problem.timeline(problem.decisions_by_policy(), job.optimizer)
         yield Way(name, timeline, timeline.peak_bytes, job.usable)
     for name, on in (("solved", machine), ("infinite", infinite)):
         problem = problem_of(replace(job, hardware=on), traced, candidate)
@@ -129,7 +129,7 @@ def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
     try:
         timeline = solve(problem, job.optimizer, budget).timeline
     except BudgetError as error:
-        timeline = simulated(job, problem, problem.decisions_by_policy(), details=False)
+        timeline = problem.timeline(problem.decisions_by_policy(), job.optimizer)
         return Way(name, timeline, error.needed, job.usable)
     return Way(name, timeline, timeline.peak_bytes, job.usable)
 

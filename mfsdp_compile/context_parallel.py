@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
-from .runtime import compat
+from .runtime import differentiable
 
 __all__ = ["ContextParallel"]
 
@@ -130,7 +130,7 @@ class ContextParallel:
             )
         widths = [key.shape[-1], value.shape[-1]]
         parts = torch.cat([key, value], -1).movedim(2, 0)  # one collective for both
-        whole = self._in_order(parts) if is_causal else _GatherFirst.apply(parts, self.size, self._group)
+        whole = self._in_order(parts) if is_causal else differentiable.gather(parts, self.size, self._group)
         whole = whole.movedim(0, 2)
         if (repeat := query.shape[1] // key.shape[1]) > 1:  # after the collective, which sends each head once
             whole = whole.repeat_interleave(repeat, dim=1)
@@ -161,7 +161,7 @@ class ContextParallel:
 
     def _in_order(self, parts: Tensor) -> Tensor:
         """``[length / size, ...]`` of each rank to ``[length, ...]``."""
-        whole = _GatherFirst.apply(parts, self.size, self._group)
+        whole = differentiable.gather(parts, self.size, self._group)
         if not self.balanced:
             return whole
         chunks = whole.unflatten(0, (self.size, 2, -1))  # of rank 0, 1, ...: one from the front, one from the back
@@ -184,16 +184,3 @@ class ContextParallel:
                 )
             self._prepare(rows)
         return self._masks[rows, seen]
-
-
-class _GatherFirst(torch.autograd.Function):
-    """All ranks' tensors, one behind the other in the first dimension. Backward: the sum over ranks of each one's part."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, size: int, group: str) -> Tensor:
-        ctx.size, ctx.group = size, group
-        return compat.wait_tensor(compat.all_gather(part.contiguous(), size, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return compat.wait_tensor(compat.reduce_scatter(gradient.contiguous(), "sum", ctx.size, ctx.group)), None, None

@@ -185,7 +185,7 @@ class MegatronFSDP(nn.Module):
         for bucket in self.sharded.buckets:
             parts = bucket.gather_shards()
             for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):
-                yield sites[0].name, part if split.partition is None else split.partition.assemble(part)
+                yield sites[0].name, split.assemble(part)
             del parts, part
 
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:

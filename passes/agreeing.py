@@ -29,7 +29,7 @@ from typing import Any, Protocol, Union
 
 from .arrange import Plan
 from .decisions import Decisions
-from .simulate import OptimizerCost, Timeline, resting_memory, simulate
+from .simulate import OptimizerCost, Timeline
 from .solve import BudgetError, Solution, excess, smallest, solve
 
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]
@@ -71,9 +71,7 @@ class Problem:
 
     def timeline(self, decisions: Decisions) -> Timeline:
         """What decisions lead to, here; without spans."""
-        plan = self.plan
-        resting = resting_memory(plan.context.buckets, self.optimizer, plan.context.other_bytes)
-        return simulate(plan.events(decisions), plan.context, plan.costs, resting, self.optimizer, details=False)
+        return self.plan.timeline(decisions, self.optimizer)
 
     @property
     def communicates(self) -> bool:
@@ -204,11 +202,12 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
 
 
 def _agree(problem: Problem, meeting: Meeting, topic: str, lines: Sequence[str], again: bool) -> Settled:
+    least = problem.smallest()
     mine: dict[str, Any] = {
         "rank": meeting.rank,
         "batch": meeting.batch,
         "machine": problem.plan.costs.hardware.name,
-        "needed": problem.smallest().timeline.peak_bytes,
+        "needed": least.timeline.peak_bytes,
     }
     try:
         mine["decisions"] = plain(problem.solve().decisions)
@@ -217,9 +216,7 @@ def _agree(problem: Problem, meeting: Meeting, topic: str, lines: Sequence[str],
 
     def choose(offers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         refused = next((offer for offer in offers if "refused" in offer), None)
-        return (
-            [refused] if refused else [*_candidates(offers), mine | {"decisions": plain(problem.smallest().decisions)}]
-        )
+        return [refused] if refused else [*_candidates(offers), mine | {"decisions": plain(least.decisions)}]
 
     candidates = meeting.meet(topic, lines, mine, choose, again)
     if "refused" in candidates[0]:

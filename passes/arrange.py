@@ -7,10 +7,23 @@ from functools import cached_property
 
 from .context import Context, Phase
 from .costs import CostModel
-from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
+from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, line_text, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
-from .simulate import Allocate, Compute, Enter, Event, Free, Stage, Start, Wait
+from .simulate import (
+    Allocate,
+    Compute,
+    Enter,
+    Event,
+    Free,
+    OptimizerCost,
+    Stage,
+    Start,
+    Timeline,
+    Wait,
+    resting_memory,
+    simulate,
+)
 
 __all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
 
@@ -60,6 +73,7 @@ class Plan:
         behind = reductions_by_policy(context.policy, [buckets[bucket] for bucket in reduced], context.overlap[1])
         self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
         self._placed: dict[object, _Reductions] = {}
+        self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
         self._starts: dict[tuple[int, bool], list[Event]] = {}
         self._waits: dict[tuple[int, bool], list[Event]] = {}
@@ -119,6 +133,21 @@ class Plan:
         last_used = {bucket: last for use in forward.uses for bucket, _, last in use.lives}
         needed = {bucket: first for use in backward.uses for bucket, first, _ in use.lives}
         return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed)
+
+    def resting(self, optimizer: OptimizerCost) -> Mapping[Category, int]:
+        """Bytes that a rank holds between steps, gradients apart."""
+        if optimizer not in self._resting:
+            self._resting[optimizer] = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
+        return self._resting[optimizer]
+
+    def timeline(self, decisions: Decisions, optimizer: OptimizerCost, *, details: bool = False) -> Timeline:
+        """A step with these decisions, simulated.
+
+        Args:
+            details: spans and memory over time too, not only sums.
+        """
+        events, resting = self.events(decisions), self.resting(optimizer)
+        return simulate(events, self.context, self.costs, resting, optimizer, details=details)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -280,11 +309,10 @@ class Plan:
             for event in self._events(phase, decisions):
                 if isinstance(event, (Start, Wait)):
                     collective = event.collective
-                    what = collective.what
+                    what, number = collective.what, collective.stage + 1
                     if isinstance(event, Wait):
                         what = "wait" if what == "gather" else "await"
-                    which = f", stage {collective.stage + 1}" if collective.stage else ""
                     if what == "gather" and collective.bucket in portions:
-                        which = f", portions of {self.context.buckets[collective.bucket].portion_size}"
-                    lines.append(f"{what:6}  {names[collective.bucket]}{which}")
+                        number = self.context.buckets[collective.bucket].portion_size
+                    lines.append(line_text((what, names[collective.bucket], number)))
         return found

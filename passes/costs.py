@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.exchange import stride_of
 
 from . import roles
 from .context import BucketInfo, Kind, role_of
@@ -66,7 +67,7 @@ class Ring:
     @staticmethod
     def of(ranks: Sequence[int]) -> Ring:
         """Ranks by their numbers in the job."""
-        return Ring(len(ranks), max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1)))
+        return Ring(len(ranks), stride_of(ranks))
 
     def in_node(self, ranks_per_node: int) -> int:
         """How many of them share a node."""

@@ -34,7 +34,7 @@ from .context import Phase
 from .decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
 from .flow import Category
 from .outline import Outline, Use
-from .simulate import Exposure, OptimizerCost, Stage, Timeline, resting_memory, simulate
+from .simulate import Exposure, OptimizerCost, Stage, Timeline
 
 __all__ = ["BudgetError", "Solution", "excess", "explained", "gib", "smallest", "solve"]
 
@@ -105,19 +105,21 @@ def smallest(
 
 def excess(timeline: Timeline, budget: int) -> str:
     """``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
-    made_of = ", ".join(
-        f"{category.value} {gib(size)}"
-        for size, category in sorted(((s, c) for c, s in timeline.peak_parts.items() if s), reverse=True)
-    )
+    made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in _peak_parts(timeline))
     where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
     return f"{gib(timeline.peak_bytes)} in memory {where} ({made_of}), {gib(timeline.peak_bytes - budget)} too much"
+
+
+def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
+    """What the peak is made of, the most first."""
+    return sorted(((size, category) for category, size in timeline.peak_parts.items() if size), reverse=True)
 
 
 class _Solver:
     def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
-        self.context, self.costs = plan.context, plan.costs
-        self.resting = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
+        self.context = plan.context
+        self.resting = sum(plan.resting(optimizer).values())
         self.policy = plan.decisions_by_policy()
         self._tried: dict[object, Timeline] = {}
         self._rooms: dict[object, np.ndarray] = {}
@@ -152,8 +154,7 @@ class _Solver:
     def timeline(self, decisions: Decisions) -> Timeline:
         key = _key(decisions)
         if key not in self._tried:
-            events = self.plan.events(decisions)
-            self._tried[key] = simulate(events, self.context, self.costs, self.resting, self.optimizer, details=False)
+            self._tried[key] = self.plan.timeline(decisions, self.optimizer)
         return self._tried[key]
 
     def _smallest(self) -> Solution:
@@ -399,7 +400,7 @@ class _Solver:
                 change[begin] += size
                 change[end] -= size
 
-        level = sum(self.resting.values())
+        level = self.resting
         if phase is Phase.BACKWARD and Phase.FORWARD in outlines:
             level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)
         rises = []
@@ -433,7 +434,7 @@ class _Solver:
     # -- refusal ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, smallest: Timeline, budget: int, refusal: str) -> str:
-        parts = sorted(((size, category) for category, size in smallest.peak_parts.items() if size), reverse=True)
+        parts = _peak_parts(smallest)
         help_for = {
             Category.SAVED: "activation checkpointing, or a smaller batch",
             Category.TEMPORARY: "a smaller batch",

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import logging
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +62,14 @@ try:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
     from torch.distributed.checkpoint.state_dict import _patched_state_dict
-    from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+    from torch.distributed.distributed_c10d import (
+        _get_default_group,
+        _get_default_store,
+        _get_default_timeout,
+        _new_process_group_helper,
+        _resolve_process_group,
+        _world,
+    )
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -193,7 +202,7 @@ def process_group(name: str) -> dist.ProcessGroup:
 
 def known_groups() -> dict[str, list[int]]:
     """Ranks of every process group that this rank is in, by name."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_rank(group) >= 0]
+    groups = [group for group in _world.pg_map if dist.get_rank(group) >= 0]
     return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
 
@@ -230,18 +239,40 @@ def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.Proces
         ranks: of the job, this one among them; None: those of that group.
     """
     old = _resolve_process_group(name)
-    return dist.new_group(
-        list(ranks) if ranks is not None else dist.get_process_group_ranks(old),
-        timeout=timeout_of(old),
-        backend=dist.get_backend(old),
-        use_local_synchronization=True,
+    ranks = ranks if ranks is not None else dist.get_process_group_ranks(old)
+    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old))
+
+
+def new_group(
+    ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A process group of these ranks, which must all call this; others need not.
+
+    Torch names such a group by the number of groups that a rank has made, and ranks find each other by that name: those that
+    have made different numbers, as ranks of different pipeline stages have, would wait for each other until they time out.
+    This one is named by the number of groups that were made here of the same ranks.
+    """
+    ranks, default = tuple(sorted(ranks)), _get_default_group()
+    default_backend, store = _world.pg_map[default]
+    backend = dist.Backend(backend or default_backend)
+    _groups_made[ranks] += 1
+    name = hashlib.sha1(repr((ranks, _groups_made[ranks])).encode(), usedforsecurity=False).hexdigest()
+    made, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        backend,
+        store,
+        f"mfsdp_{name}",
+        timeout=timeout or _get_default_timeout(backend),
+        device_id=default.bound_device_id,
         group_desc="mfsdp",
     )
+    _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
-def new_group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of these ranks, which must all call this; others need not."""
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc="mfsdp")
+_groups_made: Counter[tuple[int, ...]] = Counter()
 
 
 def stand_around_collectives(

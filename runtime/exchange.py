@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,12 @@ from .layout import BucketLayout
 if TYPE_CHECKING:
     from .topology import Topology
 
-__all__ = ["Exchange", "When"]
+__all__ = ["Exchange", "When", "stride_of"]
+
+
+def stride_of(ranks: Sequence[int]) -> int:
+    """The distance between two of some ranks that lie evenly, by their numbers in the job."""
+    return max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
 
 
 class When(str, Enum):

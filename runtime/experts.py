@@ -115,7 +115,7 @@ class Experts:
         groups = [compat.process_group(group.name) for group in self.topology.mesh_groups]
         names = self.topology.mesh.mesh_dim_names or ("expert_dp",)
         whole = DeviceMesh.from_group(
-            [*groups, compat.new_group_of(peers)],
+            [*groups, compat.new_group_like(self.topology.every.name, peers)],
             self.given.device_type,
             mesh=holders.movedim(0, -1),
             mesh_dim_names=(*names, _PARALLEL),

@@ -208,14 +208,15 @@ class ShardedModel:
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
         self._agree_on_replicas(module, partitions, check_values)
-        self.everyone = every if not self._tensor_parallel else compat.new_group_of(self._ranks())
+        self.group, self.everyone = every, every
+        if self._tensor_parallel:
+            self.everyone = compat.new_group_like(every.group_name, self._ranks())
 
         # From here on nothing fails but for want of memory.
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
         self._reduced: set[Bucket] = set()  # since the last optimizer step
         self._told_missing: set[str] = set()
-        self.group = every
         self.started = self.steps = 0
         self._microbatch = ""
         self._join_order(type(module).__name__)
@@ -231,8 +232,8 @@ class ShardedModel:
             for plan in unit_plans:
                 params = [members[slot.name] for slot in plan.layout.slots]
                 parts = [partitions[slot.name] for slot in plan.layout.slots]
-                topology = self._topology_of(plan)
-                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], topology, device, parts)
+                shared_by = self.topologies[plan.is_expert]
+                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], shared_by, device, parts)
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
@@ -262,12 +263,9 @@ class ShardedModel:
         module = self._module()
         return list(module.buffers()) if module is not None else []
 
-    def _topology_of(self, plan: BucketPlan) -> Topology:
-        return self.topology if self.experts is None or not plan.is_expert else self.experts.topology
-
     @property
     def topologies(self) -> list[Topology]:
-        """Of all buckets: that of :attr:`topology`, and that of experts if they have their own."""
+        """Of all buckets: :attr:`topology`, and that of experts if they have their own."""
         return [self.topology] if self.experts is None else [self.topology, self.experts.topology]
 
     def _agree_on_replicas(
@@ -500,7 +498,8 @@ class ShardedModel:
         self._begun[phase, digest] = schedule, buckets
 
         # What the journal keeps must not keep the model.
-        topologies = {bucket.plan.name: bucket.topology for bucket in self.buckets}
+        experts = self.buckets if self.experts is not None else ()
+        topologies = {bucket.plan.name: bucket.topology for bucket in experts if bucket.plan.is_expert}
         started = functools.partial(_launches, topologies, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", started)
         tracing.expect(lambda: self._named_launches(f"{phase} graph", started()))
@@ -583,7 +582,9 @@ class ShardedModel:
         self.group = self.topology.renew()
         if self.experts is not None:
             self.experts.topology.renew()
-        self.everyone = self.group if not self._tensor_parallel else compat.new_group_of(self._ranks())
+        self.everyone = self.group
+        if self._tensor_parallel:
+            self.everyone = compat.new_group_like(self.group.group_name, self._ranks())
         for mesh in self._other_meshes:
             compat.renew_mesh(mesh)
         for partition in self.partitions:
@@ -912,9 +913,10 @@ def _partitions(
     of_experts = Partitioner(experts.topology.mesh) if experts is not None else partitioner
     names = _experts_in(plans)
     found = {}
-    for param, sites in (found for unit in units for found in unit.params):
-        name = sites[0].name
-        found[name] = (of_experts if name in names else partitioner).of(name, param)
+    for unit in units:
+        for param, sites in unit.params:
+            name = sites[0].name
+            found[name] = (of_experts if name in names else partitioner).of(name, param)
     return found
 
 

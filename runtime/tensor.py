@@ -72,6 +72,24 @@ class RowSplit:
         """Ranks, besides the data-parallel ones, that hold other parts."""
         return () if self.partition is None else self.partition.groups
 
+    @property
+    def count(self) -> int:
+        """Parameters that reductions are over: experts that other ranks hold in the place of this one are among them."""
+        return 1 if self.partition is None else self.partition.count
+
+    @property
+    def number(self) -> int:
+        """Which of these this rank has."""
+        return 0 if self.partition is None else self.partition.number
+
+    def part_of(self, value: Tensor) -> Tensor:
+        """Of what broadcasts with the whole parameter, what broadcasts with the part that the bucket holds; a view."""
+        return value if self.partition is None else self.partition.take(value)
+
+    def assemble(self, part: Tensor) -> Tensor:
+        """The whole parameter from the parts of all ranks. Collective over :attr:`groups`."""
+        return part if self.partition is None else self.partition.assemble(part)
+
     def rows(self, rank: int) -> range:
         """Of the part that the bucket holds, those of ``rank``."""
         return self.layout.rows(self.index, rank)
@@ -521,7 +539,7 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
         raise _unsupported(func, (reference, value), {})
     if value.ndim == reference.ndim and value.ndim and value.shape[0] == reference.shape[0]:
         return take_rows(value, reference.split, reference.topology.shard)
-    return value if reference.split.partition is None else reference.split.partition.take(value)
+    return reference.split.part_of(value)
 
 
 # -- random -----------------------------------------------------------------------------------------------------------
@@ -536,12 +554,10 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fills = func._schema.is_mutable or func._schema.name.endswith("_like")  # else the tensor's values matter
     if not fills or not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
         raise _unsupported(func, args, kwargs)
-    partition = target.split.partition
-    count, number = (1, 0) if partition is None else (partition.count, partition.number)
-    for peer in range(count):  # all ranks draw for all of them, so that what they draw next is equal
+    for peer in range(target.split.count):  # all ranks draw for all of them, so that what they draw next is equal
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
         result = func(whole, *args[1:], **kwargs)
-        if peer == number:
+        if peer == target.split.number:
             drawn = result
     if not isinstance(drawn, Tensor):
         raise _unsupported(func, args, kwargs)
@@ -568,9 +584,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    partition = args[0].split.partition
-    count = 1 if partition is None else partition.count
-    return _sum(func, args, kwargs) / max(args[0].numel() * count, 1)
+    return _sum(func, args, kwargs) / max(args[0].numel() * args[0].split.count, 1)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -701,9 +715,8 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
     """The rows of an ordinary tensor of the global shape that ``rank`` owns; a view."""
     if not split.shape:
         return whole if split.rows(rank) else whole.reshape(1)[:0]
-    part = whole if split.partition is None else split.partition.take(whole)
     rows = split.rows(rank)
-    return part[rows.start : rows.stop]
+    return split.part_of(whole)[rows.start : rows.stop]
 
 
 def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
@@ -716,8 +729,7 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
     parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
-    part = torch.cat(parts).view(split.part_shape)
-    return part if split.partition is None else split.partition.assemble(part)
+    return split.assemble(torch.cat(parts).view(split.part_shape))
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

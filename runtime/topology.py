@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from . import compat
-from .exchange import When
+from .exchange import When, stride_of
 
 __all__ = [
     "EXPERT_ARGUMENTS",
@@ -104,8 +104,7 @@ class Group:
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
         ranks = dist.get_process_group_ranks(group)
-        stride = max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
-        return Group(group.group_name, len(ranks), dist.get_rank(group), stride)
+        return Group(group.group_name, len(ranks), dist.get_rank(group), stride_of(ranks))
 
 
 @dataclass(frozen=True)

@@ -141,11 +141,7 @@ def _destroy_groups() -> None:
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
         if group is not dist.group.WORLD:
-            name = group.group_name
             dist.destroy_process_group(group)
-            # Torch makes names from the number of groups there are. A name that comes again finds in the store where the
-            # ranks of the old group listened.
-            world.pg_names[object()] = name  # type: ignore[index]
 
 
 def _work(connection: Connection, rank: int, world_size: int, port: int, environment: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,22 @@ def test_meshes() -> None:
     assert tp.get_group().group_name != before
     assert dist.get_process_group_ranks(tp.get_group()) == [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1]
     assert torch.equal(made.full_tensor(), torch.arange(6.0).view(2, 3))  # over the new group
-    assert dist.get_process_group_ranks(compat.new_group_of([0, 1, 2, 3])) == [0, 1, 2, 3]
+
+
+@on_ranks(4)
+def test_groups_of_ranks_that_have_made_different_numbers_of_groups() -> None:
+    rank = dist.get_rank()
+    if rank < 2:
+        compat.new_group([0, 1])
+    whole = compat.new_group([3, 2, 1, 0], timeout=timedelta(seconds=40))
+    assert dist.get_process_group_ranks(whole) == [0, 1, 2, 3]
+    again = compat.new_group_like(whole.group_name)
+    assert again.group_name != whole.group_name
+    assert compat.timeout_of(again) == timedelta(seconds=40)
+    pair = compat.new_group_like(whole.group_name, [rank % 2, rank % 2 + 2])
+    for group in (whole, again, pair):
+        total = compat.wait_tensor(compat.all_reduce(torch.tensor(float(rank)), "sum", group.group_name))
+        assert total == sum(dist.get_process_group_ranks(group))
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optimizer_state import optimizer_name
@@ -307,7 +308,7 @@ class Checkpoints:
         time-out for gloo, as a slow disk takes longer than a collective of the model may."""
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            self._groups[ranks] = compat.new_group(ranks, backend="gloo")
         return self._groups[ranks]
 
 

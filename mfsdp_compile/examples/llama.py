@@ -118,7 +118,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rotation = _rotation_at(positions, self.config.width // self.config.heads, self.config.rope_base)
+        rotation = _rotation(positions, self.config.width // self.config.heads, self.config.rope_base)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, rotation)
@@ -167,11 +167,7 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
     return model
 
 
-def _rotation(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _rotation_at(torch.arange(length, device=device), head_width, base)
-
-
-def _rotation_at(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
+def _rotation(positions: Tensor, head_width: int, base: float) -> tuple[Tensor, Tensor]:
     exponents = -torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
     frequencies = base**exponents
     angles = positions.to(torch.float32)[:, None] * frequencies

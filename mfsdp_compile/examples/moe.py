@@ -18,14 +18,13 @@ Experts are parallel over a process group, if one is given: each of its n ranks 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, differentiable
 
 from .llama import Attention, LlamaConfig, _rotation
 
@@ -66,40 +65,6 @@ class Experts(nn.Module):
             gate, up = (tokens @ into).chunk(2, dim=-1)
             done.append((F.silu(gate) * up) @ out)
         return torch.cat(done)
-
-
-class _Gather(torch.autograd.Function):
-    """The rows of all ranks of a group; gradients go back to where they came from, summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
-        ctx.over = ranks, group
-        return _gather(x, ranks, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _scatter(gradient, *ctx.over), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sums over the ranks of a group, of which each gets its own rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, group: str) -> Tensor:
-        ctx.over = ranks, group
-        return _scatter(x, ranks, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _gather(gradient, *ctx.over), None, None
-
-
-def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    return compat.wait_tensor(compat.all_gather(x.contiguous(), ranks, group))
-
-
-def _scatter(x: Tensor, ranks: int, group: str) -> Tensor:
-    return compat.wait_tensor(compat.reduce_scatter(x.contiguous(), "sum", ranks, group))
 
 
 def _drawn(shape: tuple[int, ...], ranks: int, rank: int) -> Tensor:
@@ -192,12 +157,12 @@ class Mixture(nn.Module):
         experts = self.router.out_features
         dense = torch.zeros(x.shape[0], experts, dtype=x.dtype, device=x.device).scatter(1, choice, weights)
         if self.ranks > 1:
-            x = _Gather.apply(x, self.ranks, self.group)
-            dense = _Gather.apply(dense, self.ranks, self.group)
+            x = differentiable.gather(x, self.ranks, self.group)
+            dense = differentiable.gather(dense, self.ranks, self.group)
         here = dense.chunk(self.ranks, dim=1)[self.rank]  # [all tokens, experts of this rank]
         y = self.experts(x.expand(here.shape[1], -1, -1))
         y = torch.einsum("etw,te->tw", y, here)
-        return _Scatter.apply(y, self.ranks, self.group) if self.ranks > 1 else y
+        return differentiable.scatter(y, self.ranks, self.group) if self.ranks > 1 else y
 
 
 class Shared(nn.Module):
@@ -252,9 +217,8 @@ class MoeLlama(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        rotation = _rotation(
-            tokens.shape[1], self.config.width // self.config.heads, self.config.rope_base, tokens.device
-        )
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rotation = _rotation(positions, self.config.width // self.config.heads, self.config.rope_base)
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, rotation)

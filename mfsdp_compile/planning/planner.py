@@ -22,7 +22,7 @@ from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, grouped
-from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.simulate import OptimizerCost, Timeline
 from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime.bucket import Site
@@ -411,23 +411,17 @@ def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = Fa
         decisions, timeline = solution.decisions, solution.timeline
     else:
         decisions = problem.decisions_by_policy()
-        timeline = simulated(job, problem, decisions, details=False)
+        timeline = problem.timeline(decisions, job.optimizer)
         if timeline.peak_bytes > job.usable:
             return Planned(candidate, problem.context, None, None, timeline.peak_bytes, "its peak is above the budget")
     if details:
-        timeline = explained(simulated(job, problem, decisions, details=True), decisions, PHASES)
+        timeline = explained(problem.timeline(decisions, job.optimizer, details=True), decisions, PHASES)
     return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
 
 
 def _too_small(job: Job) -> str:
     machine = job.hardware
     return f"{gib(job.usable)}, {1 - DEVICE_RESERVE:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
-
-
-def simulated(job: Job, problem: Plan, decisions: Decisions, details: bool) -> Timeline:
-    """A step of one rank, scheduled as was decided."""
-    resting = resting_memory(problem.context.buckets, job.optimizer, problem.context.other_bytes)
-    return simulate(problem.events(decisions), problem.context, problem.costs, resting, job.optimizer, details=details)
 
 
 _BOUNDS = 3

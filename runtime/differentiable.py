@@ -1,0 +1,49 @@
+"""Collectives that autograd goes through, compiled or not, for models that communicate themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compat
+
+__all__ = ["gather", "scatter"]
+
+
+def gather(part: Tensor, ranks: int, group: str) -> Tensor:
+    """All ranks' tensors, one behind the other in the first dimension. Backward: the sum over ranks of each one's part.
+
+    Args:
+        part: ``[n, ...]``, of equal shape on all ranks.
+        ranks: of the group; group: its name.
+
+    Returns:
+        ``[ranks * n, ...]``.
+    """
+    gathered: Tensor = _Move.apply(part, True, ranks, group)
+    return gathered
+
+
+def scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
+    """This rank's part of the sum over ranks, ``[ranks * n, ...]`` to ``[n, ...]``: what :func:`gather` is the backward of."""
+    part: Tensor = _Move.apply(whole, False, ranks, group)
+    return part
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathers: bool, ranks: int, group: str) -> Tensor:
+        ctx.back = not gathers, ranks, group
+        return _moved(x, gathers, ranks, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _moved(gradient, *ctx.back), None, None, None
+
+
+def _moved(x: Tensor, gathers: bool, ranks: int, group: str) -> Tensor:
+    if gathers:
+        return compat.wait_tensor(compat.all_gather(x.contiguous(), ranks, group))
+    return compat.wait_tensor(compat.reduce_scatter(x.contiguous(), "sum", ranks, group))
