@@ -260,9 +260,9 @@ class Part(nn.Module):
         self.register_buffer("positions", context.positions(LENGTH) if context else torch.arange(LENGTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        from mfsdp_compile.examples.llama import _rotation_at
+        from mfsdp_compile.examples.llama import _rotation
 
-        return self.leave(self.layer(self.enter(x), _rotation_at(self.positions, 8, CONFIG.rope_base)))
+        return self.leave(self.layer(self.enter(x), _rotation(self.positions, 8, CONFIG.rope_base)))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
