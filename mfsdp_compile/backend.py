@@ -262,6 +262,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         few.size if few is not None else 0,
         few.name if few is not None else "",
         topology.lets_go,
+        plan.grad_dtype,
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
-from .context import Context, Phase
+from .context import BucketInfo, Context, Phase
 from .costs import CostModel
 from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, line_text, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
@@ -20,6 +20,7 @@ from .simulate import (
     Stage,
     Start,
     Timeline,
+    Turn,
     Wait,
     resting_memory,
     simulate,
@@ -155,7 +156,34 @@ class Plan:
         """Of all graphs, in order."""
         return {STAGES[phase]: self._events(phase, decisions) for phase in self.outlines}
 
-    def _events(self, phase: Phase, decisions: Decisions) -> list[Event]:
+    def turns(self, decisions: Decisions, order: Iterable[Phase], sent: int = 0) -> list[Turn]:
+        """Of several microbatches of one step, whose gradients are summed whole and reduced in the last backward.
+
+        Args:
+            order: forwards and backwards, one of each for every microbatch.
+            sent: bytes of the output of a forward, which is let go of after its backward.
+        """
+        order = list(order)
+        last = len(order) - 1 - order[::-1].index(Phase.BACKWARD)
+        found: list[Turn] = []
+        made: dict[object, list[Event]] = {}
+        begins = True
+        for place, phase in enumerate(order):
+            key = phase, phase is Phase.BACKWARD and (begins, place == last)
+            if key not in made:
+                events = self._events(phase, decisions, begins, place == last)
+                made[key] = [*events, Free(Category.TEMPORARY, sent)] if sent and phase is Phase.BACKWARD else events
+            begins = begins and phase is Phase.FORWARD
+            found.append(Turn(STAGES[phase], made[key]))
+        return found
+
+    def _events(self, phase: Phase, decisions: Decisions, begins: bool = True, ends: bool = True) -> list[Event]:
+        """Of one graph.
+
+        Args:
+            begins: no gradients of other microbatches wait.
+            ends: those that wait are reduced.
+        """
         outline = self.outlines[phase]
         count = len(outline.segments)
         before: list[list[Event]] = [[] for _ in range(count + 1)]  # a segment; the last: at the end
@@ -171,7 +199,7 @@ class Plan:
             size = self.context.buckets[bucket].gathered_bytes
             before[first].append(Allocate(Category.GATHERED, size))
             after[last].append(Free(Category.GATHERED, size))
-        self._place_reductions(outline.gradients, decisions, before, after)
+        self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
         return self._joined(phase, before, after)
 
     def _joined(self, phase: Phase, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
@@ -240,13 +268,14 @@ class Plan:
         self,
         gradients: Sequence[Gradients],
         decisions: Decisions,
+        sums: tuple[bool, bool],
         before: list[list[Event]],
         after: list[list[Event]],
     ) -> None:
         hows = [decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket] for g in gradients]
-        key = tuple((how.later, how.packed) for how in hows)
+        key = sums, tuple((how.later, how.packed) for how in hows)
         if key not in self._placed:  # many schedules that are tried differ in their gathers alone
-            self._placed[key] = self._reductions(gradients, hows)
+            self._placed[key] = self._reductions(gradients, hows, *sums)
         packed, others, at_end = self._placed[key]
         for segment, allocated in packed:
             before[segment].append(allocated)
@@ -254,7 +283,9 @@ class Plan:
             after[segment] += events
         before[-1] += at_end
 
-    def _reductions(self, gradients: Sequence[Gradients], hows: Sequence[Behind]) -> _Reductions:
+    def _reductions(
+        self, gradients: Sequence[Gradients], hows: Sequence[Behind], begins: bool, ends: bool
+    ) -> _Reductions:
         context = self.context
         # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
         # the end.
@@ -266,6 +297,10 @@ class Plan:
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
             place = starts[i]
+            if info.exchange.may_wait(0):
+                place += self._waiting(info, begins, ends)
+                if not ends:
+                    continue
             for stage, collective in enumerate(stages):
                 scatters = info.exchange.collectives[stage] == "reduce_scatter"
                 result = held // info.exchange.group_sizes[stage] if scatters else held
@@ -286,6 +321,8 @@ class Plan:
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:
                 place += [Free(Category.GRADIENTS, held), final]
+            if not begins and not info.exchange.may_wait(0):  # added to what is there
+                place.append(Free(Category.GRADIENTS, final.bytes))
         packed: list[tuple[int, Event]] = []
         others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):
@@ -298,6 +335,21 @@ class Plan:
                 pack.append(Free(Category.TEMPORARY, g.elsewhere))
             others.append((g.ready, [*ahead[i], *pack, *starts[i], *behind[i]]))
         return packed, others, ahead[-1]
+
+    def _waiting(self, info: BucketInfo, begins: bool, ends: bool) -> list[Event]:
+        """A packed gradient is added to the sum of those before; what is left is the sum, if it is reduced now."""
+        packed = info.layout.numel * info.exchange.comm_dtype.itemsize
+        total = info.layout.numel * info.grad_dtype.itemsize
+        if begins and ends:
+            return []
+        if begins:
+            copied = Compute(self.costs.moved(packed + total), 0.0)
+            return [Allocate(Category.GRADIENTS, total), copied, Free(Category.GRADIENTS, packed)]
+        events: list[Event] = [Compute(self.costs.moved(packed + 2 * total), 0.0), Free(Category.GRADIENTS, packed)]
+        if ends and info.grad_dtype != info.exchange.comm_dtype:
+            cast = Compute(self.costs.moved(packed + total), 0.0)
+            events += [Allocate(Category.GRADIENTS, packed), cast, Free(Category.GRADIENTS, total)]
+        return events
 
     def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
         """Starts and waits in order, a line each, by graph."""

@@ -127,6 +127,7 @@ class BucketInfo:
         portion_size, portion_group: ranks that may gather it again in backward, each with its portion, and their process
             group: a part of those that forward gathers over, and neighbours among them; 0 and "" for none.
         lets_go: whether it is let go of at the end of each step, and has memory of its own.
+        grad_dtype: of the sum of gradients over microbatches.
     """
 
     name: str
@@ -146,6 +147,7 @@ class BucketInfo:
     portion_size: int = 0
     portion_group: str = ""
     lets_go: bool = False
+    grad_dtype: torch.dtype = torch.float32
 
     @property
     def signature(self) -> str:

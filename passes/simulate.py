@@ -30,6 +30,7 @@ __all__ = [
     "Stage",
     "Start",
     "Timeline",
+    "Turn",
     "Wait",
     "events_of",
     "resting_memory",
@@ -152,6 +153,7 @@ class Timeline:
         peak_parts: what that is made of.
         peak_stage, peak_at: where it is: in the neighbourhood of which unit.
         units: seconds by stage and unit, what it waits for included.
+        turns: begin and end of each forward and backward, in seconds from the step's beginning.
     """
 
     seconds: float
@@ -165,6 +167,7 @@ class Timeline:
     peak_stage: Stage
     peak_at: str
     units: Mapping[tuple[Stage, str], float] = field(default_factory=dict)
+    turns: Sequence[tuple[float, float]] = ()
 
     @property
     def exposed_seconds(self) -> float:
@@ -230,8 +233,22 @@ class Wait(NamedTuple):
 Event = Allocate | Free | Compute | Enter | Start | Wait
 
 
+class Turn(NamedTuple):
+    """A forward or a backward of one microbatch.
+
+    Args:
+        stage: which of them.
+        events: what happens in it, in order.
+        begin: seconds from the step's beginning before which it cannot start: others have to come first.
+    """
+
+    stage: Stage
+    events: Iterable[Event]
+    begin: float = 0.0
+
+
 def simulate(
-    stages: Mapping[Stage, Iterable[Event]],
+    turns: Mapping[Stage, Iterable[Event]] | Iterable[Turn],
     context: Context,
     costs: CostModel,
     resting: Mapping[Category, int],
@@ -242,15 +259,21 @@ def simulate(
     """One step.
 
     Args:
-        stages: what happens in the forward, and in the backward if there is one, in order.
+        turns: what happens in the forward, and in the backward if there is one, in order; or forwards and backwards of several
+            microbatches.
         resting: bytes at rest, by category.
         optimizer: None: the step ends before it.
         details: spans and memory over time too, not only sums.
     """
     clock = _Clock(context, costs, resting, details)
     clock.gather_residents()
-    for stage, events in stages.items():
-        clock.run(stage, events)
+    if isinstance(turns, Mapping):
+        turns = [Turn(stage, events) for stage, events in turns.items()]
+    for turn in turns:
+        clock.stand_still(turn.stage, "", turn.begin)
+        begun = clock.now
+        clock.run(turn.stage, turn.events)
+        clock.turns.append((begun, clock.now))
     if optimizer is not None:
         clock.step(optimizer)
     return clock.timeline()
@@ -296,6 +319,7 @@ class _Clock:
         self._computing = -1  # position of the last span of computation
         self.exposures: list[Exposure] = []
         self.units: dict[tuple[Stage, str], float] = {}
+        self.turns: list[tuple[float, float]] = []
         self.live = dict.fromkeys(Category, 0)
         self.live.update(resting)
         self.times: list[float] = []
@@ -464,4 +488,5 @@ class _Clock:
             self.peak_stage,
             self.peak_at,
             self.units,
+            self.turns,
         )

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["Attend", "Block", "Llama", "LlamaConfig", "parallelize"]
+__all__ = ["Attend", "Block", "Llama", "LlamaConfig", "layers_of_stage", "parallelize"]
 
 Attend = Callable[..., Tensor]
 """Called with queries ``[batch, heads, length, width]``, keys, values (of ``kv_heads``) and ``is_causal=True``."""
@@ -102,15 +102,18 @@ class Llama(nn.Module):
         config: sizes.
         attend: computes attention; :meth:`mfsdp_compile.context_parallel.ContextParallel.attention` where ranks have parts of
             sequences. Then each call of ``forward`` takes the ``positions`` of its tokens, int64 ``[length]``.
+        stage, stages: of a pipeline, of which this is one stage. Its layers are :func:`layers_of_stage`; all but the first take
+            what the one before gives, ``[batch, length, width]``, and all but the last give the same.
     """
 
-    def __init__(self, config: LlamaConfig, attend: Attend = _attend) -> None:
+    def __init__(self, config: LlamaConfig, attend: Attend = _attend, stage: int = 0, stages: int = 1) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.layers = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=1e-5)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.embedding = nn.Embedding(config.vocabulary, config.width) if stage == 0 else None
+        self.layers = nn.ModuleList(Block(config, attend) for _ in layers_of_stage(config.layers, stage, stages))
+        is_last = stage == stages - 1
+        self.norm = nn.RMSNorm(config.width, eps=1e-5) if is_last else None
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False) if is_last else None
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -119,13 +122,30 @@ class Llama(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         rotation = _rotation(positions, self.config.width // self.config.heads, self.config.rope_base)
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) if self.embedding is not None else tokens
         for layer in self.layers:
             x = layer(x, rotation)
+        if self.norm is None or self.head is None:
+            return x
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def layers_of_stage(layers: int, stage: int, stages: int) -> range:
+    """Which layers a stage of a pipeline has. Where they cannot be divided, stages in the middle have one more: the first
+    and the last one have the embedding and the head.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    if stages > layers:
+        raise ValueError(f"{layers} layers cannot be divided into {stages} pipeline stages")
+    each, more = divmod(layers, stages)
+    first = (stages - more + 1) // 2  # of the stages that have one more
+    begins = [each * number + min(max(number - first, 0), more) for number in (stage, stage + 1)]
+    return range(*begins)
 
 
 def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama:
@@ -137,16 +157,14 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
             of the mesh's size.
     """
     between = Shard(1) if sequence else Replicate()
-    parallelize_module(
-        model,
-        mesh,
-        {
-            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-            "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
-            **({"norm": SequenceParallel()} if sequence else {}),
-        },
-        src_data_rank=None,  # all ranks have the same model
-    )
+    ends: dict[str, ParallelStyle] = {}
+    if model.embedding is not None:
+        ends["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    if model.head is not None:
+        ends["head"] = ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+        if sequence:
+            ends["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, ends, src_data_rank=None)  # all ranks have the same model
     for layer in model.layers:
         plan: dict[str, ParallelStyle] = {
             **{f"attention.{name}": ColwiseParallel() for name in "qkv"},

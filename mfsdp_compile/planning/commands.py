@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from mfsdp_compile.options import OPTIMIZERS, parse_bytes
@@ -30,7 +32,7 @@ from .planner import (
     problem_of,
     sizes,
 )
-from .shapes import CHECKPOINT, SHAPES, workload
+from .shapes import CHECKPOINT, SHAPES, Degrees, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
 
@@ -55,6 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tp", default="1", help="numbers of ranks that divide the whole model, with commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cp", default="1", help="numbers of ranks that divide sequences, with commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pp", default="1", help="numbers of pipeline stages (1F1B), with commas (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--microbatches",
+        type=int,
+        help="of a pipeline's step, each of --batch sequences (default: four times as many as stages)",
     )
     parser.add_argument(
         "--hardware",
@@ -101,8 +114,13 @@ def run(given: argparse.Namespace) -> int:
 
 def _run(given: argparse.Namespace, console: Console) -> int:
     try:
-        worlds, expert_parallel = _numbers(given.world, "--world"), _numbers(given.ep, "--ep")
-        tensor_parallel = _numbers(given.tp, "--tp")
+        worlds = _numbers(given.world, "--world")
+        degrees = [
+            Degrees(*sizes)
+            for sizes in itertools.product(
+                *(_numbers(getattr(given, kind), f"--{kind}") for kind in ("ep", "tp", "cp", "pp"))
+            )
+        ]
         work = workload(
             given.model,
             batch=given.batch,
@@ -115,7 +133,18 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         least = parse_bytes(given.unit, "--unit") if given.unit else None
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
-        job = Job(work, machine, budget, optimizer, reshard=reshard, bucket_bytes=most, unit_bytes=least)
+        job = Job(
+            work,
+            machine,
+            budget,
+            optimizer,
+            reshard=reshard,
+            bucket_bytes=most,
+            unit_bytes=least,
+            microbatches=given.microbatches,
+        )
+        if given.microbatches is not None and given.microbatches < 1:
+            raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto tries sizes of units too: leave --unit out, or give --bucket a size")
     except ValueError as error:
@@ -123,13 +152,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         return 2
     with console.status(f"tracing {work.name}"):
         try:
-            forecast = plan(
-                job,
-                worlds,
-                parts=given.bucket is not None,
-                expert_parallel=expert_parallel,
-                tensor_parallel=tensor_parallel,
-            )
+            forecast = plan(job, worlds, parts=given.bucket is not None, degrees=degrees)
         except (RuntimeError, ValueError) as error:
             print(f"mfsdp plan: {error}", file=sys.stderr)
             return 2
@@ -138,7 +161,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         return 1
     if given.bucket == "auto":
         _show_sizes(console, forecast)
-    best = planned(job, forecast.traced, forecast.best.candidate, details=True)
+    best = planned(job, forecast.stages, forecast.best.candidate, details=True)
     report = report_of(forecast, best)
     if given.details:
         console.print(to_text(report), highlight=False, markup=False)
@@ -148,7 +171,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
     if given.schedule:
         assert best.decisions is not None
-        ScheduleText.of(problem_of(job, forecast.traced, best.candidate).lines(best.decisions)).save(given.schedule)
+        ScheduleText.of(problem_of(job, forecast.trace_of(best), best.candidate).lines(best.decisions)).save(
+            given.schedule
+        )
         console.print(f"schedule: {given.schedule}", highlight=False)
     return 0
 
@@ -173,9 +198,10 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 def _show(console: Console, forecast: Forecast) -> None:
-    job, traced = forecast.job, forecast.traced
+    job, stages = forecast.job, forecast.stages
+    parameters, units = sum(stage.parameters for stage in stages), sum(len(stage.order) for stage in stages)
     console.print(
-        f"[bold]{job.work.name}[/]: {traced.parameters / 1e9:.2f} billion parameters in {len(traced.order)} units, "
+        f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {job.work.dtype}, checkpointing {job.work.checkpoint}, "
         f"{job.optimizer.name}",
         highlight=False,
@@ -186,12 +212,22 @@ def _show(console: Console, forecast: Forecast) -> None:
         f"{' (+ 80/8: and an eighth of 80 others)' if any(row.portion_size for row in forecast.rows) else ''}",
         highlight=False,
     )
+    pipelined = any(row.candidate.degrees.pipeline > 1 for row in forecast.rows)
+    if pipelined:
+        console.print(
+            "PP: stages in turns of one forward and one backward, "
+            f"{job.microbatches or 'four times as many'} microbatches{'' if job.microbatches else ' as stages'} of so many "
+            "sequences in a step; GiB are those of the largest stage, idle is its share of waiting for others, and kept at the "
+            "end of a name: parameters are gathered once per step",
+            highlight=False,
+        )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("ranks", "sharding", "GiB", "step", "tok/s", "MFU", "exposed", "kept", ""):
+    idle = ["idle"] if pipelined else []
+    for name in ("ranks", "sharding", "GiB", "step", "tok/s", "MFU", "exposed", *idle, "kept", ""):
         table.add_column(name, justify="left" if name in ("sharding", "") else "right", no_wrap=True)
     for row in forecast.rows:
-        table.add_row(*_cells(forecast, row), style=None if row.fits else "dim")
-    console.print(table)
+        table.add_row(*_cells(forecast, row, pipelined), style=None if row.fits else "dim")
+    _print_table(console, table)
     if forecast.best is None:
         fewest = min(forecast.rows, key=lambda row: row.needed)
         console.print(
@@ -205,6 +241,14 @@ def _show(console: Console, forecast: Forecast) -> None:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
 
 
+def _print_table(console: Console, table: Table) -> None:
+    """Whole, however narrow the terminal is."""
+    width = console.width
+    console.width = max(width, Measurement.get(console, console.options.update_width(1000), table).maximum)
+    console.print(table)
+    console.width = width
+
+
 def _show_sizes(console: Console, forecast: Forecast) -> None:
     assert forecast.best is not None
     candidate = forecast.best.candidate
@@ -214,7 +258,7 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("unit_bytes", "bucket_bytes", "buckets", "GiB", "step", "exposed", ""):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    rows = sizes(forecast.job, forecast.traced, candidate)
+    rows = sizes(forecast.job, forecast.stages, candidate)
     best = best_size(rows)
     for row in rows:
         limits = [bytes_text(size) if size is not None else "" for size in (row.unit_bytes, row.bucket_bytes)]
@@ -225,7 +269,7 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
         else:
             cells += ["", "", "too much"]
         table.add_row(*cells, style=None if row.planned.fits else "dim")
-    console.print(table)
+    _print_table(console, table)
     knee = knee_bytes(candidate, forecast.job.hardware)
     small = sum(info.gathered_bytes < knee for info in rows[0].planned.context.buckets)
     console.print(
@@ -235,17 +279,19 @@ def _show_sizes(console: Console, forecast: Forecast) -> None:
     )
 
 
-def _cells(forecast: Forecast, row: Planned) -> list[str]:
+def _cells(forecast: Forecast, row: Planned, pipelined: bool) -> list[str]:
     start = [f"{row.candidate.world:,}", str(row.candidate), f"{row.needed / (1 << 30):,.1f}"]
     if row.timeline is None or row.decisions is None:
-        return [*start, "", "", "", "", "", "too much"]
-    exposed = percent_text(row.timeline.exposed_seconds, row.timeline.seconds)
+        return [*start, *[""] * (6 if pipelined else 5), "too much"]
+    exposed = [percent_text(row.timeline.exposed_seconds, row.timeline.seconds)]
+    if pipelined:
+        exposed.append(percent_text(row.idle, row.timeline.seconds) if row.candidate.degrees.pipeline > 1 else "")
     return [
         *start,
         f"{row.timeline.seconds:.3g} s",
         f"{forecast.tokens_per_second(row):,.0f}",
         f"{forecast.mfu(row):.1%}",
-        exposed,
+        *exposed,
         f"{len(row.decisions.kept)}{_portions(row)}",
         "best" if row is forecast.best else "",
     ]
@@ -270,6 +316,12 @@ def report_of(forecast: Forecast, row: Planned) -> Report:
         ("tokens per second and rank", f"{forecast.tokens_per_second(shown):,.0f} (predicted)"),
         ("model FLOPs utilisation", f"{forecast.mfu(shown):.1%} (predicted)"),
     ]
+    if row.candidate.degrees.pipeline > 1:
+        stages, microbatches = row.candidate.degrees.pipeline, job.microbatches_of(row.candidate)
+        numbers.append(
+            ("pipeline", f"{microbatches} microbatches through {stages} stages, this is the {row.stage + 1}. of them")
+        )
+        numbers.append(("idle", f"{percent_text(row.idle, row.timeline.seconds)} of the step (predicted)"))
     lines = problem_of(job, traced, row.candidate).lines(row.decisions)
     source = dict(job.hardware.sources)
     return Report(

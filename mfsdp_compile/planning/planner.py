@@ -6,7 +6,7 @@ the memory budget, and its simulation.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -17,22 +17,23 @@ from torch import nn
 from mfsdp_compile.backend import bucket_info
 from mfsdp_compile.options import OPTIMIZERS
 from mfsdp_compile.passes.arrange import PHASES, Plan
-from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
+from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
 from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, grouped
-from mfsdp_compile.passes.simulate import OptimizerCost, Timeline
+from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, simulate
 from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime.bucket import Site
 from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
-from mfsdp_compile.runtime.topology import Group, Topology
+from mfsdp_compile.runtime.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.units import Unit, group_by_size, joined_name
 
-from .shapes import Workload
+from . import pipelines
+from .shapes import UNDIVIDED, Degrees, Workload
 from .tracing import Trace, trace
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "planned",
     "problem_of",
     "sizes",
+    "traced_stages",
 ]
 
 
@@ -59,33 +61,32 @@ class Candidate:
         strategy: over the inner ranks.
         inner, outer: numbers of ranks; ``outer`` > 1 is HSDP.
         outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
-        expert_parallel: neighbours among the inner ranks that divide experts; experts are sharded over the inner ranks that
-            hold the same.
-        tensor_parallel: neighbours that divide the model; there are so many times more ranks then.
+        degrees: expert-parallel and context-parallel ranks are neighbours among the inner ones; experts are sharded over the
+            inner ranks that hold the same. Tensor-parallel ranks are neighbours, and stages of a pipeline are far from each
+            other; for both there are so many times more ranks.
+        keep_gathered: a pipeline gathers parameters once per step, and keeps them.
 
     Raises:
-        ValueError: so many ranks do not divide the inner ones.
+        ValueError: so many ranks do not divide the inner ones, or what is asked for does not exist with this strategy.
     """
 
     strategy: ShardingStrategy
     inner: int
     outer: int = 1
     outer_shards: bool = False
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
+    degrees: Degrees = UNDIVIDED
+    keep_gathered: bool = False
 
     def __post_init__(self) -> None:
-        if self.inner % self.expert_parallel:
-            raise ValueError(f"{self.expert_parallel} expert-parallel ranks do not divide {self.inner} inner ranks")
-
-    @property
-    def divided(self) -> tuple[int, int]:
-        """Ranks that divide experts, and ranks that divide everything."""
-        return self.expert_parallel, self.tensor_parallel
+        for kind, size in (("expert", self.degrees.expert), ("context", self.degrees.context)):
+            if self.inner % size:
+                raise ValueError(f"{size} {kind}-parallel ranks do not divide {self.inner} inner ranks")
+        if self.keep_gathered and (self.degrees.pipeline == 1 or self.outer_shards or self.strategy != 3):
+            raise ValueError("keep_gathered is for pipelines whose parameters are sharded, without HFSDP")
 
     @property
     def world(self) -> int:
-        return self.inner * self.outer * self.tensor_parallel
+        return self.inner * self.outer * self.degrees.tensor * self.degrees.pipeline
 
     def topology(self, portions: int = 0) -> Topology:
         """The ranks as passes know them: inner ranks are neighbours.
@@ -97,29 +98,31 @@ class Candidate:
 
     def experts(self, portions: int = 0) -> Experts | None:
         """The ranks that share experts; None: all of them do."""
-        if self.expert_parallel == 1:
+        if self.degrees.expert == 1:
             return None
         mesh: Any = None
-        return Experts(mesh, self._topology(self.expert_parallel, portions), is_expert, True, None)
+        return Experts(mesh, self._topology(self.degrees.expert, portions), is_expert, True, None)
 
     def _topology(self, apart: int, portions: int) -> Topology:
         """Over every ``apart``-th of the ranks."""
-        size, step = self.inner // apart, apart * self.tensor_parallel
+        size, step = self.inner // apart, apart * self.degrees.tensor
         inner = Group("inner", size, 0, step)
-        outer = Group("outer", self.outer, 0, self.inner * self.tensor_parallel) if self.outer > 1 else None
+        outer = Group("outer", self.outer, 0, self.inner * self.degrees.tensor) if self.outer > 1 else None
         every = Group("every", self.inner * self.outer // apart, 0, step) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
         topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
         if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
             topology.portions[portions] = Group("portions", portions, 0, step)
+        if self.degrees.pipeline > 1:
+            return topology.accumulating(Accumulation(True, self.keep_gathered, forwards_overlap=True))
         return topology
 
     def __str__(self) -> str:
         names = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
         name = names[int(self.strategy)]
-        divided = f", EP {self.expert_parallel}" if self.expert_parallel > 1 else ""
-        divided += f", TP {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        divided = f", {self.degrees}" if str(self.degrees) else ""
+        divided += " kept" if self.keep_gathered else ""
         if self.outer == 1:
             return f"{name}{divided}"
         kind = "HFSDP" if self.outer_shards else "HSDP"
@@ -144,6 +147,8 @@ class Job:
         bucket_bytes: units that are larger are parted into several buckets; see
             :func:`~mfsdp_compile.fully_shard_model`. None: a unit is one bucket.
         unit_bytes: neighbouring units that are smaller are joined until they are as large; see there. None: none are.
+        microbatches: of a step of a pipeline, each of the workload's batch; None: four times as many as stages. Without a
+            pipeline a step has one.
     """
 
     work: Workload
@@ -158,6 +163,21 @@ class Job:
     solved: bool = True
     bucket_bytes: int | None = None
     unit_bytes: int | None = None
+    microbatches: int | None = None
+
+    def microbatches_of(self, candidate: Candidate) -> int:
+        """In a step.
+
+        Raises:
+            ValueError: fewer than stages.
+        """
+        stages = candidate.degrees.pipeline
+        if stages == 1:
+            return 1
+        count = self.microbatches if self.microbatches is not None else 4 * stages
+        if count < stages:
+            raise ValueError(f"a pipeline of {stages} stages takes at least {stages} microbatches, got {count}")
+        return count
 
     @property
     def usable(self) -> int:
@@ -181,6 +201,8 @@ class Planned:
         decisions: about the schedule; None if it does not fit.
         needed: bytes at the peak; of the smallest schedule if it does not fit.
         refusal: why it does not fit.
+        stage: of a pipeline: which all of this is about, but for the step's time; that which needs most memory.
+        idle: seconds that it waits for other stages.
     """
 
     candidate: Candidate
@@ -189,6 +211,8 @@ class Planned:
     decisions: Decisions | None
     needed: int
     refusal: str = ""
+    stage: int = 0
+    idle: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -209,29 +233,29 @@ class Forecast:
         rows: of the candidates.
         best: the fastest that fits, by tokens per second and rank; None if none does.
         smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
-        traces: of the model, by numbers of expert-parallel and tensor-parallel ranks.
+        traces: of the model, or of the stages of a pipeline, by numbers of ranks that divide it.
     """
 
     job: Job
     rows: Sequence[Planned]
     best: Planned | None
     smallest_world: int | None
-    traces: Mapping[tuple[int, int], Trace]
+    traces: Mapping[Degrees, Sequence[Trace]]
 
     @property
-    def traced(self) -> Trace:
-        """The model, as the best plan has it on a rank."""
-        return self.trace_of(self.best) if self.best is not None else next(iter(self.traces.values()))
+    def stages(self) -> Sequence[Trace]:
+        """The model, or the stages of a pipeline, as the best plan divides it."""
+        return self.traces[self.best.candidate.degrees] if self.best is not None else next(iter(self.traces.values()))
 
     def trace_of(self, row: Planned) -> Trace:
         """The model, as a plan has it on a rank."""
-        return self.traces[row.candidate.divided]
+        return self.traces[row.candidate.degrees][row.stage]
 
     def tokens_per_second(self, row: Planned) -> float:
-        """Of one rank; tensor-parallel ranks compute the same tokens together."""
+        """Of one rank; those that compute a batch together share its tokens."""
         if row.timeline is None:
             return 0.0
-        return self.traced.tokens / row.candidate.tensor_parallel / row.timeline.seconds
+        return self.stages[0].tokens / row.timeline.seconds * _batches_per_rank(self.job, row.candidate)
 
     def mfu(self, row: Planned) -> float:
         """Model floating-point operations utilisation: of three times the forward's matrix products and attention, masked
@@ -239,7 +263,14 @@ class Forecast:
         if row.timeline is None:
             return 0.0
         dtype = str(self.job.work.dtype).removeprefix("torch.")
-        return 3 * self.trace_of(row).forward_flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
+        stages, microbatches = self.traces[row.candidate.degrees], self.job.microbatches_of(row.candidate)
+        flops = 3 * microbatches * sum(stage.forward_flops for stage in stages) / len(stages)
+        return flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
+
+
+def _batches_per_rank(job: Job, candidate: Candidate) -> float:
+    """In a step."""
+    return job.microbatches_of(candidate) / candidate.degrees.together
 
 
 @dataclass(frozen=True)
@@ -256,7 +287,7 @@ class Sizes:
     planned: Planned
 
 
-def sizes(job: Job, traced: Trace, candidate: Candidate) -> list[Sizes]:
+def sizes(job: Job, traced: Trace | Sequence[Trace], candidate: Candidate) -> list[Sizes]:
     """What comes of joining small units, and of parting large ones.
 
     Where units are below the knee of the network (:func:`knee_bytes`), two, four and so on of them are joined, until they are
@@ -271,8 +302,9 @@ def sizes(job: Job, traced: Trace, candidate: Candidate) -> list[Sizes]:
     job = replace(job, unit_bytes=None, bucket_bytes=None)
     knee = knee_bytes(candidate, job.hardware)
     rows = [Sizes(None, None, planned(job, traced, candidate))]
-    small = max((size for run in traced.neighbours for size in run.values() if size < knee), default=0)
-    longest = max((sum(run.values()) for run in traced.neighbours), default=0)
+    runs = [run for stage in _stages(traced) for run in stage.neighbours]
+    small = max((size for run in runs for size in run.values() if size < knee), default=0)
+    longest = max((sum(run.values()) for run in runs), default=0)
     together = small
     for _ in range(_DOUBLINGS if small else 0):
         if together >= min(knee, longest):
@@ -294,7 +326,7 @@ _DOUBLINGS = _HALVINGS = 4
 
 def best_size(rows: Sequence[Sizes]) -> Sizes | None:
     """The one with the fastest step; of equally fast ones, the one that sends least, then the one that takes least memory."""
-    return min((row for row in rows if row.planned.fits), key=lambda row: _preference(row.planned), default=None)
+    return min((row for row in rows if row.planned.fits), key=lambda row: _preference(row.planned, 1.0), default=None)
 
 
 def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
@@ -309,24 +341,33 @@ def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
 MAX_WORLD = 65_536
 
 
-def candidates(
-    world: int, hardware: Hardware, expert_parallel: int = 1, tensor_parallel: int = 1
-) -> Iterator[Candidate]:
+def candidates(world: int, hardware: Hardware, degrees: Degrees = UNDIVIDED) -> Iterator[Candidate]:
     """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
-    upwards; those that so many expert-parallel and tensor-parallel ranks divide."""
-    if world % tensor_parallel:
+    upwards; those that so many ranks divide the model by."""
+    ranks, left = divmod(world, degrees.tensor * degrees.pipeline)
+    if left or not ranks:
         return
-    ranks = world // tensor_parallel
-    if ranks % expert_parallel == 0:
-        for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
-            yield Candidate(strategy, ranks, 1, False, expert_parallel, tensor_parallel)
-    inner = max(1, hardware.ranks_per_node // tensor_parallel)
+    for strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS, ShardingStrategy.OPTIM_GRADS_PARAMS):
+        yield from _possible(strategy, ranks, 1, False, degrees)
+    inner = max(1, hardware.ranks_per_node // degrees.tensor)
     while inner < ranks:
-        if inner > 1 and ranks % inner == 0 and inner % expert_parallel == 0:
+        if inner > 1 and ranks % inner == 0:
             for outer_shards in (False, True):
                 sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
-                yield Candidate(sharding, inner, ranks // inner, outer_shards, expert_parallel, tensor_parallel)
+                yield from _possible(sharding, inner, ranks // inner, outer_shards, degrees)
         inner *= 8
+
+
+def _possible(
+    strategy: ShardingStrategy, inner: int, outer: int, outer_shards: bool, degrees: Degrees
+) -> Iterator[Candidate]:
+    if inner % degrees.expert or inner % degrees.context:
+        return
+    if degrees.pipeline > 1 and strategy is ShardingStrategy.OPTIM_GRADS:
+        return  # gradients are whole until a step's last microbatch: the same as ZeRO-1
+    yield Candidate(strategy, inner, outer, outer_shards, degrees)
+    if degrees.pipeline > 1 and strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not outer_shards:
+        yield Candidate(strategy, inner, outer, outer_shards, degrees, keep_gathered=True)
 
 
 def plan(
@@ -335,8 +376,7 @@ def plan(
     chosen: Sequence[Candidate] | None = None,
     *,
     parts: bool = False,
-    expert_parallel: Sequence[int] = (1,),
-    tensor_parallel: Sequence[int] = (1,),
+    degrees: Sequence[Degrees] = (UNDIVIDED,),
 ) -> Forecast:
     """Plan a job.
 
@@ -345,55 +385,79 @@ def plan(
         worlds: numbers of ranks to try.
         chosen: ways to shard; None: see :func:`candidates`.
         parts: trace so that :func:`sizes` can be asked afterwards.
-        expert_parallel: numbers of ranks that divide the model's experts, to try each; of ``chosen`` that is known.
-        tensor_parallel: numbers of ranks that divide the whole model; likewise.
+        degrees: numbers of ranks that divide the model otherwise, to try each; of ``chosen`` that is known.
 
     Raises:
-        ValueError: a number of ranks is below 1, none of them can be divided by the expert-parallel or tensor-parallel ones, or
-            the model cannot.
+        ValueError: a number of ranks is below 1, none of them can be divided like that, or the model cannot.
         RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
-    for name, numbers in (("expert", expert_parallel), ("tensor", tensor_parallel)):
-        if min(numbers) < 1:
-            raise ValueError(f"{name}-parallel ranks must be at least 1, got {list(numbers)}")
+    for each in degrees:
+        if min(each) < 1:
+            raise ValueError(f"numbers of ranks that divide a model must be at least 1, got {each!r}")
     tried = chosen or [
-        candidate
-        for world in worlds
-        for sizes in itertools.product(expert_parallel, tensor_parallel)
-        for candidate in candidates(world, job.hardware, *sizes)
+        candidate for world in worlds for each in degrees for candidate in candidates(world, job.hardware, each)
     ]
     if not tried:
-        raise ValueError(
-            f"{list(expert_parallel)} expert-parallel and {list(tensor_parallel)} tensor-parallel ranks do not divide "
-            f"{list(worlds)} ranks"
-        )
+        raise ValueError(f"{' or '.join(map(str, degrees))} do not divide {list(worlds)} ranks")
     parts = parts or job.bucket_bytes is not None
     traces = {
-        sizes: trace(job.work, job.hardware, job.fused, parts=parts, expert_parallel=sizes[0], tensor_parallel=sizes[1])
-        for sizes in dict.fromkeys(candidate.divided for candidate in tried)
+        of: traced_stages(job.work, job.hardware, job.fused, parts=parts, degrees=of)
+        for of in dict.fromkeys(candidate.degrees for candidate in tried)
     }
-    rows = [planned(job, traces[candidate.divided], candidate) for candidate in tried]
+    rows = [planned(job, traces[candidate.degrees], candidate) for candidate in tried]
     fitting = [row for row in rows if row.timeline is not None]
-    best = min(fitting, key=_preference, default=None)
-    smallest = [found for s, traced in traces.items() if (found := _smallest_world(job, traced, *s)) is not None]
+    best = min(fitting, key=lambda row: _preference(row, _batches_per_rank(job, row.candidate)), default=None)
+    smallest = [found for of, stages in traces.items() if (found := _smallest_world(job, stages, of)) is not None]
     return Forecast(job, rows, best, min(smallest, default=None), traces)
 
 
-def _preference(row: Planned) -> tuple[float, float, int]:
-    """Fast, by tokens of one rank; of those within a thousandth of the same time, the one that communicates least, then that takes least memory."""
+def traced_stages(
+    work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False, degrees: Degrees = UNDIVIDED
+) -> list[Trace]:
+    """Traces of the stages of a pipeline, each kind of them traced once; without a pipeline, of the model.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`.tracing.trace`.
+    """
+    alike: Sequence[int] = [0]
+    if degrees.pipeline > 1 and work.divided is not None and work.divided.alike is not None:
+        alike = work.divided.alike(degrees.pipeline)
+    found = {stage: trace(work, hardware, fused, parts=parts, degrees=degrees, stage=stage) for stage in {*alike}}
+    return [found[stage] for stage in alike]
+
+
+def _preference(row: Planned, batches: float) -> tuple[float, float, int]:
+    """Fast, by batches that a rank has computed; of those within a thousandth of the same time, the one that communicates
+    least, then that takes least memory."""
     assert row.timeline is not None
     sent = sum(exposure.seconds for exposure in row.timeline.exposures)
-    return float(f"{row.timeline.seconds * row.candidate.tensor_parallel:.3g}"), sent, row.timeline.peak_bytes
+    return float(f"{row.timeline.seconds / batches:.3g}"), sent / batches, row.timeline.peak_bytes
 
 
-def planned(job: Job, traced: Trace, candidate: Candidate, *, details: bool = False) -> Planned:
+def _stages(traced: Trace | Sequence[Trace]) -> Sequence[Trace]:
+    return [traced] if isinstance(traced, Trace) else traced
+
+
+def planned(
+    job: Job,
+    traced: Trace | Sequence[Trace],
+    candidate: Candidate,
+    *,
+    details: bool = False,
+    stage: int | None = None,
+) -> Planned:
     """What comes of one way to shard.
 
     Args:
+        traced: the model; of a pipeline, each stage.
         details: spans and memory over time too.
+        stage: of a pipeline, whose memory and timeline are wanted; None: that which needs most memory.
     """
+    if candidate.degrees.pipeline > 1:
+        return _Pipelined(job, _stages(traced), candidate).planned(stage, details)
+    (traced,) = _stages(traced)
     problem = problem_of(job, traced, candidate)
     if job.solved:
         try:
@@ -428,20 +492,122 @@ _BOUNDS = 3
 """Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
-def _smallest_world(job: Job, traced: Trace, expert_parallel: int, tensor_parallel: int) -> int | None:
+def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:
     """By memory alone, with parameters sharded over all ranks."""
-    world = expert_parallel * tensor_parallel
-    while world <= MAX_WORLD:
-        sharding = ShardingStrategy.OPTIM_GRADS_PARAMS
-        candidate = Candidate(sharding, world // tensor_parallel, 1, False, expert_parallel, tensor_parallel)
-        problem = problem_of(job, traced, candidate)
-        try:
-            solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
-        except BudgetError:
-            world *= 2
-            continue
-        return world
+    inner = math.lcm(degrees.expert, degrees.context)
+    while inner * degrees.tensor * degrees.pipeline <= MAX_WORLD:
+        candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, degrees=degrees)
+        if _fits(job, stages, candidate):
+            return candidate.world
+        inner *= 2
     return None
+
+
+def _fits(job: Job, stages: Sequence[Trace], candidate: Candidate) -> bool:
+    """With whichever schedule takes least memory."""
+    if candidate.degrees.pipeline > 1:
+        return planned(replace(job, prefetch=0, reshard=True), stages, candidate).fits
+    problem = problem_of(job, stages[0], candidate)
+    try:
+        solve(problem, job.optimizer, job.usable, prefetch=0, reshard=True, bounds=0)
+    except BudgetError:
+        return False
+    return True
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+class _Pipelined:
+    """A pipeline whose stages are all sharded in the same way.
+
+    Each kind of stages is simulated by itself, with all its microbatches; then the stages wait for each other.
+    """
+
+    def __init__(self, job: Job, stages: Sequence[Trace], candidate: Candidate) -> None:
+        self.job, self.stages, self.candidate = job, stages, candidate
+        microbatches = job.microbatches_of(candidate)
+        self.orders = [pipelines.order(stage, len(stages), microbatches) for stage in range(len(stages))]
+        self.kinds = [next(i for i, other in enumerate(stages) if other is stage) for stage in stages]
+        """For each stage the first one that is like it, which has more microbatches in memory than those behind it."""
+
+    def planned(self, wanted: int | None, details: bool) -> Planned:
+        found: dict[int, tuple[Plan, Decisions, Timeline]] = {}
+        for stage in dict.fromkeys(self.kinds):
+            problem = problem_of(self.job, self.stages[stage], self.candidate)
+            by_policy = problem.decisions_by_policy()
+            # What other microbatches have in memory is no matter of the schedule.
+            alone = problem.timeline(by_policy, self.job.optimizer).peak_bytes
+            timeline = self.simulated(stage, problem, by_policy)
+            others = timeline.peak_bytes - alone
+            decisions = by_policy
+            if self.job.solved:
+                try:
+                    decisions = self.solved(problem, others)
+                except BudgetError as error:
+                    why = f"{error} The step's other microbatches have {gib(others)} besides."
+                    return Planned(self.candidate, problem.context, None, None, error.needed + others, why, stage)
+                timeline = self.simulated(stage, problem, decisions)
+            if timeline.peak_bytes > self.job.usable:
+                why = "its peak is above the budget"
+                return Planned(self.candidate, problem.context, None, None, timeline.peak_bytes, why, stage)
+            found[stage] = problem, decisions, timeline
+        shown = max(found, key=lambda stage: found[stage][2].peak_bytes) if wanted is None else wanted
+        begins = self.begins({kind: timeline for kind, (_, _, timeline) in found.items()})
+        ends = [
+            start[-1] + timeline.seconds - timeline.turns[-1][0]  # the last backward, and the optimizer's step
+            for start, kind in zip(begins, self.kinds, strict=True)
+            for timeline in [found[kind][2]]
+        ]
+        problem, decisions, by_itself = found[self.kinds[shown]]
+        timeline = self.simulated(shown, problem, decisions, begins[shown], details)
+        if details:
+            timeline = explained(timeline, decisions, PHASES)
+        timeline = replace(timeline, seconds=max(ends))
+        idle = max(0.0, timeline.seconds - by_itself.seconds)
+        return Planned(self.candidate, problem.context, timeline, decisions, timeline.peak_bytes, "", shown, idle)
+
+    def solved(self, problem: Plan, others: int) -> Decisions:
+        job = self.job
+        refusal = "" if job.budget is not None else _too_small(job)
+        return solve(
+            problem,
+            job.optimizer,
+            job.usable - others,
+            prefetch=job.prefetch,
+            reshard=True,
+            bounds=_BOUNDS,
+            refusal=refusal,
+        ).decisions
+
+    def simulated(
+        self,
+        stage: int,
+        problem: Plan,
+        decisions: Decisions,
+        begins: Sequence[float] | None = None,
+        details: bool = False,
+    ) -> Timeline:
+        """All microbatches of a step, on a stage."""
+        traced, optimizer = self.stages[stage], self.job.optimizer
+        turns = problem.turns(decisions, self.orders[stage], traced.sent_bytes)
+        if begins is not None:
+            turns = [turn._replace(begin=begin) for turn, begin in zip(turns, begins, strict=True)]
+        resting = problem.resting(optimizer)
+        return simulate(turns, problem.context, problem.costs, resting, optimizer, details=details)
+
+    def begins(self, timelines: Mapping[int, Timeline]) -> list[list[float]]:
+        """Of each stage's forwards and backwards, from the timelines of each kind of stages by itself."""
+        seconds: dict[int, dict[Phase, list[float]]] = {}
+        for kind, timeline in timelines.items():
+            seconds[kind] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+            for phase, (begin, end) in zip(self.orders[kind], timeline.turns, strict=True):
+                seconds[kind][phase].append(end - begin)
+            seconds[kind][Phase.FORWARD][0] += timeline.turns[0][0]  # what comes before
+        sent = max(stage.sent_bytes for stage in self.stages)
+        apart = Ring(2, self.candidate.inner * self.candidate.outer * self.candidate.degrees.tensor)
+        hop = collective_seconds("all_gather", 2 * sent, apart, self.job.hardware)
+        return pipelines.begins(self.orders, [seconds[kind] for kind in self.kinds], hop)
 
 
 # -- a model on other ranks -------------------------------------------------------------------------------------------
@@ -475,7 +641,11 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
             infos.append(replace(laid_out.info, name=which, unit=name))
             sources.append([_Source(own[i][j], part, whole) for i, j, part, whole in laid_out.sources])
     policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
-    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes)
+    if candidate.degrees.pipeline > 1:  # as the backend has it there
+        policy = replace(policy, keep_last=False, reshard_after_forward=True)
+    # Torch's stages receive each microbatch in memory of its own, which stays.
+    received = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
+    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes + received)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
     return Plan(outlines, context, CostModel(job.hardware, job.fused))
 

@@ -8,19 +8,90 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mfsdp_compile.context_parallel import ContextParallel
 from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
+from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
 from mfsdp_compile.runtime import compat
 
-__all__ = ["SHAPES", "Workload", "workload"]
+__all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "Part", "Workload", "workload"]
+
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class Degrees(NamedTuple):
+    """Numbers of ranks that divide a model otherwise than by sharding its parameters.
+
+    Args:
+        expert: that divide experts.
+        tensor: that divide everything.
+        context: that divide sequences.
+        pipeline: that divide layers: the stages of a pipeline.
+    """
+
+    expert: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def together(self) -> int:
+        """Ranks that compute one batch."""
+        return self.tensor * self.context * self.pipeline
+
+    def __str__(self) -> str:
+        names = {"EP": self.expert, "TP": self.tensor, "CP": self.context, "PP": self.pipeline}
+        return ", ".join(f"{name} {size}" for name, size in names.items() if size > 1)
+
+
+UNDIVIDED = Degrees()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a model, besides its shards.
+
+    Args:
+        degrees: of division.
+        experts: the group that experts are parallel over, if they are.
+        context: of sequences, if they are divided.
+        stage: of the pipeline.
+    """
+
+    degrees: Degrees = UNDIVIDED
+    experts: dist.ProcessGroup | None = None
+    context: ContextParallel | None = None
+    stage: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.degrees.pipeline - 1
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How a model is divided, by other means than sharding.
+
+    Args:
+        by: what it can be divided by: names of :class:`Degrees`.
+        build: makes this rank's part of it, but for tensor parallelism; called where tensors have no values.
+        inputs: makes the arguments of its forward, for a batch of whole sequences of some length.
+        parallelize: divides it over tensor-parallel ranks, in place.
+        alike: for each of so many stages, the number of the first one that is like it.
+    """
+
+    by: frozenset[str]
+    build: Callable[[Part], nn.Module]
+    inputs: Callable[[Part, int, int], Inputs] | None = None
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    alike: Callable[[int], Sequence[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,22 +109,19 @@ class Workload:
         checkpoint: activation checkpointing of units: ``"none"``; ``"full"``: their inputs are saved, and everything else
             is computed again; ``"selective"``: attention and every second matrix product are saved too, which is what
             torchtitan calls selective op checkpointing.
-        build_parallel: makes the model with this rank's part of its experts, for a process group that they are parallel over;
-            None: it has none, or cannot be divided.
-        parallelize: divides the model over tensor-parallel ranks, in place; None: it cannot be.
+        divided: how it is divided by expert, tensor, context and pipeline parallelism; None: it cannot be.
     """
 
     name: str
     build: Callable[[], nn.Module]
     unit_modules: Any
-    inputs: Callable[[int, int], tuple[Sequence[Any], Mapping[str, Any]]]
+    inputs: Callable[[int, int], Inputs]
     loss: Callable[[Any], Tensor] = lambda output: output
     batch: int = 1
     length: int = 2048
     dtype: torch.dtype = torch.bfloat16
     checkpoint: str = "none"
-    build_parallel: Callable[[dist.ProcessGroup], nn.Module] | None = None
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    divided: Divided | None = None
 
 
 @dataclass(frozen=True)
@@ -129,9 +197,10 @@ def workload(
         shape = SHAPES[name]
         found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
         if shape.model is MoeLlama:
-            found = replace(found, build_parallel=lambda group: MoeLlama(shape.config, group))
+            by_experts = Divided(frozenset({"expert"}), lambda part: MoeLlama(shape.config, part.experts))
+            found = replace(found, divided=by_experts)
         if shape.model is Llama:
-            found = replace(found, parallelize=_parallelize)
+            found = replace(found, divided=divided_llama(shape.config, dtype))
         found = replace(found, length=length or shape.length, **given)
     elif model.startswith("hf:"):
         found = replace(_hugging_face(name), **given)
@@ -146,13 +215,42 @@ def workload(
     return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
 
 
-def _parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    assert isinstance(model, Llama)
-    return parallelize(model, mesh, sequence=True)
+def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
+    """Tensor, context and pipeline parallelism of a Llama, all at a time. What lies between the layers that tensor-parallel
+    ranks divide is divided by positions.
+
+    Args:
+        dtype: of what one stage of a pipeline gives the next.
+    """
+
+    def build(part: Part) -> nn.Module:
+        attend = {"attend": part.context.attention} if part.context is not None else {}
+        return Llama(config, **attend, stage=part.stage, stages=part.degrees.pipeline)
+
+    def inputs(part: Part, batch: int, length: int) -> Inputs:
+        of_rank = length // part.degrees.context
+        tokens = [torch.zeros(batch, of_rank, dtype=torch.int64) for _ in range(2)]
+        positions = part.context.positions(length) if part.context is not None else torch.arange(length)
+        shape = (batch, of_rank // part.degrees.tensor, config.width)
+        first = tokens[0] if part.stage == 0 else torch.zeros(shape, dtype=dtype, requires_grad=True)
+        return [first, *([tokens[1]] if part.is_last else [])], {"positions": positions}
+
+    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, Llama)
+        return parallelize(model, mesh, sequence=True)
+
+    def alike(stages: int) -> list[int]:
+        kinds = [
+            (stage == 0, stage == stages - 1, len(layers_of_stage(config.layers, stage, stages)))
+            for stage in range(stages)
+        ]
+        return [kinds.index(kind) for kind in kinds]
+
+    return Divided(frozenset({"tensor", "context", "pipeline"}), build, inputs, parallel, alike)
 
 
-def _tokens(vocabulary: int) -> Callable[[int, int], tuple[Sequence[Any], Mapping[str, Any]]]:
-    def inputs(batch: int, length: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def _tokens(vocabulary: int) -> Callable[[int, int], Inputs]:
+    def inputs(batch: int, length: int) -> Inputs:
         return [torch.zeros(batch, length, dtype=torch.int64) for _ in range(2)], {}
 
     return inputs
@@ -178,7 +276,7 @@ def _hugging_face(path: str) -> Workload:
     def build() -> nn.Module:
         return transformers.AutoModelForCausalLM.from_config(config)
 
-    def inputs(batch: int, length: int) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def inputs(batch: int, length: int) -> Inputs:
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         return [], {"input_ids": tokens, "labels": tokens}
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend import find_shells, prepare
+from mfsdp_compile.context_parallel import ContextParallel
 from mfsdp_compile.options import CompileOptions, known_rings
 from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Phase
@@ -30,7 +31,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.experts import is_expert
 from mfsdp_compile.runtime.units import Unit, find_units, neighbours, repeated_blocks, resolve_unit_classes
 
-from .shapes import Workload
+from .shapes import UNDIVIDED, Degrees, Divided, Inputs, Part, Workload
 
 __all__ = ["Trace", "TracedBucket", "trace"]
 
@@ -66,8 +67,10 @@ class Trace:
             follow on one another.
         buffer_bytes: of the whole model.
         parameters: of the whole model.
-        tokens: of one rank's batch.
+        tokens: of the batch of one rank, or of those that compute it together.
         forward_flops: of one rank's forward, in floating-point operations.
+        received_bytes, sent_bytes: of what the stages of a pipeline before and behind this one have to do with it in a forward;
+            0 at the ends.
     """
 
     outlines: Mapping[Phase, Outline]
@@ -79,6 +82,8 @@ class Trace:
     parameters: int
     tokens: int
     forward_flops: float
+    received_bytes: int = 0
+    sent_bytes: int = 0
 
 
 def trace(
@@ -87,8 +92,8 @@ def trace(
     fused: bool,
     *,
     parts: bool = False,
-    expert_parallel: int = 1,
-    tensor_parallel: int = 1,
+    degrees: Degrees = UNDIVIDED,
+    stage: int = 0,
 ) -> Trace:
     """Trace a model.
 
@@ -98,52 +103,55 @@ def trace(
         fused: whether the inner compiler fuses kernels (Inductor).
         parts: note for every parameter by itself where it is used, so that plans can part units into smaller buckets. Takes
             longer, and plans take longer.
-        expert_parallel: ranks that divide the model's experts; neighbours.
-        tensor_parallel: ranks that divide everything; neighbours.
+        degrees: numbers of ranks that divide the model.
+        stage: of the pipeline, if layers are divided.
 
     Raises:
         RuntimeError: there is a process group already, or torch.compile makes several graphs of the model.
-        ValueError: the model has no experts that can be divided, or not by so many ranks; or it does not say how it is
-            tensor-parallel.
+        ValueError: the model does not say how it is divided like that, or cannot be divided by so many ranks.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "A plan is made with a process group of ranks that do not exist, and there is a real one already: plan in a "
             "process of its own."
         )
-    if expert_parallel > 1 and work.build_parallel is None:
-        raise ValueError(
-            f"{work.name} cannot be planned with {expert_parallel} expert-parallel ranks: it has no experts, or does not say how "
-            "it is made with a part of them (Workload.build_parallel)"
-        )
-    if tensor_parallel > 1 and work.parallelize is None:
-        raise ValueError(
-            f"{work.name} cannot be planned with {tensor_parallel} tensor-parallel ranks: it does not say how it is divided over "
-            "them (Workload.parallelize)"
-        )
-    if tensor_parallel > 1 and expert_parallel > 1:
-        raise ValueError("plans know tensor-parallel and expert-parallel ranks, but not both at a time")
-    with _fake_group(expert_parallel, tensor_parallel) as (mesh, experts), compat.fake_mode(), compat.quiet():
+    divided = _divided(work, degrees)
+    with contextlib.ExitStack() as stack:
+        mesh, experts = stack.enter_context(_fake_group(degrees))
+        context = ContextParallel(mesh["cp"]) if degrees.context > 1 else None
+        if context is not None:
+            context.positions(work.length)  # which makes masks, and cannot where tensors have no values
+        part = Part(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
+        stack.enter_context(compat.fake_mode())
+        stack.enter_context(compat.quiet())
         with _default_dtype(work.dtype), _NoValues():
-            divided = expert_parallel > 1 and work.build_parallel is not None
-            model = work.build_parallel(experts["ep"].get_group()) if divided else work.build()  # type: ignore[misc]
+            model = divided.build(part) if divided is not None else work.build()
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
         runs_of_neighbours = [
-            {unit.name: unit.gathered_bytes // tensor_parallel for unit in run} for run in neighbours(model, whole)
+            {unit.name: unit.gathered_bytes // degrees.tensor for unit in run} for run in neighbours(model, whole)
         ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
-        counts = (p.numel() * (expert_parallel if divided and is_expert(name, p) else 1) for name, p in params)
+        counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
         runs, names = _shorten(model, classes)
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
-        if tensor_parallel > 1 and work.parallelize is not None:
-            model = work.parallelize(model, mesh["tp"])
+        if degrees.tensor > 1 and divided is not None and divided.parallelize is not None:
+            model = divided.parallelize(model, mesh["tp"])
         units = {unit.name: unit for unit in find_units(model, classes)}
-        meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"} | ({"expt_device_mesh": experts} if divided else {})
-        outlines, buckets = _outlines(model, meshes, classes, work, hardware, fused, 1 if parts else None)
+        meshes = {"device_mesh": mesh, "dp_shard_dim": "fsdp"}
+        if part.experts is not None:
+            meshes["expt_device_mesh"] = experts
+        if divided is not None and divided.inputs is not None:
+            inputs = divided.inputs(part, work.batch, work.length)
+        else:
+            inputs = work.inputs(work.batch, work.length)
+        outlines, buckets, sent = _outlines(model, meshes, classes, work, inputs, hardware, fused, 1 if parts else None)
+        received = sum(
+            each.nbytes for each in compat.tree_leaves(inputs) if isinstance(each, Tensor) and each.requires_grad
+        )
     outlines = {
         phase: replace(outline, units=tuple(names.get(unit, unit) for unit in outline.units))
         for phase, outline in outlines.items()
@@ -152,7 +160,19 @@ def trace(
     for run in runs:
         outlines, buckets = _stretch(outlines, buckets, run)
     flops = sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
-    return Trace(outlines, buckets, units, order, runs_of_neighbours, *sizes, work.batch * work.length, flops)
+    tokens = work.batch * work.length
+    return Trace(
+        outlines,
+        buckets,
+        units,
+        order,
+        runs_of_neighbours,
+        *sizes,
+        tokens,
+        flops,
+        received,
+        0 if part.is_last else sent,
+    )
 
 
 def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
@@ -160,18 +180,45 @@ def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
     return repeated_blocks(model) or [type(child) for child in model.children()]
 
 
+def _divided(work: Workload, degrees: Degrees) -> Divided | None:
+    """How to make a part of the model; None: it is not divided.
+
+    Raises:
+        ValueError: it cannot be.
+    """
+    if degrees == UNDIVIDED:
+        return None
+    for kind, size in degrees._asdict().items():
+        if size > 1 and (work.divided is None or kind not in work.divided.by):
+            raise ValueError(
+                f"{work.name} cannot be planned with {size} {kind}-parallel ranks: it does not say how it is divided over them "
+                "(Workload.divided)"
+            )
+    assert work.divided is not None
+    if work.length % (2 * degrees.context) and degrees.context > 1:
+        raise ValueError(
+            f"sequences of {work.length} tokens cannot be divided into {2 * degrees.context} chunks, two for each of "
+            f"{degrees.context} context-parallel ranks"
+        )
+    return work.divided
+
+
 @contextlib.contextmanager
-def _fake_group(expert_parallel: int, tensor_parallel: int) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """The mesh of everything, and that of experts."""
-    ranks = _RANKS * expert_parallel
-    with compat.fake_process_group(ranks * tensor_parallel):
+def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
+    """The mesh of everything, whose dimension ``fsdp`` is all that parameters are sharded over, and that of experts."""
+    expert, tensor, context, _ = degrees
+    ranks = _RANKS * expert * context
+    with compat.fake_process_group(ranks * tensor):
         try:
-            if tensor_parallel > 1:
-                dense = init_device_mesh("cpu", (ranks, tensor_parallel), mesh_dim_names=("fsdp", "tp"))
+            names = ("fsdp", "tp") if context == 1 else ("dp", "cp", "tp")
+            shape = (ranks,) if context == 1 else (ranks // context, context)
+            dense = init_device_mesh("cpu", (*shape, tensor), mesh_dim_names=names)
+            if context > 1:
+                dense["dp", "cp"]._flatten("fsdp")
+            if tensor > 1 or expert == 1:
                 yield dense, dense
-                return
-            dense = init_device_mesh("cpu", (ranks,), mesh_dim_names=("fsdp",))
-            yield dense, init_device_mesh("cpu", (_RANKS, expert_parallel), mesh_dim_names=("fsdp", "ep"))
+            else:
+                yield dense, init_device_mesh("cpu", (ranks // expert, expert), mesh_dim_names=("fsdp", "ep"))
         finally:
             torch.compiler.reset()
 
@@ -204,14 +251,17 @@ def _outlines(
     meshes: Mapping[str, Any],
     classes: Sequence[type[nn.Module]],
     work: Workload,
+    arguments: Inputs,
     hardware: Hardware,
     fused: bool,
     bucket_bytes: int | None,
-) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
+) -> tuple[dict[Phase, Outline], list[TracedBucket], int]:
+    """Outlines, buckets, and the bytes of the output."""
     sharded = fully_shard_model(
         model, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes, **meshes
     )
     outlines: dict[Phase, Outline] = {}
+    outputs: list[Tensor] = []
     found: list[pipeline.Record] = []
     costs = CostModel(hardware, fused, groups=known_rings())
     options = CompileOptions(hardware=hardware)
@@ -230,7 +280,9 @@ def _outlines(
             pipeline.tag_for_trial(joint.graph, record)
             forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
             graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
-            outlines.update(pipeline.outlines_of(graphs, record.context, costs, kwargs["num_fwd_outputs"]))
+            count = kwargs["num_fwd_outputs"]
+            outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
+            outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
             raise _Traced  # nothing that comes after is needed
 
         if not record.context.whole_model:
@@ -240,7 +292,7 @@ def _outlines(
             )
         return compat.trace_with_aot(gm, inputs, partition, decomposed=fused)
 
-    args, kwargs = work.inputs(work.batch, work.length)
+    args, kwargs = arguments
     try:
         with contextlib.suppress(_Traced):
             work.loss(torch.compile(sharded, backend=backend)(*args, **kwargs))
@@ -250,7 +302,7 @@ def _outlines(
         raise RuntimeError(f"{work.name} has no trainable parameters, or its output does not depend on them")
     infos = found[0].context.buckets
     buckets = [TracedBucket(i.unit, i.unit, frozenset(slot.name for slot in i.layout.slots)) for i in infos]
-    return outlines, buckets
+    return outlines, buckets, sum(output.nbytes for output in outputs)
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+"""When the stages of a pipeline compute: the one-forward-one-backward schedule (https://arxiv.org/abs/1806.03377,
+https://arxiv.org/abs/2104.04473), which torch calls Schedule1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mfsdp_compile.passes.context import Phase
+
+__all__ = ["begins", "order"]
+
+
+def order(stage: int, stages: int, microbatches: int) -> list[Phase]:
+    """Forwards and backwards of a stage, of at least as many microbatches as stages. Of ``stages - stage`` microbatches what their backwards need is in
+    memory at the most."""
+    ahead = stages - stage - 1
+    alternating = [Phase.FORWARD, Phase.BACKWARD] * (microbatches - ahead)
+    return [Phase.FORWARD] * ahead + alternating + [Phase.BACKWARD] * ahead
+
+
+def begins(
+    orders: Sequence[Sequence[Phase]], seconds: Sequence[Mapping[Phase, Sequence[float]]], hop: float
+) -> list[list[float]]:
+    """When each forward and backward can begin: what comes before it on its rank is over, and what it needs has arrived.
+
+    Args:
+        orders: of each stage.
+        seconds: that they take, of each stage, by microbatch.
+        hop: seconds from a stage to the next.
+
+    Returns:
+        Of each stage, in its order.
+    """
+    last = len(orders) - 1
+    over: dict[tuple[int, Phase, int], float] = {}
+    found: list[list[float]] = [[] for _ in orders]
+    free = [0.0] * len(orders)
+    counts = [dict.fromkeys((Phase.FORWARD, Phase.BACKWARD), 0) for _ in orders]
+    while any(len(done) < len(all_) for done, all_ in zip(found, orders, strict=True)):
+        for stage, phases in enumerate(orders):
+            while len(found[stage]) < len(phases):
+                phase = phases[len(found[stage])]
+                number = counts[stage][phase]
+                source = stage - 1 if phase is Phase.FORWARD else stage + 1
+                arrived = 0.0
+                if 0 <= source <= last:
+                    if (source, phase, number) not in over:
+                        break
+                    arrived = over[source, phase, number] + hop
+                begin = max(free[stage], arrived)
+                free[stage] = over[stage, phase, number] = begin + seconds[stage][phase][number]
+                found[stage].append(begin)
+                counts[stage][phase] += 1
+    return found
