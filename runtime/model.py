@@ -279,7 +279,11 @@ class ShardedModel:
     ) -> None:
         """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it: also ``experts``, by
         name, which tensor-parallel ranks do not divide. Where some ranks of a mesh raise, all do."""
-        parallel = self.experts.parallel if self.experts is not None else None
+        undivided = {
+            id(None),
+            id(self.experts.parallel if self.experts is not None else None),
+        }  # meshes: equal ones differ
+        tensor_parallel = {id(partition.mesh) for partition in self._tensor_parallel}
         params = dict(module.named_parameters())
         asked: list[dist.ProcessGroup] = []
         for mesh in self._other_meshes:
@@ -289,7 +293,8 @@ class ShardedModel:
                     if partition is not None and partition.mesh is mesh:
                         alike = partition.placements[dim].is_replicate()
                     else:
-                        alike = name in experts and mesh is not parallel
+                        over = partition.mesh if partition is not None else None
+                        alike = name in experts and id(mesh) in tensor_parallel and id(over) in undivided
                     if alike:
                         shape = tuple(local_part(params[name]).shape)
                         lines.append(f"parameter {name}: {shape}, {params[name].dtype}")

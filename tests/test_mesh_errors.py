@@ -378,21 +378,6 @@ def test_a_rank_that_was_refused_may_come_again() -> None:
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
 
 
-@on_ranks(4, timeout=60)
-def test_replicas_that_differ_in_one_place() -> None:
-    """3.7. Ranks 0 and 1 differ. Ranks 2 and 3 do not, and would train, and wait, without them."""
-    made, model = meshes(), parity.build(zoo.Plain)
-    if dist.get_rank() in (0, 2):
-        with torch.no_grad():
-            model.norm.weight.add_(dist.get_rank() == 0)
-    arguments = with_meshes({"device_mesh": "dp tp", "dp_shard_dim": "dp", "tp_dim": "tp"}, made)
-    with (
-        mock.patch.object(agreement, "LOOK", SOON),
-        raises_everywhere(RuntimeError, "fully_shard_model", "differs from"),
-    ):
-        fully_shard_model(model, fsdp_unit_modules=[zoo.Block], check_values=dist.get_rank() < 2, **arguments)
-
-
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -401,6 +386,28 @@ class Mixed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.experts(x)).sum()
+
+
+@on_ranks(4, timeout=60)
+def test_replicas_that_differ_in_one_place() -> None:
+    """3.7. Ranks 0 and 1 differ. Ranks 2 and 3, which have other experts, do not, and would train, and wait, without them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
+    arguments["expt_device_mesh"] = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    arguments["fsdp_unit_modules"] = [nn.Linear]
+
+    def build(rank: int) -> Mixed:
+        model = parity.build(Mixed)
+        with torch.no_grad():
+            model.experts.weight.add_(rank)
+        return model
+
+    rank = dist.get_rank()
+    message = "values of experts.weight"  # ranks 2 and 3 have it from 0 and 1
+    with mock.patch.object(agreement, "LOOK", SOON), raises_everywhere(RuntimeError, "fully_shard_model", message):
+        fully_shard_model(build(min(rank, 2)), **arguments)
+    dist.barrier()
+    fully_shard_model(build(rank // 2), **arguments)(torch.ones(2, 8)).backward()
 
 
 @on_ranks(4, timeout=60)
