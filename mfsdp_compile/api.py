@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import optimizer as optimizers
+from mfsdp_compile.runtime.agreement import telling_others
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
@@ -22,6 +25,7 @@ from .wrapper import MegatronFSDP
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
 
 
+@telling_others()
 def fully_shard_model(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
@@ -143,7 +147,8 @@ def fully_shard_model(
         The wrapped model; ``.module`` is ``module``.
 
     Raises:
-        RuntimeError: there is no process group, or ranks hold different models (the message says which and where).
+        RuntimeError: there is no process group, or ranks hold different models (the message says which and where), or an
+            argument is wrong on another rank.
         ValueError, TypeError: an argument is wrong; the model is as it was.
     """
     given = dict(locals())
@@ -161,6 +166,7 @@ def fully_shard_model(
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
+    _refuse_other_data_parallelism(module)
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
@@ -234,6 +240,7 @@ def fully_shard_optimizer(
     return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt)
 
 
+@telling_others()
 def fully_shard(
     module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, flat_optimizer: bool = False, **kwargs: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
@@ -291,6 +298,17 @@ def _refuse_without_experts(given: Mapping[str, Any]) -> None:
         if given[name] is not None:
             raise ValueError(
                 f"{name} is given without expt_device_mesh, the mesh of the ranks that share experts: it has no meaning then."
+            )
+
+
+def _refuse_other_data_parallelism(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        if isinstance(inner, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+            where = f"Module {name!r}" if name else "The model"
+            raise ValueError(
+                f"{where} is a {type(inner).__name__}: torch's data parallelism has it already, and gradients would be reduced "
+                "twice. Use one of the two: pass fully_shard_model the module as it was before torch's fully_shard, "
+                "FullyShardedDataParallel or DistributedDataParallel."
             )
 
 

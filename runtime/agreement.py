@@ -7,9 +7,11 @@ left waiting in a collective. Traffic: two small values per rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "forget_failure",
     "has_others",
     "report_failure",
+    "telling_others",
     "value_digest",
 ]
 
@@ -36,6 +39,10 @@ Within = Callable[[], tuple[Sequence[int], Sequence[str]]]
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
 
+LOOK = timedelta(seconds=15)
+"""How often ranks that wait look whether those that they wait for were refused. Seen twice, it is believed: a program that
+catches the error, on all ranks, comes again in the meantime."""
+
 
 def agree(
     group: dist.ProcessGroup,
@@ -44,6 +51,7 @@ def agree(
     timeout: timedelta | None = None,
     epoch: int = 0,
     within: Within | None = None,
+    heeds_refusals: bool = False,
 ) -> None:
     """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
 
@@ -56,6 +64,7 @@ def agree(
         epoch: ranks that do not know the same number do not meet.
         within: what only some ranks hold in common, asked for when ``describe`` has returned: some of the group's ranks,
             and lines that must be the same on those. None: nothing.
+        heeds_refusals: do not wait for ranks that have failed :func:`telling_others`; their error is quoted.
 
     Raises:
         RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
@@ -76,7 +85,8 @@ def agree(
         outcome = {"digest": _digest(lines), "party": party, "its digest": _digest(some[1])}
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
-        verdict = _verdict(group, ranks, f"{topic}/{epoch}" if epoch else topic, outcome, timeout)
+        place = f"{topic}/{epoch}" if epoch else topic
+        verdict = _verdict(group, ranks, place, outcome, timeout, heeds_refusals=heeds_refusals)
         if failure is None and verdict["kind"] != "same":
             raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
@@ -115,6 +125,29 @@ def conclude(
             f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
             "its launcher, has ended."
         ) from error
+
+
+@contextlib.contextmanager
+def telling_others() -> Iterator[None]:
+    """Ranks that wait for this one in an :func:`agree` that heeds refusals learn of an error that is raised inside.
+
+    For what is wrong before it is known which ranks there are to agree with: arguments that say which.
+    """
+    if not (dist.is_initialized() and has_others(dist.group.WORLD)):
+        yield
+        return
+    store, refusal = compat.default_store(), _refusal_of(dist.get_rank())
+    store.set(refusal, "")  # an earlier one does not count: this is another attempt
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store's process is gone; the error at hand matters more
+            store.set(refusal, f"{type(error).__name__}: {error}"[:2000])
+        raise
+
+
+def _refusal_of(rank: int) -> str:
+    return f"mfsdp/refusal/{rank}"
 
 
 def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -170,25 +203,93 @@ def _verdict(
     outcome: dict[str, Any],
     timeout: timedelta,
     combine: Callable[[Sequence[Any]], Any] | None = None,
+    heeds_refusals: bool = False,
 ) -> dict[str, Any]:
     store, me = compat.default_store(), dist.get_rank()
     # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
     place = f"mfsdp/agree/{group.group_name}/{topic}"
     visit = store.add(f"{place}/visits/{me}", 1)
+    if heeds_refusals and (over := _given_up(store, place)) and me in over["refused"] and visit <= over["visit"]:
+        visit = store.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more
     key = f"{place}/{visit}"
     store.set(f"{key}/{me}", json.dumps(outcome))
+    look = _Look(store, place, visit) if heeds_refusals else None
     if me == ranks[0]:
-        verdict = _compare(store, key, ranks, timeout, combine)
+        verdict = _compare(store, key, ranks, timeout, combine, look)
         store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
         if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
             for name in ("verdict", *ranks):
                 store.delete_key(f"{place}/{visit - 1}/{name}")
+    if (absent := _missing(store, key, ranks[:1], timeout, look)) is not None:
+        return absent
     try:
-        store.wait([f"{key}/{ranks[0]}"], timeout)
         store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others
     except RuntimeError:  # DistStoreError
-        return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
+        return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
     return json.loads(store.get(f"{key}/verdict"))
+
+
+class _Look:
+    """Were ranks that others wait for refused?
+
+    Whoever finds that gives the visit up for all: for those that look later, and for the refused ranks when they come again,
+    which have been here once less.
+
+    Attributes:
+        due: seconds of waiting after which to look the next time.
+    """
+
+    def __init__(self, store: dist.Store, place: str, visit: int) -> None:
+        self.due = LOOK.total_seconds()
+        self._store, self._place, self._visit = store, place, visit
+        self._seen: dict[int, bytes] = {}
+
+    def at(self, missing: Sequence[int]) -> dict[str, Any] | None:
+        """The verdict, if there is one."""
+        self.due += LOOK.total_seconds()
+        over = _given_up(self._store, self._place)
+        if over is not None and over["visit"] >= self._visit:
+            return over
+        refused = {r: self._store.get(_refusal_of(r)) for r in missing if self._store.check([_refusal_of(r)])}
+        refused = {rank: error for rank, error in refused.items() if error}
+        certain = [rank for rank, error in refused.items() if self._seen.get(rank) == error]
+        self._seen = refused
+        if not certain:
+            return None
+        verdict = {"kind": "failed", "ranks": certain[:1], "error": refused[certain[0]].decode()}
+        given_up = verdict | {"visit": self._visit, "refused": list(refused)}
+        self._store.set(f"{self._place}/given up", json.dumps(given_up))
+        return verdict
+
+
+def _given_up(store: dist.Store, place: str) -> dict[str, Any] | None:
+    key = f"{place}/given up"
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def _missing(
+    store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta, look: _Look | None
+) -> dict[str, Any] | None:
+    """The verdict if not all ranks come to this visit; None once they are there."""
+    keys, begun = [f"{key}/{rank}" for rank in ranks], time.monotonic()
+    if look is None:
+        with contextlib.suppress(RuntimeError):  # DistStoreError
+            store.wait(keys, timeout)
+            return None
+    while look is not None:  # asking: a wait that is cut into pieces would warn at the end of each
+        if store.check(keys):
+            return None
+        waited = time.monotonic() - begun
+        if waited >= look.due and (verdict := look.at(_not_there(store, key, ranks))) is not None:
+            return verdict
+        if waited >= timeout.total_seconds():
+            break
+        time.sleep(min(max(waited / 10, 1e-3), 1.0, LOOK.total_seconds()))
+    return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
+
+
+def _not_there(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
 
 
 def _compare(
@@ -197,11 +298,10 @@ def _compare(
     ranks: Sequence[int],
     timeout: timedelta,
     combine: Callable[[Sequence[Any]], Any] | None,
+    look: _Look | None,
 ) -> dict[str, Any]:
-    try:
-        store.wait([f"{key}/{rank}" for rank in ranks], timeout)
-    except RuntimeError:  # DistStoreError
-        return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])]}
+    if (absent := _missing(store, key, ranks, timeout, look)) is not None:
+        return absent
     outcomes = {rank: json.loads(store.get(f"{key}/{rank}")) for rank in ranks}
     for rank, outcome in outcomes.items():
         if "error" in outcome:

@@ -190,6 +190,7 @@ class ShardedModel:
                 f"torch {torch.__version__}",
                 str(topology),
                 *map(str, found),
+                f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
                 *_describe(module, plans, check_values),
             ]
 
@@ -198,7 +199,7 @@ class ShardedModel:
                 return (), []
             return found[0].ranks, _describe_experts(module, plans, check_values)
 
-        agree(every, "fully_shard_model", describe, within=describe_experts)
+        agree(every, "fully_shard_model", describe, within=describe_experts, heeds_refusals=True)
         self.experts = found[0].known_to_all(sorted(_experts_in(plans)), every) if found else None
         if self.experts is not None:
             whole_model = dict(module.named_parameters())
@@ -207,7 +208,7 @@ class ShardedModel:
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
         others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
         self._tensor_parallel = tuple(partition for partition in others if partition is not None)
-        self._agree_on_replicas(module, partitions, check_values)
+        self._agree_on_replicas(module, partitions, check_values, every, _experts_in(plans))
         self.group, self.everyone = every, every
         if self._tensor_parallel:
             self.everyone = compat.new_group_like(every.group_name, self._ranks())
@@ -269,21 +270,43 @@ class ShardedModel:
         return [self.topology] if self.experts is None else [self.topology, self.experts.topology]
 
     def _agree_on_replicas(
-        self, module: nn.Module, partitions: Mapping[str, Partition | None], check_values: bool
+        self,
+        module: nn.Module,
+        partitions: Mapping[str, Partition | None],
+        check_values: bool,
+        every: dist.ProcessGroup,
+        experts: Collection[str],
     ) -> None:
-        """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it."""
+        """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it: also ``experts``, by
+        name, which tensor-parallel ranks do not divide. Where some ranks of a mesh raise, all do."""
+        undivided = {
+            id(None),
+            id(self.experts.parallel if self.experts is not None else None),
+        }  # meshes: equal ones differ
+        tensor_parallel = {id(partition.mesh) for partition in self._tensor_parallel}
         params = dict(module.named_parameters())
+        asked: list[dist.ProcessGroup] = []
         for mesh in self._other_meshes:
             for dim in range(mesh.ndim):
                 lines = []
                 for name, partition in partitions.items():
-                    if partition is not None and partition.mesh is mesh and partition.placements[dim].is_replicate():
-                        lines.append(f"parameter {name}: {partition.part_shape}, {params[name].dtype}")
+                    if partition is not None and partition.mesh is mesh:
+                        alike = partition.placements[dim].is_replicate()
+                    else:
+                        over = partition.mesh if partition is not None else None
+                        alike = name in experts and id(mesh) in tensor_parallel and id(over) in undivided
+                    if alike:
+                        shape = tuple(local_part(params[name]).shape)
+                        lines.append(f"parameter {name}: {shape}, {params[name].dtype}")
                         if check_values:
                             lines.append(f"values of {name}: {value_digest(local_part(params[name]))}")
                 dimension = (mesh.mesh_dim_names or ("",))[dim]
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
-                agree(mesh.get_group(dim), topic, lambda lines=lines: lines)  # type: ignore[misc]
+                agree(mesh.get_group(dim), topic, lambda lines=lines: lines, heeds_refusals=True)  # type: ignore[misc]
+                asked.append(mesh.get_group(dim))
+        # A group that differs knows it; those beside it, along the other dimensions, are told.
+        for group in [every, *asked[:-1]] if asked else []:
+            agree(group, "fully_shard_model, ranks of other mesh dimensions", list, heeds_refusals=True)
 
     @compat.on_values
     def _ranks(self) -> list[int]:
@@ -910,7 +933,7 @@ def _partitions(
     experts: Experts | None = None,
 ) -> dict[str, Partition | None]:
     """How parameters come divided, by name; of experts, those that are DTensors."""
-    of_experts = Partitioner(experts.topology.mesh) if experts is not None else partitioner
+    of_experts = Partitioner(experts.topology.mesh, of_experts=True) if experts is not None else partitioner
     names = _experts_in(plans)
     found = {}
     for unit in units:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import compat
-from .topology import Group
+from .topology import Group, check_order
 
 __all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
 
@@ -163,11 +163,14 @@ class Partitioner:
     Args:
         data_parallel: the mesh that they are to be sharded over.
         tensor_parallel: the mesh dimension that Megatron's marks speak of; None: there is none.
+        of_experts: parameters are experts, of which no part can be marked.
     """
 
     data_parallel: DeviceMesh
     tensor_parallel: DeviceMesh | None = None
+    of_experts: bool = False
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
+    _in_order: set[int] = field(default_factory=set, repr=False)
 
     def of(self, name: str, param: Tensor) -> Partition | None:
         """None: the parameter is an ordinary one.
@@ -175,9 +178,11 @@ class Partitioner:
         Raises:
             ValueError: a mesh or a placement that does not fit, or a mark without a mesh.
         """
-        if isinstance(param, DTensor):
-            return self._of_dtensor(name, param)
-        return self._of_marks(name, param)
+        partition = self._of_dtensor(name, param) if isinstance(param, DTensor) else self._of_marks(name, param)
+        if partition is not None and id(partition.mesh) not in self._in_order:
+            check_order(partition.beside(self.data_parallel), self.data_parallel.ndim - 1, "device_mesh")
+            self._in_order.add(id(partition.mesh))
+        return partition
 
     def _of_dtensor(self, name: str, param: DTensor) -> Partition:
         mesh, placements = self._first_like(param.device_mesh), tuple(param.placements)
@@ -218,6 +223,12 @@ class Partitioner:
             if mesh is None:
                 return None
             return Partition(mesh, (Replicate(),), tuple(param.shape), bare=True)
+        if self.of_experts:
+            raise NotImplementedError(
+                f"Parameter {name!r} is an expert, and marked tensor_model_parallel: tensor parallelism inside of experts is not "
+                "implemented. Divide whole experts among ranks (expt_device_mesh of (n / e, e) ranks), and build them without "
+                "tensor parallelism (expert_tensor_parallel_size=1)."
+            )
         if mesh is None:
             raise ValueError(
                 f"Parameter {name!r} is marked tensor_model_parallel: it is a part of a parameter, and tp_dim says of no mesh "

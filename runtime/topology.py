@@ -40,6 +40,7 @@ __all__ = [
     "Stage",
     "Topology",
     "build_topology",
+    "check_order",
     "launches",
     "tensor_parallel_mesh",
 ]
@@ -356,6 +357,7 @@ def build_topology(
 
     Raises:
         RuntimeError: there is no process group.
+        TypeError: a mesh, a name or a group is something else.
         ValueError: dimensions, groups or strategies that do not fit together.
     """
     if not dist.is_initialized():
@@ -363,6 +365,7 @@ def build_topology(
             "fully_shard_model needs a process group. Call torch.distributed.init_process_group first, and start the "
             "program with torchrun --nproc-per-node=N; a single process can shard over itself."
         )
+    _check_kinds(mesh, {"dp_shard_dim": shard_dim, "dp_outer_dim": outer_dim}, hybrid_group, gathers, called)
     if outer_strategy not in (ShardingStrategy.NO_SHARD, ShardingStrategy.OPTIM):
         raise ValueError(
             f"outer_dp_sharding_strategy={outer_strategy.name.lower()!r}: outer ranks can share the optimizer's state "
@@ -413,18 +416,45 @@ def build_topology(
     if outer_dim == shard_dim:
         raise ValueError(f"dp_outer_dim and dp_shard_dim are both {outer_dim!r}; they must be two dimensions.")
     outer = _dimension(mesh, outer_dim, "dp_outer_dim", called).get_group()
-    both = _sliced(mesh, (outer_dim, shard_dim))
+    try:
+        both = _sliced(mesh, (outer_dim, shard_dim))
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"dp_outer_dim={outer_dim!r} and dp_shard_dim={shard_dim!r} are dimensions of {called.mesh}, which has "
+            f"{mesh.mesh_dim_names}, but no two that make a mesh: they must have no rank but this one in common, and the outer "
+            f"one must come first. Make it with init_device_mesh(device, (m, n), mesh_dim_names=({outer_dim!r}, "
+            f"{shard_dim!r})). ({error})"
+        ) from error
     if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
         raise ValueError(
             f"{called.hybrid_group} has the ranks {sorted(dist.get_process_group_ranks(hybrid_group))}, but the mesh "
             f"dimensions {outer_dim!r} and {shard_dim!r} have {sorted(both.mesh.flatten().tolist())}."
         )
+    check_order(both, 1, called.mesh)
     _check_covered(mesh, hybrid_group)
     every = Group.of(hybrid_group)
     return (
         Topology(both, strategy, outer_strategy, Group.of(inner), Group.of(outer), every, for_gathers),
         hybrid_group,
     )
+
+
+@compat.on_values
+def check_order(mesh: DeviceMesh, along: int, called: str) -> None:
+    """Raise ValueError if ranks that lie side by side in ``mesh`` would hold different pieces of what is cut over the dimension
+    number ``along``: process groups order their ranks by number, wherever they lie in the mesh.
+
+    Args:
+        called: the mesh, for the message.
+    """
+    places = mesh.mesh.movedim(along, -1).flatten(0, -2).argsort(-1)
+    if (places != places[0]).any():
+        name = (mesh.mesh_dim_names or range(mesh.ndim))[along]
+        raise ValueError(
+            f"{called} has the ranks {mesh.mesh.tolist()} in its dimensions {mesh.mesh_dim_names}, which are in another order along "
+            f"{name!r} in one place than in another: process groups order ranks by number, so that those which should hold the "
+            f"same piece of a parameter would not. Let them increase along {name!r} everywhere, as init_device_mesh does."
+        )
 
 
 def tensor_parallel_mesh(
@@ -437,6 +467,7 @@ def tensor_parallel_mesh(
     """
     if tp_dim is None:
         return None
+    _check_name(tp_dim, "tp_dim", DENSE_ARGUMENTS)
     if mesh is None:
         raise ValueError(f"tp_dim={tp_dim!r} needs a device_mesh that has this dimension.")
     if tp_dim in data_parallel:
@@ -444,13 +475,62 @@ def tensor_parallel_mesh(
             f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: the ranks of "
             "a dimension share either parameters or data."
         )
-    return _dimension(mesh, tp_dim, "tp_dim", DENSE_ARGUMENTS)
+    tensor_parallel = _dimension(mesh, tp_dim, "tp_dim", DENSE_ARGUMENTS)
+    ranks = dist.get_process_group_ranks(tensor_parallel.get_group())
+    for argument, name in zip(("dp_shard_dim", "dp_outer_dim"), data_parallel, strict=False):
+        if name is None:
+            continue
+        others = dist.get_process_group_ranks(_dimension(mesh, name, argument, DENSE_ARGUMENTS).get_group())
+        if len(both := sorted({*ranks} & {*others})) > 1:
+            raise ValueError(
+                f"tp_dim={tp_dim!r} has the ranks {ranks}, and {argument}={name!r} the ranks {others}: {both} cannot share "
+                f"both parameters and data. Flatten into {name!r} only dimensions of ranks with other data."
+            )
+    return tensor_parallel
+
+
+def _check_kinds(
+    mesh: object, dimensions: Mapping[str, object], hybrid_group: object, gathers: object, called: Arguments
+) -> None:
+    """Raise TypeError if a mesh, the name of a dimension or a process group is something else."""
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"{called.mesh} takes a torch.distributed.device_mesh.DeviceMesh, got a {type(mesh).__name__}. "
+            "DeviceMesh.from_group(group, device_type, mesh_dim_names=('dp',)) makes one of a process group."
+        )
+    for argument, name in dimensions.items():
+        if name is not None:
+            _check_name(name, argument, called)
+    for argument, group in ((called.hybrid_group, hybrid_group), (called.gathers, gathers)):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"{argument} is a process group that rank {dist.get_rank()} is not in: torch.distributed.new_group gave it to "
+                "ranks that it was not made of. Give each rank the group that it is in."
+            )
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"{argument} takes a torch.distributed.ProcessGroup, got a {type(group).__name__}. The group of a mesh dimension "
+                "is mesh['name'].get_group()."
+            )
+
+
+def _check_name(name: object, argument: str, called: Arguments) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{argument} takes the name of one dimension of {called.mesh}, got {name!r}. To name several, flatten them into one "
+            f"first: mesh['dp', 'cp']._flatten('dp_cp'), and {argument}='dp_cp'."
+        )
 
 
 def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) -> DeviceMesh:
     try:
         return _sliced(mesh, name)
     except (KeyError, RuntimeError, ValueError) as error:
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{argument}={name!r} is not a dimension of {called.mesh}, whose dimensions have no names. Give it some: "
+                f"init_device_mesh(device, {tuple(mesh.shape)}, mesh_dim_names=(..., {name!r}, ...))."
+            ) from error
         raise ValueError(
             f"{argument}={name!r} is not a dimension of {called.mesh}, which has {mesh.mesh_dim_names}. Flattened "
             f"dimensions are those of the whole mesh: mesh['dp', 'cp']._flatten({name!r}) makes one. ({error})"
