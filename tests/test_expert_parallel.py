@@ -26,9 +26,9 @@ from mfsdp_compile.examples.measuring import allocated, collectives
 from mfsdp_compile.examples.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
 from mfsdp_compile.passes.hardware import hardware
 from mfsdp_compile.passes.simulate import resting_memory
-from mfsdp_compile.planning import Candidate, Job
+from mfsdp_compile.planning import Candidate, Job, shapes
 from mfsdp_compile.planning.planner import planned
-from mfsdp_compile.planning.shapes import Workload, _tokens
+from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens
 from mfsdp_compile.planning.tracing import trace
 from mfsdp_compile.policy import ShardingStrategy
 from mfsdp_compile.runtime import compat
@@ -506,11 +506,12 @@ def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_para
         batch=4,
         length=64,
         dtype=torch.float32,
-        build_parallel=lambda group: MoeLlama(PLANNED, group),
+        divided=shapes.Divided(frozenset({"expert"}), lambda part: MoeLlama(PLANNED, part.experts)),
     )
     job = Job(work, hardware("cpu"), solved=False, fused=False)
-    traced = trace(work, job.hardware, job.fused, expert_parallel=expert_parallel)
-    candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, ranks // outer, outer, False, expert_parallel)
+    degrees = Degrees(expert=expert_parallel)
+    traced = trace(work, job.hardware, job.fused, degrees=degrees)
+    candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, ranks // outer, outer, False, degrees)
     row = planned(job, traced, candidate)
     assert traced.parameters == sum(param.numel() for param in MoeLlama(PLANNED).parameters())
 
@@ -557,9 +558,9 @@ def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) ->
     assert "ZeRO-3, EP 8" in out
     for model, size, complaint in (
         ("mixtral-8x7b", "0", "--ep takes numbers of at least 1"),
-        ("mixtral-8x7b", "7", "do not divide [64] ranks"),
+        ("mixtral-8x7b", "7", "EP 7 do not divide [64] ranks"),
         ("mixtral-8x7b", "16", "8 experts cannot be divided by the 16 ranks"),
-        ("llama2-7b", "2", "it has no experts"),
+        ("llama2-7b", "2", "it does not say how it is divided over them (Workload.divided)"),
     ):
         assert main(["plan", "--model", model, "--world", "64", "--ep", size]) == 2
         assert complaint in capsys.readouterr().err

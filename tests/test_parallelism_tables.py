@@ -9,21 +9,22 @@ from pathlib import Path
 
 import test_context_parallel
 import test_pipeline
+import test_tensor_parallel
 
-DOCS = Path(__file__).parents[1] / "docs" / "parallelism.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def check_table(name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """The region ``<!-- table: name -->`` is this table. With ``MFSDP_WRITE_TABLES=1`` it is written."""
+def check_table(docs: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """The region ``<!-- table: name -->`` of a file is this table. With ``MFSDP_WRITE_TABLES=1`` it is written."""
     lines = [header, ["---"] * len(header), *rows]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    text = DOCS.read_text(encoding="utf-8")
+    text = docs.read_text(encoding="utf-8")
     pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
     wanted = re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL)
     if os.environ.get("MFSDP_WRITE_TABLES") == "1":
-        DOCS.write_text(wanted, encoding="utf-8")
+        docs.write_text(wanted, encoding="utf-8")
     elif text != wanted:
-        raise AssertionError(f"{DOCS} has another table {name!r} than tests assert, which is\n{table}")
+        raise AssertionError(f"{docs} has another table {name!r} than tests assert, which is\n{table}")
 
 
 def test_collectives() -> None:
@@ -42,4 +43,14 @@ def test_collectives() -> None:
     rows.append(
         ("2 pp x 2 dp x 2 cp", "as it is", *(of(count, m) for count in test_context_parallel.pipeline_counts(m)))
     )
-    check_table("collectives", header, rows)
+    check_table(DOCS / "parallelism.md", "collectives", header, rows)
+
+
+def test_collectives_of_tensor_parallel_ranks() -> None:
+    header = ("2 dp x 2 tp", "", "all-gathers", "reduce-scatters", "all-reduces")
+    rows = [
+        (name, where, *(count or "" for count in counts))
+        for name, both in test_tensor_parallel.COUNTS.items()
+        for where, counts in zip(("each layer", "embedding, norm and head"), both, strict=True)
+    ]
+    check_table(DOCS / "tensor_parallel.md", "tensor parallel", header, rows)

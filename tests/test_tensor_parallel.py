@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
+from mfsdp_compile.examples.measuring import collectives
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5
@@ -141,6 +143,36 @@ ROWS = [
     (INDUCTOR, True, False),
     (INDUCTOR, True, True),
 ]
+
+
+COUNTS = {"whole between layers": ((0, 0, 7), (1, 0, 2)), "divided by positions": ((4, 4, 2), (3, 2, 1))}
+"""All-gathers, reduce-scatters and all-reduces of a step over tensor-parallel ranks: of a layer, and of all else."""
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
+    mesh, arguments = mesh_of("dp2 tp2")
+    module = parallelize(Llama(replace(CONFIG, layers=layers)), mesh["tp"], sequence=name != "whole between layers")
+    model = fully_shard_model(module, fsdp_unit_modules=[Block], tp_dim="tp", **arguments)
+    call: Any = model
+    if mode != EAGER:
+        call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+    tokens = batches(0, 1)[0]
+    for _ in range(2):  # the order of units is known then
+        call(*tokens).backward()
+        model.zero_grad()
+    counts = collectives(lambda: call(*tokens).backward())
+    layer, ends = COUNTS[name]
+    gathers, reductions, sums = (layers * a + b for a, b in zip(layer, ends, strict=True))
+    buckets = layers + 2
+    # The last unit's stays for the backward; the embedding's is not needed there, but the eager path goes by units.
+    again = buckets - (1 if mode == EAGER else 2)
+    assert counts["all_gather_into_tensor"] == gathers + buckets + again, counts
+    assert counts["reduce_scatter_tensor"] == reductions + buckets, counts
+    assert counts["all_reduce"] == sums, counts
 
 
 @pytest.mark.parametrize(("mode", "sequence", "recompute"), ROWS)
