@@ -77,6 +77,7 @@ def solve(
     prefetch: int | None = None,
     reshard: bool | int | None = None,
     bounds: int = _BOUNDS,
+    up_to_budget: bool = False,
     refusal: str = "",
 ) -> Solution:
     """The fastest schedule within a budget.
@@ -87,13 +88,15 @@ def solve(
         budget: bytes of a rank in all; None: no bound.
         prefetch: how many units ahead gathers start; None: as is best.
         reshard: whether buckets are gathered again in backward, a number of ranks: from portions; None: as is best.
-        bounds: memory bounds to try.
+        bounds: memory bounds to try, the same whatever the budget is: more memory is never slower then.
+        up_to_budget: try the budget as a bound too: finds with few bounds what is found with many, but a larger budget may be
+            slower by a little.
         refusal: how the message begins where there is none; by default it speaks of ``memory_budget``.
 
     Raises:
         BudgetError: there is none; the message says what is missing and what would help.
     """
-    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds, refusal)
+    return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds, up_to_budget, refusal)
 
 
 def smallest(
@@ -124,7 +127,7 @@ class _Solver:
         self._tried: dict[object, Timeline] = {}
         self._rooms: dict[object, np.ndarray] = {}
 
-    def solve(self, budget: int | None, bounds: int, refusal: str) -> Solution:
+    def solve(self, budget: int | None, bounds: int, up_to_budget: bool, refusal: str) -> Solution:
         limit = budget if budget is not None else math.inf
         smallest = self._smallest()
         low = smallest.timeline.peak_bytes
@@ -135,9 +138,10 @@ class _Solver:
         largest = min(unbounded, key=_rank)
         span = max(0, largest.timeline.peak_bytes - low)
         best = min((s for s in (smallest, *unbounded) if s.timeline.peak_bytes <= limit), key=_rank)
-        for bound in _between(low, low + span, bounds):
-            if bound > limit:
-                break
+        tried = [bound for bound in _between(low, low + span, bounds) if bound <= limit]
+        if up_to_budget and budget is not None and low < budget < low + span:
+            tried.append(budget)
+        for bound in tried:
             for solution in self._schedules(bound, best.timeline.seconds):
                 if solution.timeline.peak_bytes <= limit and _rank(solution) < _rank(best):
                     best = solution

@@ -161,14 +161,15 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         return 1
     if given.bucket == "auto":
         _show_sizes(console, forecast)
-    best = planned(job, forecast.stages, forecast.best.candidate, details=True)
-    report = report_of(forecast, best)
-    if given.details:
-        console.print(to_text(report), highlight=False, markup=False)
-    if given.html:
-        path = Path(given.html)
-        files = write(report, path.parent, path.stem)
-        console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
+    best = forecast.best
+    if given.details or given.html:
+        report = report_of(forecast, planned(job, forecast.stages, best.candidate, details=True))
+        if given.details:
+            console.print(to_text(report), highlight=False, markup=False)
+        if given.html:
+            path = Path(given.html)
+            files = write(report, path.parent, path.stem)
+            console.print(f"report: {files['html']}, {files['text']}, {files['trace']}", highlight=False)
     if given.schedule:
         assert best.decisions is not None
         ScheduleText.of(problem_of(job, forecast.trace_of(best), best.candidate).lines(best.decisions)).save(

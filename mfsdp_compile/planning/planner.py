@@ -467,7 +467,8 @@ def planned(
                 job.usable,
                 prefetch=job.prefetch,
                 reshard=job.reshard,
-                bounds=_BOUNDS,
+                bounds=0,
+                up_to_budget=True,
                 refusal="" if job.budget is not None else _too_small(job),
             )
         except BudgetError as error:
@@ -486,10 +487,6 @@ def planned(
 def _too_small(job: Job) -> str:
     machine = job.hardware
     return f"{gib(job.usable)}, {1 - DEVICE_RESERVE:.0%} of what {machine.name} has ({gib(machine.memory_bytes)}), are not enough"
-
-
-_BOUNDS = 3
-"""Memory bounds that are tried for a row of the table: fewer than when a model is compiled, as there are many rows."""
 
 
 def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:
@@ -576,7 +573,8 @@ class _Pipelined:
             job.usable - others,
             prefetch=job.prefetch,
             reshard=True,
-            bounds=_BOUNDS,
+            bounds=0,
+            up_to_budget=True,
             refusal=refusal,
         ).decisions
 
