@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -26,6 +27,29 @@ from pool import Pools
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
 settings.load_profile("default")
+
+
+LONG = Path(__file__).with_name("long.txt")
+"""Tests that ``make long`` runs and ``make test`` does not, besides those that are marked: minutes in all, of which shorter tests
+show the same on fewer strategies, models or ranks. Whole functions, or with parameters."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    long = set(LONG.read_text(encoding="utf-8").splitlines())
+    found: set[str] = set()
+    for item in items:
+        name = item.nodeid.rpartition("tests/")[2]
+        names = {name, name.partition("[")[0]} & long
+        if names:
+            item.add_marker(pytest.mark.long)
+            found |= names
+    if len(items) > _SOME and (stale := long - found):
+        raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
+
+
+_SOME = 1000
+"""Tests that are collected at least where all of them are."""
 
 
 @pytest.fixture(scope="session")
