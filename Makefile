@@ -19,13 +19,14 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast long bench clean
+.PHONY: demo test check lint types fast slow processes long bench clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
 
+# Tests in one process leave cores to those with ranks, which wait for one another.
 test: check
-	$(BIN)/pytest -q -m "(processes or slow) and not long"
+	$(MAKE) --no-print-directory -j 2 slow processes
 
 check: lint types fast
 
@@ -41,7 +42,13 @@ types: $(READY)
 fast: $(READY)
 	$(BIN)/pytest -q -m "not processes and not slow and not long"
 
-# Tests that take minutes each.
+slow: $(READY)
+	$(BIN)/pytest -q -m "slow and not processes and not long"
+
+processes: $(READY)
+	$(BIN)/pytest -q -m "processes and not long"
+
+# What shorter tests show too, on more strategies, models and ranks: an hour and a half on two cores.
 long: $(READY)
 	$(BIN)/pytest -q -m long
 

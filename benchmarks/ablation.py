@@ -127,7 +127,7 @@ def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
 
 def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
     try:
-        timeline = solve(problem, job.optimizer, budget).timeline
+        timeline = solve(problem, job.optimizer, budget, up_to_budget=True).timeline
     except BudgetError as error:
         timeline = problem.timeline(problem.decisions_by_policy(), job.optimizer)
         return Way(name, timeline, error.needed, job.usable)

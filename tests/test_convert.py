@@ -441,6 +441,7 @@ for out, plan in plans(Path(sys.argv[2])):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure")
 def test_memory_is_bounded_by_a_few_tensors(tmp_path: Path) -> None:
     """96 MiB, of which the largest tensor of one layer has 4 MiB: the peak stays below a few of these (the allocator adds 20)."""
@@ -721,6 +722,7 @@ def test_convert_hugging_face_on_the_command_line(tmp_path: Path) -> None:
     assert "no tensor that begins with 'other'" in other
 
 
+@pytest.mark.slow
 def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     """No process group, no GPU, no traceback; a stranger's pickle is told and not run."""
     (tmp_path / "in").mkdir()

@@ -232,7 +232,7 @@ def test_compile_modes_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_another_backend_says_which_one_to_use(backend: str) -> None:
     model = fully_shard_model(zoo.Plain(layers=2), fsdp_unit_modules="auto")
     with pytest.raises(RuntimeError, match=r"another backend.*backend='mfsdp'"):

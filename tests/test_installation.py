@@ -65,6 +65,7 @@ def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     assert out.split() == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
     """``PYTHONPATH=.`` without an installation: how runs without a network start."""
     program = """
@@ -92,6 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
     top = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
     assert top <= {"mfsdp_compile", "bin"}
@@ -133,6 +135,7 @@ def test_a_cache_entry_is_for_a_number_of_ranks(tmp_path: Path) -> None:
     assert start(tmp_path).get("autograd_cache_hit") == 1
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path: Path) -> None:
     out = run("from mfsdp_compile.cli import main; main(['--version'])", cwd=tmp_path)
     assert out.startswith("mfsdp-compile ")

@@ -241,6 +241,7 @@ class Wide(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 def test_memory_is_that_of_larger_units(mode: str) -> None:
