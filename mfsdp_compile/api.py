@@ -16,6 +16,7 @@ from mfsdp_compile.runtime import optimizer as optimizers
 from mfsdp_compile.runtime.agreement import telling_others
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.meta import InitFn
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
 from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
 
@@ -69,6 +70,7 @@ def fully_shard_model(
     bucket_bytes: int | None = None,
     unit_bytes: int | None = None,
     is_expert: IsExpert | None = None,
+    init_fn: InitFn | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -95,6 +97,9 @@ def fully_shard_model(
         outer_dp_sharding_strategy: over ``dp_outer_dim``: 0 or ``"no_shard"``; 1 or ``"optim"``, which needs
             ``zero_dp_strategy`` 3.
         device: where the shards live; None: the current device of the mesh's type.
+        init_model_with_meta_device: parameters and buffers of ``module`` that are on the meta device get values, module by
+            module, in the order of ``module.modules()``: by ``reset_parameters()`` or ``_reset_parameters()`` of the modules
+            that own them. Ranks must have the same random seed, and draw the numbers that one process draws.
         mixed_precision_policy: dtypes of shards and gradients. The default keeps float32 shards.
         overlap_grad_reduce: let reductions run while backward computes.
         overlap_param_gather: let gathers run while the unit before computes.
@@ -143,6 +148,9 @@ def fully_shard_model(
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
+        init_fn: called instead of the modules' own methods, with every module that owns a tensor on the meta device; its own
+            parameters and buffers have memory then, and those of modules inside may be sharded already.
+
     Returns:
         The wrapped model; ``.module`` is ``module``.
 
@@ -188,6 +196,10 @@ def fully_shard_model(
             every,
         )
 
+    if init_fn is not None and not init_model_with_meta_device:
+        raise ValueError(
+            "init_fn is given without init_model_with_meta_device=True: it has no meaning for a model that has values."
+        )
     scaling = Scaling.SUM_THEN_SCALE
     if calculate_per_token_loss or average_in_collective:
         scaling = Scaling.SUM if calculate_per_token_loss else Scaling.AVERAGE_IN_COLLECTIVE
@@ -205,6 +217,8 @@ def fully_shard_model(
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
+        from_meta=bool(init_model_with_meta_device),
+        init_fn=init_fn,
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
@@ -272,7 +286,6 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "init_model_with_meta_device": (False, "initialisation from the meta device"),
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
     "nccl_ub": (False, "NCCL user buffers"),

@@ -122,7 +122,8 @@ class Bucket:
 
     Args:
         plan: layout and dtypes.
-        originals: the parameters, in the order of the layout's slots. Their rows are copied; they are not kept.
+        originals: the parameters, in the order of the layout's slots. Their rows are copied, where they have values; they are
+            not kept.
         sites: for each parameter, every place where a module holds it.
         topology: who holds what.
         device: of the shard.
@@ -150,7 +151,7 @@ class Bucket:
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         for original, view, split in zip(originals, self.views(flat), self.splits, strict=True):
             part, rows = local_part(original), split.rows(topology.shard)
-            if rows:
+            if rows and not part.is_meta:
                 view.copy_(part[rows.start : rows.stop] if split.shape else part)
         self._make(flat, originals)
 

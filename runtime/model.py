@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from . import compat, gradients, guards, tracing
+from . import compat, gradients, guards, meta, tracing
 from .agreement import agree, conclude, everyones, forget_failure, report_failure, value_digest
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
@@ -146,6 +146,8 @@ class ShardedModel:
         eager_policy: bounds for the eager path.
         experts: finds out which parameters are experts, and who holds them; None: no rank has parameters of its own.
         tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
+        from_meta: parameters and buffers on the meta device get values.
+        init_fn: how; None: by the modules' own methods, see :mod:`.meta`.
 
     Raises:
         ValueError, TypeError: unit classes or parameters that cannot be sharded. The model is as it was.
@@ -168,6 +170,8 @@ class ShardedModel:
         eager_policy: EagerPolicy | None = None,
         experts: Callable[[], Experts] | None = None,
         tensor_parallel: DeviceMesh | None = None,
+        from_meta: bool = False,
+        init_fn: meta.InitFn | None = None,
     ) -> None:
         self.topology = topology
         self.precision = precision
@@ -176,9 +180,13 @@ class ShardedModel:
         plans: list[tuple[Unit, list[BucketPlan]]] = []
         found: list[Experts] = []
         partitions: dict[str, Partition | None] = {}
+        initialises = from_meta and meta.has_meta(module)
 
         def describe() -> list[str]:
-            units = _find_units(module, unit_modules, layout_policy.unit_bytes if layout_policy is not None else None)
+            if from_meta:
+                meta.check_initialisable(module, init_fn)
+            unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
+            units = _find_units(module, unit_modules, unit_bytes, from_meta)
             if experts is not None:
                 found.append(experts())
             planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), *found)
@@ -192,6 +200,7 @@ class ShardedModel:
                 *map(str, found),
                 f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
                 *_describe(module, plans, check_values),
+                *([f"{_RANDOM}: {meta.random_state(device)}"] if initialises else []),
             ]
 
         def describe_experts() -> tuple[Sequence[int], list[str]]:
@@ -226,6 +235,7 @@ class ShardedModel:
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         homes: dict[nn.Module, dict[str, Home]] = {}
+        originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # without values
         units = []
         for unit, unit_plans in plans:
             members = {sites[0].name: (param, sites) for param, sites in unit.params}
@@ -238,12 +248,16 @@ class ShardedModel:
                 bucket.owner = self
                 gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
-                for index, (_, sites) in enumerate(params):
+                for index, (original, sites) in enumerate(params):
                     for site in sites:
+                        if initialises:
+                            originals.setdefault(site.module, {})[site.attribute] = original
                         site.module._parameters[site.attribute] = bucket.params[index]  # lets go of the original
                         homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
             units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
         plans.clear()
+        if initialises:
+            self._initialise(module, homes, originals, device, init_fn)
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = buffer.to(device) if buffer is not None else None
@@ -258,6 +272,27 @@ class ShardedModel:
         self._shard_modules(module, homes)
         self._know(module)
         self.forget_old_code()
+
+    def _initialise(
+        self,
+        module: nn.Module,
+        homes: Mapping[nn.Module, Mapping[str, Home]],
+        originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
+        device: torch.device,
+        init_fn: meta.InitFn | None,
+    ) -> None:
+        """Where it fails on one rank, or ranks have drawn different numbers, it fails on all, and the model is as it was."""
+
+        def describe() -> list[str]:
+            meta.initialise(module, homes, originals, device, init_fn)
+            return [f"random numbers after initialisation: {meta.random_state(device)}"]
+
+        try:
+            agree(self.group, "fully_shard_model, initialisation of parameters on the meta device", describe)
+        except BaseException:
+            for owner, own in originals.items():
+                owner._parameters.update(own)
+            raise
 
     def module_buffers(self) -> list[Tensor]:
         """The model's buffers, on this rank."""
@@ -814,9 +849,14 @@ def _launches(
     return launches(named(schedule, buckets), topologies, other, due)
 
 
-def _find_units(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None) -> tuple[Unit, ...]:
+_RANDOM = "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)"
+
+
+def _find_units(
+    module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, from_meta: bool
+) -> tuple[Unit, ...]:
     params = list(module.parameters())
-    _check_shardable(module)
+    _check_shardable(module, from_meta)
     check_no_stray_references(module, params)
     if unit_modules is None and unit_bytes is not None:
         raise ValueError(
@@ -834,7 +874,7 @@ def _find_units(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | 
     return join(module, units, unit_bytes) if unit_bytes is not None else units
 
 
-def _check_shardable(module: nn.Module) -> None:
+def _check_shardable(module: nn.Module, from_meta: bool) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
@@ -850,10 +890,10 @@ def _check_shardable(module: nn.Module) -> None:
             raise NotImplementedError(
                 f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
             )
-        if param.is_meta:
-            raise NotImplementedError(
-                f"Parameter {name!r} is on the meta device: init_model_with_meta_device is not implemented yet. "
-                "Initialise the model on a real device."
+        if param.is_meta and not from_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device, and has no value. Pass init_model_with_meta_device=True to "
+                "initialise it, module by module, or initialise the model on a real device."
             )
 
 
@@ -957,7 +997,7 @@ def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan
             digest = plan.layout.signature if plan.is_expert else plan.layout.fingerprint
             lines.append(f"bucket {plan.name}: {digest}, main dtype {plan.main_dtype}")
     if check_values:
-        shared = ((name, param) for name, param in module.named_parameters() if name not in experts)
+        shared = ((name, p) for name, p in module.named_parameters() if name not in experts and not p.is_meta)
         lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in shared)
     return lines
 

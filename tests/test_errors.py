@@ -69,7 +69,6 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("init_model_with_meta_device", True),
         ("disable_bucketing", True),
         ("keep_fp8_transpose_cache", True),
         ("nccl_ub", True),
