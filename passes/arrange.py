@@ -156,23 +156,35 @@ class Plan:
         """Of all graphs, in order."""
         return {STAGES[phase]: self._events(phase, decisions) for phase in self.outlines}
 
-    def turns(self, decisions: Decisions, order: Iterable[Phase], sent: int = 0) -> list[Turn]:
+    def turns(
+        self, decisions: Decisions, order: Iterable[Phase], received: int = 0, sent: int = 0, held: bool = True
+    ) -> list[Turn]:
         """Of several microbatches of one step, whose gradients are summed whole and reduced in the last backward.
 
         Args:
             order: forwards and backwards, one of each for every microbatch.
-            sent: bytes of the output of a forward, which is let go of after its backward.
+            received: bytes of the input of a forward, which its backward needs.
+            sent: bytes of the output of a forward; its gradient has as many.
+            held: the output stays until its backward is over, and memory for all inputs and gradients of outputs is there
+                anyway. If False, the output goes when it is sent, and the others are there from when they arrive; what stays
+                to the end is the gradient of the input.
         """
         order = list(order)
         last = len(order) - 1 - order[::-1].index(Phase.BACKWARD)
         found: list[Turn] = []
         made: dict[object, list[Event]] = {}
+        into, out = Allocate(Category.TEMPORARY, received), Free(Category.TEMPORARY, sent)
+        arrives: dict[Phase, list[Event]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+        goes: dict[Phase, list[Event]] = {Phase.FORWARD: [], Phase.BACKWARD: [out]}
+        if not held:
+            arrives = {Phase.FORWARD: [into], Phase.BACKWARD: [Allocate(Category.TEMPORARY, sent)]}
+            goes = {Phase.FORWARD: [out], Phase.BACKWARD: [out]}  # the input goes, and its gradient stays
         begins = True
         for place, phase in enumerate(order):
             key = phase, phase is Phase.BACKWARD and (begins, place == last)
             if key not in made:
                 events = self._events(phase, decisions, begins, place == last)
-                made[key] = [*events, Free(Category.TEMPORARY, sent)] if sent and phase is Phase.BACKWARD else events
+                made[key] = [*arrives[phase], *events, *goes[phase]]
             begins = begins and phase is Phase.FORWARD
             found.append(Turn(STAGES[phase], made[key]))
         return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import logging
 import re
 import sys
@@ -101,8 +102,14 @@ TORCH_FOLDER = str(Path(torch.__file__).parent)
 DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 """Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older torch sends it to DTensor's."""
 
+PIPELINES_HOLD_MESSAGES = importlib.util.find_spec("torch.distributed.pipelining._recv_buffers") is None
+"""Whether a stage of torch's pipelines has a buffer for each message of a step, and keeps what it has sent until the backward.
+Newer torch (2.15) receives into memory that is there for one message, and lets go of outputs when they are sent; gradients of
+inputs stay to the end of the step."""
+
 __all__ = [
     "DTENSOR_SUBCLASSES_DISPATCH",
+    "PIPELINES_HOLD_MESSAGES",
     "ChunkStorageMetadata",
     "DTensorSpec",
     "DisableTorchFunctionSubclass",

@@ -25,6 +25,7 @@ from mfsdp_compile.passes.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, simulate
 from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Site
 from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
@@ -588,7 +589,8 @@ class _Pipelined:
     ) -> Timeline:
         """All microbatches of a step, on a stage."""
         traced, optimizer = self.stages[stage], self.job.optimizer
-        turns = problem.turns(decisions, self.orders[stage], traced.sent_bytes)
+        messages = traced.received_bytes, traced.sent_bytes, compat.PIPELINES_HOLD_MESSAGES
+        turns = problem.turns(decisions, self.orders[stage], *messages)
         if begins is not None:
             turns = [turn._replace(begin=begin) for turn, begin in zip(turns, begins, strict=True)]
         resting = problem.resting(optimizer)
@@ -641,9 +643,10 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
     if candidate.degrees.pipeline > 1:  # as the backend has it there
         policy = replace(policy, keep_last=False, reshard_after_forward=True)
-    # Torch's stages receive each microbatch in memory of its own, which stays.
-    received = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
-    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes + received)
+    messages = 0
+    if compat.PIPELINES_HOLD_MESSAGES:
+        messages = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
+    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes + messages)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
     return Plan(outlines, context, CostModel(job.hardware, job.fused))
 
