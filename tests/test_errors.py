@@ -140,7 +140,7 @@ def test_models_that_cannot_be_sharded() -> None:
         fully_shard_model(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(NotImplementedError, match=r"'0\.weight' is complex"):
         fully_shard_model(nn.Sequential(nn.Linear(2, 2, dtype=torch.complex64)))
-    with pytest.raises(ValueError, match="meta device.*init_model_with_meta_device=True"):
+    with pytest.raises(ValueError, match=r"meta device.*init_model_with_meta_device=True"):
         fully_shard_model(nn.Linear(2, 2, device="meta"))
 
     class Stray(zoo.Plain):
