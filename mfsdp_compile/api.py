@@ -16,7 +16,7 @@ from mfsdp_compile.runtime import optimizer as optimizers
 from mfsdp_compile.runtime.agreement import telling_others
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.meta import InitFn
+from mfsdp_compile.runtime.meta import ByFunction, ByMethod, InitFn, Initialiser
 from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
 from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
 
@@ -70,7 +70,7 @@ def fully_shard_model(
     bucket_bytes: int | None = None,
     unit_bytes: int | None = None,
     is_expert: IsExpert | None = None,
-    init_fn: InitFn | None = None,
+    init_fn: InitFn | Initialiser | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -145,11 +145,12 @@ def fully_shard_model(
         expt_fsdp_group_ag: as ``fsdp_group_ag``, for experts.
         is_expert: called with every parameter and its name, tells experts; by default they are what is in a module called
             ``experts``, and what Megatron marks with ``allreduce = False``.
+        init_fn: called instead of the modules' own methods, with every module that owns a tensor on the meta device; its own
+            parameters and buffers have memory then, and those of modules inside may be sharded already. For models of
+            transformers: :class:`mfsdp_compile.huggingface.Initialisation`, or, from a folder with weights,
+            :class:`mfsdp_compile.huggingface.Pretrained`.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
-
-        init_fn: called instead of the modules' own methods, with every module that owns a tensor on the meta device; its own
-            parameters and buffers have memory then, and those of modules inside may be sharded already.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -217,8 +218,7 @@ def fully_shard_model(
         [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
-        from_meta=bool(init_model_with_meta_device),
-        init_fn=init_fn,
+        from_meta=_initialiser(init_fn) if init_model_with_meta_device else None,
     )
     sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
     return MegatronFSDP(module, sharded)
@@ -347,6 +347,12 @@ def _precision(
             )
         main_grads = wanted
     return Precision(main_params, main_grads, policy.grad_comm_dtype)
+
+
+def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:
+    if init_fn is None:
+        return ByMethod()
+    return init_fn if isinstance(init_fn, Initialiser) else ByFunction(init_fn)
 
 
 def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:

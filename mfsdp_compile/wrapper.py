@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 
 from mfsdp_compile.runtime.model import Precision, ShardedModel
+from mfsdp_compile.runtime.modules import register_forward
 from mfsdp_compile.runtime.tensor import UnreducedGradient
 from mfsdp_compile.runtime.topology import Accumulation, Topology
 
 from .comparing import StepComparison, compare_step
+from .options import parse_bytes
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["MegatronFSDP", "unwrapped"]
@@ -187,6 +190,68 @@ class MegatronFSDP(nn.Module):
             for sites, split, part in zip(bucket.sites, bucket.splits, parts, strict=True):
                 yield sites[0].name, split.assemble(part)
             del parts, part
+
+    def gathered(self, budget: int | str | None = None) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters stay gathered from one forward to the next, in the dtype that the model computes in: for
+        ``generate()``, and evaluations. Collective: all ranks enter and leave.
+
+        Where all of them fit, forwards start no collective, and ranks may run different ones: sequences of other lengths. Where
+        not, units that come later are gathered at each use, and ranks must run equally many forwards. A model compiled with ``backend="mfsdp"`` has code of
+        its own for inside. A backward inside lets go of what is gathered, when it reduces.
+
+        Args:
+            budget: bytes, also as ``"4GiB"``, of parameters that may stay; None: all of them. Strategies other than
+                ``optim_grads_params`` keep parameters at all times.
+
+        Raises:
+            RuntimeError: a step is under way.
+            ValueError: HFSDP.
+        """
+        return self.sharded.gathered(None if budget is None else parse_bytes(budget, "gathered(budget)"))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``module.generate``, of a model of transformers, with ``synced_gpus=True`` where forwards gather: ranks whose sequences
+        have ended then take part until all have. Inside :meth:`gathered`, with room for all parameters, each rank goes its own
+        way.
+
+        Raises:
+            AttributeError: the model has no such method.
+        """
+        generate = self.module.generate
+        if "synced_gpus" in inspect.signature(generate).parameters:
+            kwargs.setdefault("synced_gpus", self.sharded.topology.gather_group is not None)
+        return generate(*args, **kwargs)
+
+    def summon_full_params(self, *, writeback: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Inside, :attr:`module` is the module that it was before it was sharded: its parameters are whole, in the dtype of the
+        shards, and no forward communicates. Collective: all ranks enter and leave. Memory: the whole model, on every rank; see
+        :meth:`full_parameters` for one bucket at a time.
+
+        Optimizers hold the shards, which do not change before the end. Over other mesh dimensions (tensor parallelism) parameters
+        are divided as the model was.
+
+        Args:
+            writeback: keep what was written to parameters (all ranks must have written the same). If False, that is lost.
+
+        Raises:
+            RuntimeError: a step is under way.
+            ValueError: at the end: a parameter was exchanged for one of another shape. Values are those of before.
+        """
+        return self.sharded.whole_parameters(writeback)
+
+    def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
+        """Let a method of the model read whole parameters, as ``forward`` does: one that training or inference enters by, and that
+        uses a parameter itself. (Methods that only call other modules need nothing.) FSDP2's ``register_fsdp_forward_method``.
+
+        Args:
+            name: of the method.
+            module: a module inside; None: the model.
+
+        Raises:
+            AttributeError: it has no such method.
+            ValueError: ``module`` holds no sharded parameters.
+        """
+        register_forward(module if module is not None else self.module, name)
 
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,

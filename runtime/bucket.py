@@ -149,10 +149,7 @@ class Bucket:
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
-        for original, view, split in zip(originals, self.views(flat), self.splits, strict=True):
-            part, rows = local_part(original), split.rows(topology.shard)
-            if rows and not part.is_meta:
-                view.copy_(part[rows.start : rows.stop] if split.shape else part)
+        self._copy_rows([local_part(original) for original in originals], flat)
         self._make(flat, originals)
 
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
@@ -220,6 +217,17 @@ class Bucket:
         start = layout.shard_offset(index, self.topology.shard)
         numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
         return Place(start, start + numel, self.splits[index].local_shape(self.topology.shard))
+
+    @torch.no_grad()
+    def take_rows_of(self, parts: Sequence[Tensor]) -> None:
+        """Copy this rank's rows of every parameter, or of the part of it that the bucket holds."""
+        self._copy_rows(parts, self.flat.detach())
+
+    def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
+        for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
+            rows = split.rows(self.topology.shard)
+            if rows and not part.is_meta:
+                view.copy_(part[rows.start : rows.stop] if split.shape else part)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat shard (or of its gradient), ``[shard_numel]``, that belong to each parameter."""

@@ -341,6 +341,13 @@ def wait_tensor_when_dropped(tensor: Tensor) -> None:
         wait_tensor(tensor)
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Operators inside are seen by no dispatch mode, and functions by no function mode."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
 def storage_address(tensor: Tensor) -> int | None:
     """Where the storage of a tensor begins in memory; None for one that has none, or wraps others.
 

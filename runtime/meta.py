@@ -8,57 +8,110 @@ taken: never more than one module's own parameters are whole in memory, and the 
         module.reset_parameters()
 
 draws in one process, on any number of ranks. (Megatron-FSDP initialises a bucket at a time, each rank with its own generator.)
+Values that can be read by rows, from a file, are read into the shards, and nothing is whole.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from .drawing import Drawing
+from .tensor import RowSplit
 
 if TYPE_CHECKING:
-    from .bucket import Home
+    from .bucket import Bucket, Home
 
-__all__ = ["InitFn", "check_initialisable", "has_meta", "initialise", "random_state"]
+__all__ = ["ByFunction", "ByMethod", "InitFn", "Initialiser", "has_meta", "initialise", "random_state"]
 
 InitFn = Callable[[nn.Module], None]
 """Gives values to a module's own parameters and buffers, which have memory then."""
 
-_METHODS = ("reset_parameters", "_reset_parameters")
+
+class Initialiser:
+    """Gives values to a model on the meta device. Subclasses may read values by rows, so that no rank has them whole."""
+
+    def prepare(self, module: nn.Module) -> None:
+        """Raise unless all of ``module`` will get values. Every rank calls it; where one raises, all do."""
+
+    all_modules: bool = False
+    """Whether it is called with modules that own nothing on the meta device, too."""
+
+    def order(self, module: nn.Module) -> Iterable[nn.Module]:
+        """All modules, in the order in which they are initialised."""
+        return module.modules()
+
+    def __call__(self, owner: nn.Module) -> None:
+        """Give values to a module's own parameters and buffers, which are whole. Those of other modules are shards, which can be
+        filled and computed with element by element."""
+        raise NotImplementedError
+
+    def decides(self, name: str) -> bool:
+        """Of a parameter that is tied, and so gets values under several names: whether those under this one are its own. The
+        last such name counts."""
+        return True
+
+    def has(self, name: str) -> bool:
+        """Whether the values of this parameter or buffer can be read. They are, when all modules have been called with."""
+        return False
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """A part of one that :meth:`has` them: a slice for each of its dimensions."""
+        raise NotImplementedError
+
+
+class ByMethod(Initialiser):
+    """By ``reset_parameters()`` or ``_reset_parameters()`` of the modules."""
+
+    _NAMES = ("reset_parameters", "_reset_parameters")
+
+    def prepare(self, module: nn.Module) -> None:
+        """
+        Raises:
+            ValueError: a module that owns tensors on the meta device has no such method.
+        """
+        for name, owner in module.named_modules():
+            own = _own_meta(owner)
+            if own and self._method_of(owner) is None:
+                raise ValueError(
+                    f"[init_model_with_meta_device=True] Module {name!r}, a {type(owner).__name__}, does not have a "
+                    f"reset_parameters or _reset_parameters method, and has {', '.join(map(repr, own))} on the meta device. "
+                    "Give the class such a method, or pass init_fn=..., which is called with every module that owns such "
+                    "tensors (for models of transformers: mfsdp_compile.huggingface.Initialisation())."
+                )
+
+    def __call__(self, owner: nn.Module) -> None:
+        method = self._method_of(owner)
+        assert method is not None
+        method()
+
+    def _method_of(self, owner: nn.Module) -> Callable[[], None] | None:
+        return next((getattr(owner, name) for name in self._NAMES if callable(getattr(owner, name, None))), None)
+
+
+class ByFunction(Initialiser):
+    """By a function of the user's.
+
+    Raises:
+        TypeError: it is none.
+    """
+
+    def __init__(self, function: InitFn) -> None:
+        if not callable(function):
+            raise TypeError(f"init_fn takes a function of a module, got a {type(function).__name__}")
+        self._function = function
+
+    def __call__(self, owner: nn.Module) -> None:
+        self._function(owner)
 
 
 def has_meta(module: nn.Module) -> bool:
     return any(_own_meta(owner) for owner in module.modules())
-
-
-def check_initialisable(module: nn.Module, init_fn: InitFn | None) -> None:
-    """Raise unless every tensor on the meta device can get a value.
-
-    Raises:
-        NotImplementedError: one is a DTensor.
-        TypeError: ``init_fn`` is no function.
-        ValueError: the module that owns it does not say how it is initialised.
-    """
-    if init_fn is not None and not callable(init_fn):
-        raise TypeError(f"init_fn takes a function of a module, got a {type(init_fn).__name__}")
-    for name, owner in module.named_modules():
-        own = _own_meta(owner)
-        for attribute, tensor in own.items():
-            if isinstance(tensor, DTensor):
-                raise NotImplementedError(
-                    f"{f'{name}.{attribute}'.lstrip('.')!r} is a DTensor on the meta device: models that are divided over "
-                    "other mesh dimensions cannot be initialised from there yet. Initialise it on a real device."
-                )
-        if own and init_fn is None and _method_of(owner) is None:
-            raise ValueError(
-                f"[init_model_with_meta_device=True] Module {name!r}, a {type(owner).__name__}, does not have a "
-                f"reset_parameters or _reset_parameters method, and has {', '.join(map(repr, own))} on the meta device. Give the "
-                "class such a method, or pass init_fn=..., which is called with every module that owns such tensors."
-            )
 
 
 def random_state(device: torch.device) -> str:
@@ -75,7 +128,7 @@ def initialise(
     homes: Mapping[nn.Module, Mapping[str, Home]],
     originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
     device: torch.device,
-    init_fn: InitFn | None,
+    initialiser: Initialiser,
 ) -> None:
     """Give values to every module that owns a tensor on the meta device.
 
@@ -84,55 +137,198 @@ def initialise(
         homes: where the parameters of each module are, by attribute.
         originals: what was there before, likewise.
         device: of the values while they are whole.
-        init_fn: see :data:`InitFn`; None: the modules' own method.
+        initialiser: prepared.
+
+    Raises:
+        NotImplementedError: experts that other ranks have too should be read.
+        ValueError: an initialisation has exchanged a parameter.
     """
-    for owner in module.modules():
-        own = homes.get(owner, {})
-        sharded = {name: owner._parameters[name] for name in own}
-        buffers = [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
-        if not buffers and not any(original.is_meta for original in originals.get(owner, {}).values()):
-            continue
+    _Run(module, homes, originals, device, initialiser).run()
+
+
+class _Run:
+    """One initialisation; arguments as of :func:`initialise`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        homes: Mapping[nn.Module, Mapping[str, Home]],
+        originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
+        device: torch.device,
+        initialiser: Initialiser,
+    ) -> None:
+        self._module, self._homes, self._originals = module, homes, originals
+        self._device, self._initialiser = device, initialiser
+        self._names = {owner: name for name, owner in module.named_modules()}
+        self._buffers = {
+            owner: [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+            for owner in self._names
+        }
+
+    def run(self) -> None:
+        experts = self._outermost_of_experts()
+        for outermost, together in itertools.groupby(self._initialiser.order(self._module), key=experts.get):
+            if outermost is None:
+                for owner in together:
+                    self._call(owner)
+            else:
+                self._call_for_all_ranks(outermost, list(together))
+        self._read()
+
+    def _outermost_of_experts(self) -> dict[nn.Module, nn.Module]:
+        """For modules with experts and nothing else, the largest such module around them."""
+        found: dict[nn.Module, nn.Module] = {}
+        for module in self._module.modules():
+            if module not in found:
+                inside = self._homes_in(module)
+                if inside and all(home.bucket.plan.is_expert for home in inside):
+                    found |= dict.fromkeys(module.modules(), module)
+        return found
+
+    def _homes_in(self, module: nn.Module) -> list[Home]:
+        return [home for owner in module.modules() for home in self._homes.get(owner, {}).values()]
+
+    def _call_for_all_ranks(self, outermost: nn.Module, owners: Sequence[nn.Module]) -> None:
+        """Initialise what ranks divide as one process would that has all of it.
+
+        Stacked parameters, which the outermost module has itself, at once. Modules, in whose place other ranks have others, as
+        often as there are ranks, rank by rank.
+        """
+        homes = self._homes_in(outermost)
+        ranks, mine = max(map(_parted, homes))
+        kept: list[tuple[Tensor, Tensor]] = []
+        for turn in range(ranks):
+            for owner in owners:
+                if owner is not outermost:
+                    self._call(owner, of_whole=False, keep=turn == mine)
+                elif turn == 0:
+                    self._call(owner)
+            if turn == mine < ranks - 1:
+                kept = [(rows, rows.clone()) for rows in map(_shard, homes)]
+        for rows, values in kept:  # other turns may have written to them: parents, to what their children have
+            rows.copy_(values)
+
+    def _call(self, owner: nn.Module, of_whole: bool = True, keep: bool = True) -> None:
+        """Have a module initialised, unless all that it has is read.
+
+        Args:
+            of_whole: with whole parameters; if False, with the parts of them that this rank's buckets hold.
+            keep: take this rank's rows.
+        """
+        own, buffers = self._homes.get(owner, {}), self._buffers[owner]
+        prefix = f"{self._names[owner]}." if self._names[owner] else ""
+        empty = [home for name, home in own.items() if self._originals[owner][name].is_meta]
+        if not (empty or buffers):
+            if self._initialiser.all_modules:
+                self._initialiser(owner)
+            return
+        has = self._initialiser.has
+        if all(_stored(home, self._initialiser) for home in empty) and all(has(prefix + name) for name in buffers):
+            return
+        before = {name: owner._parameters[name] for name in own}, {name: owner._buffers[name] for name in buffers}
         for name, home in own.items():
-            owner._parameters[name] = _empty(home, device)  # nothing else holds it: it is gone with the module's turn
+            # Nothing else holds these values: they are gone when the next module is initialised.
+            owner._parameters[name] = self._empty(home, of_whole)
         for name in buffers:
-            owner._buffers[name] = torch.empty_like(owner._buffers[name], device=device)
+            owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self._device)
         try:
-            method = _method_of(owner)
-            if init_fn is not None:
-                init_fn(owner)
-            elif method is not None:
-                method()
+            drawing = Drawing([param for name in own if (param := owner._parameters[name]) is not None])
+            with drawing:
+                self._initialiser(owner)
             for name, home in own.items():
-                _take(home, owner._parameters[name], name, owner)
+                values, rows = _checked(owner, name, _shape(home, of_whole)), _shard(home)
+                if keep and rows.numel() and self._initialiser.decides(prefix + name):
+                    drawing.take(values, _index(home, of_whole), rows)
         finally:
-            owner._parameters.update(sharded)
+            owner._parameters.update(before[0])
+            if not keep:
+                owner._buffers.update(before[1])
+
+    def _empty(self, home: Home, of_whole: bool) -> nn.Parameter:
+        plan = home.bucket.plan
+        values = torch.empty(_shape(home, of_whole), dtype=plan.compute_dtype, device=self._device)
+        return nn.Parameter(values, requires_grad=plan.requires_grad)
+
+    def _read(self) -> None:
+        known: set[tuple[Bucket, int]] = set()
+        for owner, path in self._names.items():
+            prefix = f"{path}." if path else ""
+            for name in self._buffers[owner]:
+                if self._initialiser.has(prefix + name):
+                    buffer = owner._buffers[name]
+                    assert buffer is not None
+                    values = self._initialiser.read(prefix + name, tuple(slice(0, size) for size in buffer.shape))
+                    owner._buffers[name] = values.to(self._device, buffer.dtype)
+            for name, home in self._homes.get(owner, {}).items():
+                if self._originals[owner][name].is_meta and (home.bucket, home.index) not in known:
+                    known.add((home.bucket, home.index))
+                    if (stored := _stored(home, self._initialiser)) is not None:
+                        _read_rows(home, stored, self._initialiser)
 
 
-def _empty(home: Home, device: torch.device) -> nn.Parameter:
-    plan = home.bucket.plan
-    values = torch.empty(home.bucket.splits[home.index].shape, dtype=plan.compute_dtype, device=device)
-    return nn.Parameter(values, requires_grad=plan.requires_grad)
+def _parted(home: Home) -> tuple[int, int]:
+    """How many ranks have other experts in the place of a parameter, and which of them this one is."""
+    partition = _split(home).partition
+    if home.bucket.plan.is_expert and partition is not None and partition.bare:
+        return partition.mesh.size(), partition.mesh.get_local_rank()
+    return 1, 0
 
 
-def _take(home: Home, whole: Tensor | None, name: str, owner: nn.Module) -> None:
-    """Copy this rank's rows."""
-    bucket, split = home.bucket, home.bucket.splits[home.index]
-    if whole is None or whole.shape != split.shape:
-        found = "nothing" if whole is None else f"a tensor of shape {tuple(whole.shape)}"
+def _shape(home: Home, of_whole: bool) -> tuple[int, ...]:
+    return _split(home).shape if of_whole else _split(home).part_shape
+
+
+def _index(home: Home, of_whole: bool) -> tuple[slice, ...]:
+    """Where this rank's rows are in the whole parameter, or in the part that the bucket holds."""
+    split = _split(home)
+    slices = split.slices(home.bucket.topology.shard)
+    if of_whole:
+        return slices
+    return tuple(slice(s.start - first, s.stop - first) for s, first in zip(slices, split.offsets, strict=True))
+
+
+def _stored(home: Home, initialiser: Initialiser) -> str | None:
+    """The name under which a parameter's values can be read: it has several where it is tied."""
+    return next((site.name for site in home.bucket.sites[home.index] if initialiser.has(site.name)), None)
+
+
+def _read_rows(home: Home, name: str, initialiser: Initialiser) -> None:
+    split, rank = _split(home), home.bucket.topology.shard
+    if _parted(home)[0] > 1:
+        raise NotImplementedError(
+            f"Parameter {name!r} is an expert, of which ranks have different ones: which a file has under that name is not known. "
+            "Convert the file (mfsdp convert), and load the checkpoint into a model that was initialised."
+        )
+    if split.rows(rank):
+        rows, found = _shard(home), initialiser.read(name, split.slices(rank))
+        if found.shape != rows.shape:
+            raise ValueError(
+                f"Reading values of parameter {name!r} {split.shape} gave a tensor of shape {tuple(found.shape)} for the part "
+                f"of shape {tuple(rows.shape)} that this rank holds: the file is of another model."
+            )
+        rows.copy_(found)
+
+
+def _checked(owner: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
+    values = owner._parameters[name]
+    if values is None or tuple(values.shape) != tuple(shape):
+        found = "nothing" if values is None else f"a tensor of shape {tuple(values.shape)}"
         raise ValueError(
             f"Initialising a {type(owner).__name__} left {found} in the place of its parameter {name!r} of shape "
-            f"{tuple(split.shape)}. Give values to it in place."
+            f"{tuple(shape)}. Give values to it in place."
         )
-    rows = split.rows(bucket.topology.shard)
-    if rows:
-        view = bucket.views(bucket.flat.detach())[home.index]
-        view.copy_(whole[rows.start : rows.stop] if split.shape else whole)
+    return values
+
+
+def _split(home: Home) -> RowSplit:
+    return home.bucket.splits[home.index]
+
+
+def _shard(home: Home) -> Tensor:
+    """This rank's rows in their bucket."""
+    return home.bucket.views(home.bucket.flat.detach())[home.index]
 
 
 def _own_meta(owner: nn.Module) -> dict[str, Tensor]:
     tensors = {**owner._parameters, **owner._buffers}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.is_meta}
-
-
-def _method_of(owner: nn.Module) -> Callable[[], None] | None:
-    return next((getattr(owner, name) for name in _METHODS if callable(getattr(owner, name, None))), None)

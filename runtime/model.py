@@ -31,6 +31,7 @@ from .partition import Partition, Partitioner, Peers, local_part
 from .running import named
 from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from .whole import whole_parameters
 
 __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
 
@@ -146,8 +147,7 @@ class ShardedModel:
         eager_policy: bounds for the eager path.
         experts: finds out which parameters are experts, and who holds them; None: no rank has parameters of its own.
         tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
-        from_meta: parameters and buffers on the meta device get values.
-        init_fn: how; None: by the modules' own methods, see :mod:`.meta`.
+        from_meta: gives values to parameters and buffers on the meta device; None: there must be none.
 
     Raises:
         ValueError, TypeError: unit classes or parameters that cannot be sharded. The model is as it was.
@@ -170,8 +170,7 @@ class ShardedModel:
         eager_policy: EagerPolicy | None = None,
         experts: Callable[[], Experts] | None = None,
         tensor_parallel: DeviceMesh | None = None,
-        from_meta: bool = False,
-        init_fn: meta.InitFn | None = None,
+        from_meta: meta.Initialiser | None = None,
     ) -> None:
         self.topology = topology
         self.precision = precision
@@ -180,13 +179,13 @@ class ShardedModel:
         plans: list[tuple[Unit, list[BucketPlan]]] = []
         found: list[Experts] = []
         partitions: dict[str, Partition | None] = {}
-        initialises = from_meta and meta.has_meta(module)
+        initialiser = from_meta if meta.has_meta(module) else None
 
         def describe() -> list[str]:
-            if from_meta:
-                meta.check_initialisable(module, init_fn)
+            if initialiser is not None:
+                initialiser.prepare(module)
             unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
-            units = _find_units(module, unit_modules, unit_bytes, from_meta)
+            units = _find_units(module, unit_modules, unit_bytes, from_meta is not None)
             if experts is not None:
                 found.append(experts())
             planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), *found)
@@ -200,7 +199,7 @@ class ShardedModel:
                 *map(str, found),
                 f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
                 *_describe(module, plans, check_values),
-                *([f"{_RANDOM}: {meta.random_state(device)}"] if initialises else []),
+                *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None else []),
             ]
 
         def describe_experts() -> tuple[Sequence[int], list[str]]:
@@ -250,14 +249,14 @@ class ShardedModel:
                 buckets.append(bucket)
                 for index, (original, sites) in enumerate(params):
                     for site in sites:
-                        if initialises:
+                        if initialiser is not None:
                             originals.setdefault(site.module, {})[site.attribute] = original
                         site.module._parameters[site.attribute] = bucket.params[index]  # lets go of the original
                         homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
             units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
         plans.clear()
-        if initialises:
-            self._initialise(module, homes, originals, device, init_fn)
+        if initialiser is not None:
+            self._initialise(module, homes, originals, device, initialiser)
         for owner in module.modules():
             for name, buffer in owner._buffers.items():
                 owner._buffers[name] = buffer.to(device) if buffer is not None else None
@@ -279,16 +278,16 @@ class ShardedModel:
         homes: Mapping[nn.Module, Mapping[str, Home]],
         originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
         device: torch.device,
-        init_fn: meta.InitFn | None,
+        initialiser: meta.Initialiser,
     ) -> None:
         """Where it fails on one rank, or ranks have drawn different numbers, it fails on all, and the model is as it was."""
 
         def describe() -> list[str]:
-            meta.initialise(module, homes, originals, device, init_fn)
+            meta.initialise(module, homes, originals, device, initialiser)
             return [f"random numbers after initialisation: {meta.random_state(device)}"]
 
         try:
-            agree(self.group, "fully_shard_model, initialisation of parameters on the meta device", describe)
+            agree(self.everyone, "fully_shard_model, initialisation of parameters on the meta device", describe)
         except BaseException:
             for owner, own in originals.items():
                 owner._parameters.update(own)
@@ -314,10 +313,8 @@ class ShardedModel:
     ) -> None:
         """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it: also ``experts``, by
         name, which tensor-parallel ranks do not divide. Where some ranks of a mesh raise, all do."""
-        undivided = {
-            id(None),
-            id(self.experts.parallel if self.experts is not None else None),
-        }  # meshes: equal ones differ
+        # By identity: meshes of the same ranks are equal, and may be different dimensions.
+        undivided = {id(None), id(self.experts.parallel if self.experts is not None else None)}
         tensor_parallel = {id(partition.mesh) for partition in self._tensor_parallel}
         params = dict(module.named_parameters())
         asked: list[dist.ProcessGroup] = []
@@ -333,7 +330,7 @@ class ShardedModel:
                     if alike:
                         shape = tuple(local_part(params[name]).shape)
                         lines.append(f"parameter {name}: {shape}, {params[name].dtype}")
-                        if check_values:
+                        if check_values and not params[name].is_meta:
                             lines.append(f"values of {name}: {value_digest(local_part(params[name]))}")
                 dimension = (mesh.mesh_dim_names or ("",))[dim]
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
@@ -561,6 +558,8 @@ class ShardedModel:
         started = functools.partial(_launches, topologies, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", started)
         tracing.expect(lambda: self._named_launches(f"{phase} graph", started()))
+        if phase == "inference" and not started():
+            return  # as one rank may run alone: see enter_forward
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
 
     @property
@@ -705,18 +704,67 @@ class ShardedModel:
             RuntimeError: gradients wait for their reduction.
             ValueError: the strategy cannot do it. Nothing has changed.
         """
-        if self.synchronisation.microbatches or self.eager.is_in_window:
-            raise RuntimeError(
-                "What stays between microbatches was changed while a step is under way. Change it after optimizer.step() and "
-                "zero_grad(), before the next forward."
-            )
+        self._refuse_in_step("What stays between microbatches was changed")
         topologies = [bucket.topology.accumulating(accumulation) for bucket in self.buckets]
         self.topology = self.topology.accumulating(accumulation)
         if self.experts is not None:
             self.experts = replace(self.experts, topology=self.experts.topology.accumulating(accumulation))
-        for bucket, topology in zip(self.buckets, topologies, strict=True):
+        self._set_topologies(dict(zip(self.buckets, topologies, strict=True)))
+
+    @contextlib.contextmanager
+    def gathered(self, most: int | None) -> Iterator[None]:
+        """Inside, buckets stay gathered between uses: the first ones, up to ``most`` bytes; None: all. Collective.
+
+        Raises:
+            RuntimeError, ValueError: as :meth:`set_accumulation`.
+        """
+        self._refuse_in_step("Parameters were to be kept gathered")
+        before, kept, room = self.topology, {}, most
+        for bucket in self.buckets:
+            if bucket.topology.gather_group is None:
+                continue
+            if room is not None and bucket.plan.gathered_bytes > room:
+                break
+            room = None if room is None else room - bucket.plan.gathered_bytes
+            kept[bucket] = bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=True))
+        released = {bucket: bucket.topology for bucket in kept}
+        if kept and not any(bucket.topology.gather_group for bucket in self.buckets if bucket not in kept):
+            # No forward has a collective of its own then: ranks need not run the same ones.
+            self.topology = before.accumulating(replace(before.accumulation, keeps_gathered=True))
+        try:
+            self._set_topologies(kept)
+            self.refresh()
+            yield
+        finally:
+            self.topology = before
+            self._set_topologies(released)
+
+    def _set_topologies(self, topologies: Mapping[Bucket, Topology]) -> None:
+        for bucket, topology in topologies.items():
             bucket.set_plan(bucket.plan, topology)
         self._label_modules()
+
+    @contextlib.contextmanager
+    def whole_parameters(self, writeback: bool) -> Iterator[None]:
+        """See :func:`.whole.whole_parameters`. Collective.
+
+        Raises:
+            RuntimeError: a step is under way.
+            NotImplementedError: experts have other names on other ranks.
+        """
+        self._refuse_in_step("Full parameters were asked for")
+        self.check_parameters_are_everyones("summon_full_params")
+        module = self._module()
+        assert module is not None
+        self.eager.leave_stray_reads()
+        with whole_parameters(self, module, writeback):
+            yield
+
+    def _refuse_in_step(self, what: str) -> None:
+        if self.synchronisation.microbatches or self.eager.is_in_window:
+            raise RuntimeError(
+                f"{what} while a step is under way. Do it after optimizer.step() and zero_grad(), before the next forward."
+            )
 
     def finish_synchronisation_if_needed(self) -> None:
         """Before an optimizer's step: a backward since the last complete reduction may have left something to do."""
@@ -1010,7 +1058,8 @@ def _describe_experts(
     params = [(name, param) for name, param in module.named_parameters() if name in experts]
     lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params]
     if check_values:
-        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in params)
+        with_values = ((name, param) for name, param in params if not param.is_meta)
+        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in with_values)
     return lines
 
 

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +30,14 @@ from .bucket import Home
 from .eager import Window
 from .partition import Partition
 
-__all__ = ["check_no_stray_references", "label_module", "shard_module"]
+__all__ = [
+    "check_no_stray_references",
+    "is_sharded",
+    "label_module",
+    "register_forward",
+    "shard_module",
+    "unsharded_class",
+]
 
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
@@ -58,6 +66,16 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether :func:`shard_module` has been there."""
+    return isinstance(module, _Sharded)
+
+
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """What a sharded module's class is made from."""
+    return type(module).__mro__[2]  # behind the made class and what it adds
+
+
 def label_module(module: nn.Module, schedules: int = 0) -> None:
     """Tell Dynamo's guards how the module's parameters are bucketed, how these are exchanged, and how often schedules of
     compiled graphs have been replaced: another number is a reason to compile anew."""
@@ -82,22 +100,43 @@ def _sharded_class(
 
 
 def _forward_in_window(cls: type[nn.Module]) -> Any:
-    @functools.wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = _in_window(cls.forward)
+    # A forward that is kept out of compiled graphs needs its window there too: this one must not be traced either.
+    return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
+
+
+def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return cls.forward(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         window: Window = self._mfsdp_window  # type: ignore[assignment]
         window.runtime.enter(window)
         try:
-            result = cls.forward(self, *args, **kwargs)
+            result = method(self, *args, **kwargs)
         except BaseException as error:
             window.runtime.leave_failed(window, error)
             raise
         window.runtime.leave(window)
         return result
 
-    # A forward that is kept out of compiled graphs needs its window there too: this one must not be traced either.
-    return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
+    return run
+
+
+def register_forward(module: nn.Module, name: str) -> None:
+    """Open a window around another method, as around ``forward``.
+
+    Raises:
+        AttributeError: there is no such method.
+        ValueError: ``module`` has no window: it owns no parameters, and is neither a unit nor the model.
+    """
+    method = getattr(type(module), name)
+    if not is_sharded(module):
+        raise ValueError(
+            f"A {type(module).__name__} owns no sharded parameters, and is no unit: {name!r} has nothing to gather. Register "
+            "the method of the module that holds what it reads, or of the model."
+        )
+    vars(module)[name] = types.MethodType(_in_window(method), module)
 
 
 def _parameter_property(name: str, partition: Partition | None) -> property:
@@ -181,7 +220,7 @@ class _Sharded(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """``type(module)(...)`` makes what it always made: an unsharded module of the class that the user wrote."""
-        original = cls.__mro__[2]  # behind the made class and this one
+        original = cls.__mro__[2]
         return original(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -99,6 +99,14 @@ class RowSplit:
         rows, first = self.rows(rank), self.offsets[0] if self.shape else 0
         return range(rows.start + first, rows.stop + first)
 
+    def slices(self, rank: int) -> tuple[slice, ...]:
+        """Where what ``rank`` holds lies in the whole parameter, by dimension."""
+        if not self.shape:
+            return ()
+        rows = self.rows_of_whole(rank)
+        inner = zip(self.offsets[1:], self.part_shape[1:], strict=True)
+        return (slice(rows.start, rows.stop), *(slice(start, start + size) for start, size in inner))
+
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of what ``rank`` holds. A scalar's owner holds a scalar, the other ranks an empty vector."""
         count = len(self.rows(rank))

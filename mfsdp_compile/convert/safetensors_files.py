@@ -83,6 +83,12 @@ class SafetensorsReader:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
 
+    def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
+        """What ``index`` cuts out of a tensor; the rest is not read."""
+        with self._opened(self._file_of[name]) as opened:
+            part: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+            return part
+
     def _names(self, file: Path) -> list[str]:
         with self._opened(file) as opened:
             return list(opened.keys())
@@ -114,6 +120,8 @@ def _library() -> Callable[..., Any]:
 
 def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
     """(Tensor, the file that it is in)."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.")
     if path.is_file():
         yield from ((name, path) for name in names(path))
     elif (path / INDEX).is_file():

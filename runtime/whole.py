@@ -1,0 +1,78 @@
+"""A sharded model as the module that it was, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .modules import is_sharded, unsharded_class
+from .partition import local_part
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+    from .model import ShardedModel
+
+__all__ = ["whole_parameters"]
+
+
+@contextlib.contextmanager
+def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
+    """Put whole parameters into the modules, in the dtype of the shards, and take windows and properties off them.
+
+    Args:
+        sharded: the model.
+        module: that it shards.
+        writeback: keep, of what the parameters are afterwards, this rank's rows.
+
+    Raises:
+        ValueError: afterwards: a parameter was exchanged for one of another shape. Values of before are there then.
+    """
+    wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
+    modules = {inner: type(inner) for inner in module.modules() if is_sharded(inner)}
+    for inner in modules:
+        inner.__class__ = unsharded_class(inner)
+    for bucket, params in wholes.items():
+        for param, sites in zip(params, bucket.sites, strict=True):
+            for site in sites:
+                site.module._parameters[site.attribute] = param
+    try:
+        yield
+        changed = [(bucket, _now(bucket)) for bucket in wholes] if writeback else []
+    finally:
+        for inner, cls in modules.items():
+            inner.__class__ = cls
+        for bucket in wholes:
+            for param, sites in zip(bucket.params, bucket.sites, strict=True):
+                for site in sites:
+                    site.module._parameters[site.attribute] = param
+    for bucket, values in changed:
+        bucket.take_rows_of(values)
+
+
+@torch.no_grad()
+def _wholes(bucket: Bucket) -> list[nn.Parameter]:
+    found = []
+    for split, part in zip(bucket.splits, bucket.gather_shards(), strict=True):
+        partition = split.partition
+        whole = part if partition is None or partition.bare else partition.of_part(part)
+        found.append(nn.Parameter(whole, requires_grad=bucket.plan.requires_grad))
+    return found
+
+
+def _now(bucket: Bucket) -> list[Tensor]:
+    """What the modules have as parameters, the parts that the bucket holds."""
+    found = []
+    for split, sites in zip(bucket.splits, bucket.sites, strict=True):
+        param = sites[0].module._parameters.get(sites[0].attribute)
+        if param is None or local_part(param).shape != split.part_shape:
+            shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
+            raise ValueError(
+                f"Parameter {sites[0].name!r} has become {shape} in summon_full_params; it is a part of a bucket, and keeps its "
+                f"shape {split.shape}. Copy values into it in place."
+            )
+        found.append(local_part(param))
+    return found

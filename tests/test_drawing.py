@@ -1,0 +1,120 @@
+"""Random numbers of which a rank draws its own only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mfsdp_compile.runtime import drawing
+from mfsdp_compile.runtime.drawing import Drawing
+from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.mersenne import skipped
+from mfsdp_compile.runtime.tensor import RowSplit
+
+RANKS = 3
+
+
+@given(seed=st.integers(0, 2**31), before=st.integers(0, 1300), draws=st.integers(0, 1 << 20))
+@settings(deadline=None, max_examples=40)
+def test_skipping_is_drawing(seed: int, before: int, draws: int) -> None:
+    torch.manual_seed(seed)
+    torch.empty(before).uniform_()
+    state = torch.get_rng_state()
+    torch.empty(draws).uniform_()
+    assert torch.equal(skipped(state, draws), torch.get_rng_state())
+
+
+def test_skipping_adds_up() -> None:
+    """Further than can be drawn: a trillion numbers, at once and in two steps."""
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    assert torch.equal(skipped(skipped(state, 123_456_789_012), 876_543_210_988), skipped(state, 10**12))
+
+
+def filled(
+    fill: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """What each rank takes of a parameter, what one process has, and the next random number there; all ranks have the same."""
+    layout = plan_layouts([ParamSpec("weight", shape)], dtype.itemsize, RANKS, None)[0]
+    torch.manual_seed(3)
+    torch.rand(5)
+    state = torch.get_rng_state()
+    whole = torch.empty(shape, dtype=dtype)
+    fill(whole)
+    following = torch.rand(1)
+    parts = []
+    for rank in range(RANKS):
+        torch.set_rng_state(state)
+        param = nn.Parameter(torch.empty(shape, dtype=dtype).fill_(math.nan))
+        split = RowSplit(layout, 0)
+        part = torch.empty(split.local_shape(rank), dtype=dtype)
+        taking = Drawing([param])
+        with torch.no_grad(), taking:
+            fill(param)
+        with torch.no_grad():
+            taking.take(param, split.slices(rank), part)
+        assert torch.equal(torch.rand(1), following)
+        parts.append(part)
+    return parts, whole, following
+
+
+FILLS: dict[str, Callable[[Tensor], object]] = {
+    "normal": lambda p: nn.init.normal_(p, 0.5, 0.02),
+    "uniform": lambda p: p.data.uniform_(-1, 1),
+    "kaiming": lambda p: nn.init.kaiming_uniform_(p, a=math.sqrt(5)),
+    "twice": lambda p: (nn.init.normal_(p), nn.init.uniform_(p)),
+    "truncated": lambda p: nn.init.trunc_normal_(p, std=0.02),
+    "scaled": lambda p: nn.init.normal_(p).mul_(2),
+    "normalised": lambda p: nn.init.normal_(p).div_(p.norm()),
+    "a row": lambda p: (nn.init.normal_(p), p[1].zero_()),
+    "a part": lambda p: (p.zero_(), p[:700].normal_()),
+    "numpy": lambda p: (nn.init.normal_(p), p.detach().copy_(torch.from_numpy(np.flip(p.detach().numpy(), 0).copy()))),
+    "list": lambda p: (nn.init.normal_(p), p.detach().add_(sum(p.detach()[0].tolist()))),
+    "another": lambda p: p.copy_(torch.empty_like(p).normal_()),
+    "own generator": lambda p: p.normal_(generator=torch.Generator().manual_seed(4)),
+    "constant": nn.init.ones_,
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_rows_are_those_of_the_whole(name: str) -> None:
+    parts, whole, _ = filled(FILLS[name], (1031, 1021), torch.float32)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["normal", "uniform"])
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    parts, whole, _ = filled(FILLS[name], (1031, 1021), dtype)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing._draws(torch.ops.aten.normal_.default, torch.float32)  # known from here on
+    drawn: list[int] = []
+    part = drawing._Fill.part
+
+    def counted(fill: drawing._Fill, start: int, stop: int) -> Tensor:
+        found = part(fill, start, stop)
+        drawn.append(found.untyped_storage().nbytes() // 4)
+        return found
+
+    monkeypatch.setattr(drawing._Fill, "part", counted)
+    monkeypatch.setattr(drawing._Fill, "everything", lambda fill: pytest.fail("a whole parameter was drawn"))
+    filled(FILLS["normal"], (2048, 1024), torch.float32)
+    assert len(drawn) == RANKS
+    assert sum(drawn) < 2048 * 1024 + 2 * RANKS * 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("function", [torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default])
+def test_this_torch_makes_numbers_of_words_as_we_think(function: object, dtype: torch.dtype) -> None:
+    """Where it does not, whole parameters are drawn: right, and slow."""
+    assert drawing._draws(function, dtype) is not None
