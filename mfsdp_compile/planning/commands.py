@@ -128,6 +128,8 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             dtype=DTYPES[given.dtype],
             checkpoint=given.checkpoint,
         )
+        if given.microbatches is not None and given.microbatches < 1:
+            raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
         most = parse_bytes(given.bucket, "--bucket") if given.bucket not in (None, "auto") else None
         least = parse_bytes(given.unit, "--unit") if given.unit else None
@@ -143,8 +145,6 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             unit_bytes=least,
             microbatches=given.microbatches,
         )
-        if given.microbatches is not None and given.microbatches < 1:
-            raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto tries sizes of units too: leave --unit out, or give --bucket a size")
     except ValueError as error:

@@ -23,7 +23,7 @@ from mfsdp_compile.passes.decisions import Decisions
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, simulate
-from mfsdp_compile.passes.solve import BudgetError, explained, gib, solve
+from mfsdp_compile.passes.solve import BudgetError, Solution, explained, gib, solve
 from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Site
@@ -462,16 +462,7 @@ def planned(
     problem = problem_of(job, traced, candidate)
     if job.solved:
         try:
-            solution = solve(
-                problem,
-                job.optimizer,
-                job.usable,
-                prefetch=job.prefetch,
-                reshard=job.reshard,
-                bounds=0,
-                up_to_budget=True,
-                refusal="" if job.budget is not None else _too_small(job),
-            )
+            solution = _solved(job, problem, job.usable, job.reshard)
         except BudgetError as error:
             return Planned(candidate, problem.context, None, None, error.needed, str(error))
         decisions, timeline = solution.decisions, solution.timeline
@@ -483,6 +474,24 @@ def planned(
     if details:
         timeline = explained(problem.timeline(decisions, job.optimizer, details=True), decisions, PHASES)
     return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
+
+
+def _solved(job: Job, problem: Plan, usable: int, reshard: bool | int | None) -> Solution:
+    """The best schedule within ``usable`` bytes.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    return solve(
+        problem,
+        job.optimizer,
+        usable,
+        prefetch=job.prefetch,
+        reshard=reshard,
+        bounds=0,
+        up_to_budget=True,
+        refusal="" if job.budget is not None else _too_small(job),
+    )
 
 
 def _too_small(job: Job) -> str:
@@ -541,7 +550,7 @@ class _Pipelined:
             decisions = by_policy
             if self.job.solved:
                 try:
-                    decisions = self.solved(problem, others)
+                    decisions = _solved(self.job, problem, self.job.usable - others, reshard=True).decisions
                 except BudgetError as error:
                     why = f"{error} The step's other microbatches have {gib(others)} besides."
                     return Planned(self.candidate, problem.context, None, None, error.needed + others, why, stage)
@@ -564,20 +573,6 @@ class _Pipelined:
         timeline = replace(timeline, seconds=max(ends))
         idle = max(0.0, timeline.seconds - by_itself.seconds)
         return Planned(self.candidate, problem.context, timeline, decisions, timeline.peak_bytes, "", shown, idle)
-
-    def solved(self, problem: Plan, others: int) -> Decisions:
-        job = self.job
-        refusal = "" if job.budget is not None else _too_small(job)
-        return solve(
-            problem,
-            job.optimizer,
-            job.usable - others,
-            prefetch=job.prefetch,
-            reshard=True,
-            bounds=0,
-            up_to_budget=True,
-            refusal=refusal,
-        ).decisions
 
     def simulated(
         self,
