@@ -65,6 +65,19 @@ def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     assert out.split() == ["True", "False"]
 
 
+def test_finalizers_import_nothing() -> None:
+    """They run whenever garbage is collected: in the middle of an import, where Python 3.11 takes the wrong lock for its own
+    (``KeyError`` in ``importlib._bootstrap``)."""
+    program = """
+import sys, torch
+from mfsdp_compile.runtime import compat
+before = set(sys.modules)
+compat.wait_tensor_when_dropped(torch.empty(1))
+print(sorted(set(sys.modules) - before))
+"""
+    assert run(program).split() == ["[]"]
+
+
 @pytest.mark.slow
 def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
     """``PYTHONPATH=.`` without an installation: how runs without a network start."""
