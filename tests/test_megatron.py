@@ -1059,6 +1059,7 @@ def test_megatrons_training_loop(strategy: str) -> None:
     sums over tokens, and gradients are divided by the tokens of all ranks and microbatches when they are there."""
     config, ddp = TransformerConfig(calculate_per_token_loss=True), settings(data_parallel_sharding_strategy=strategy)
     model = FullyShardedDataParallel(config, ddp, parity.build(Classifier), fsdp_unit_modules=[zoo.Block])
+    assert not model.model_auto_sync
     alone = parity.build(Classifier)
     rank, every = dist.get_rank(), torch.randn(2, 3, 7, 8, generator=torch.Generator().manual_seed(0))
     counts = torch.tensor([[7, 2, 5], [1, 6, 3]])  # tokens that count, by rank and microbatch
