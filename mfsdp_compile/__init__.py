@@ -19,11 +19,15 @@ if importlib.util.find_spec("mfsdp_compile.runtime") is None:
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
 from .explaining import explain
+from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
 from .passes.verify import ScheduleError, verify
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
 
 __all__ = [
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
+    "FullyShardedDataParallel",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
     "ScheduleError",

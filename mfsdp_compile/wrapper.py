@@ -63,7 +63,7 @@ class MegatronFSDP(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
         """A sharded model of its own: other memory, same values, same groups. No communication."""
-        duplicate = MegatronFSDP.__new__(MegatronFSDP)
+        duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate
@@ -129,6 +129,15 @@ class MegatronFSDP(nn.Module):
                 "it out, or shard with zero_dp_strategy='no_shard'."
             )
         self.sharded.finish_synchronisation()
+
+    def start_grad_sync(self) -> None:
+        """Start to reduce what waits for it, as :meth:`finish_grad_sync` does, which has nothing left to do then: reductions
+        that need not wait start in backward, and outside of it nothing runs that would hide the others."""
+        self.sharded.finish_synchronisation()
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Wait for reductions that have been started. When a backward is over, all have been awaited."""
+        self.sharded.eager.finish_reductions()
 
     def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
         """Trade memory for communication, over the microbatches of an optimizer step. Without arguments: as it was.
@@ -260,9 +269,24 @@ class MegatronFSDP(nn.Module):
         """
         self.sharded.refresh()
         if force_sync:
-            for bucket in self.sharded.buckets:
-                if bucket.resident is not None:
-                    bucket.await_resident()
+            self.synchronize_param_gather()
+
+    def synchronize_param_gather(self) -> None:
+        """Wait for gathers that have been started and are not in use yet."""
+        for bucket in self.sharded.buckets:
+            if bucket.resident is not None:
+                bucket.await_resident()
+
+    def broadcast_params(self) -> None:
+        """Give ranks that hold the same values those of the first of them: all ranks with ``no_shard``, outer ranks with HSDP.
+        Otherwise each value is on one rank only. Collective. (That a model has the same values on all ranks is checked when it
+        is sharded: this is for values that were changed afterwards.)"""
+        self.sharded.broadcast()
+
+    @property
+    def param_and_grad_buffer(self) -> ShardedModel:
+        """What owns the buckets, for functions that want to be given it; how it looks is not for use."""
+        return self.sharded
 
     def install_optimized_model_weights(self) -> None:
         """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,

@@ -335,6 +335,10 @@ def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Seque
     return wait_tensor(received)
 
 
+with _disable_current_modes():
+    pass  # imports what it needs when it is first used: now, and not in a finalizer, which may run in the middle of an import
+
+
 def wait_tensor_when_dropped(tensor: Tensor) -> None:
     """``wait_tensor`` for finalizers, which may run in the middle of a trace."""
     with _disable_current_modes(), torch.no_grad():

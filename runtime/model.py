@@ -863,6 +863,15 @@ class ShardedModel:
                 self.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
                 bucket.start_refresh()
 
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give ranks that hold the same pieces of parameters those of the first of them. Collective."""
+        for bucket in self.buckets:
+            if (group := bucket.topology.replicas) is not None:
+                self.start(f"broadcast {bucket.plan.name}", group=group)
+                dist.broadcast(bucket.flat.detach(), group=compat.process_group(group.name), group_src=0)
+                torch.autograd.graph.increment_version(bucket.flat)  # residents are gathered from what is there now
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate

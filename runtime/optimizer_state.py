@@ -7,12 +7,14 @@ groups. Reading one communicates nothing: state is DTensors like the parameters,
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from . import compat
@@ -27,6 +29,7 @@ __all__ = [
     "optimizer_name",
     "parameter_names",
     "shard_state",
+    "state_dict_groups",
 ]
 
 PREFIX = "module."
@@ -50,14 +53,19 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     return names
 
 
-_SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
+_NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "step": lambda group: 0,
+    "mu_product": lambda group: 1,  # NAdam's
+    "mu": lambda group: 1,  # ASGD's, like the next
+    "eta": lambda group: float(group["lr"]),
+}
 """State of torch's optimizers that is one number per parameter, and not one per element: of a parameter that is one number
-itself, the shape does not tell. (NAdam's ``mu_product``, ASGD's ``eta`` and ``mu``.)"""
+itself, the shape does not tell. With what they are before the first step of a parameter in ``group``."""
 
 
 def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
     """Whether state ``key`` of a parameter is sharded like it."""
-    return shape == param.shape and key not in _SCALARS
+    return shape == param.shape and key not in _NUMBERS
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -88,13 +96,20 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
     reference = weakref.ref(optimizer)
 
     def state_dict() -> dict[str, Any]:
-        """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; no communication."""
+        """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; no communication.
+
+        Of an optimizer that has made no step yet, the state that it begins with: ``torch.distributed.checkpoint.load`` reads
+        what it finds in a state dict and nothing else.
+        """
         it = reference()
         assert it is not None
         numbered = type(it).state_dict(it)
         names = parameter_names(it)
-        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
-        return {**numbered, "state": {names[i]: held for i, held in numbered["state"].items()}, "param_groups": groups}
+        state = {names[i]: held for i, held in numbered["state"].items()}
+        if not state and not any(param.mfsdp_home.bucket.owner.steps for param in _params(it)):
+            state = dict(zip(names, _first_states(it), strict=False))
+        held = {name: held for name, held in state.items() if held}
+        return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         """Of the same parameters, by name or by number, sharded or whole.
@@ -109,6 +124,73 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
     optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
     compat.keep_from_state_dict_helpers(optimizer, state_dict, load_state_dict)
+
+
+def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """``optimizer.state_dict()["param_groups"]``, and no state."""
+    numbered: list[dict[str, Any]] = type(optimizer).state_dict(optimizer)["param_groups"]
+    if "state_dict" not in vars(optimizer):
+        return numbered
+    names = parameter_names(optimizer)
+    return [{**group, "params": [names[i] for i in group["params"]]} for group in numbered]
+
+
+def _first_states(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What each parameter's state is before the first step, in the order of the groups; nothing for frozen ones.
+
+    Optimizers make it within their first step, and so do these: each over a zero with no gradient in the parameter's place.
+    """
+    try:
+        return [
+            _first_state(optimizer, group, param) if param.requires_grad else {}
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+    except Exception as error:
+        warnings.warn(
+            f"The state of the {type(optimizer).__name__} cannot be told before its first step ({type(error).__name__}: "
+            f"{error}), and its state dict has none: torch.distributed.checkpoint.load would not load any into it. "
+            "mfsdp_compile.checkpoint.load does.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.Muon):  # its step is over the matrices of all ranks
+        return {"momentum_buffer": torch.zeros_like(param.detach())}
+    twin = nn.Parameter(torch.zeros_like(param.to_local().detach()))
+    setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute, torch.zeros_like(twin))
+    beside = object.__new__(type(optimizer))
+    vars(beside).update(
+        {key: value for key, value in vars(optimizer).items() if key not in _OVERRIDDEN},
+        state=defaultdict(dict),
+        param_groups=[{**group, "params": [twin]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    type(optimizer).step(beside)
+    state: dict[str, Any] = {}
+    for key, value in beside.state[twin].items():
+        if key in _NUMBERS:
+            first = _NUMBERS[key](group)
+            state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
+        elif isinstance(value, Tensor) and value.shape == twin.shape:
+            if type(value) is not Tensor:
+                raise TypeError(f"state {key!r} is a {type(value).__name__}")
+            state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
+        else:
+            state[key] = value
+    return state
+
+
+_OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict")
+"""Methods that optimizers have of their own, from us and from learning-rate schedulers."""
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -216,6 +216,13 @@ class Topology:
             return (self.outer, self.inner)
         return (self.inner,)
 
+    @property
+    def replicas(self) -> Group | None:
+        """Ranks that hold the same piece; None: no two do."""
+        if self.strategy is ShardingStrategy.NO_SHARD:
+            return self.every
+        return None if self.is_hfsdp else self.outer
+
     def sum(self, value: Tensor, op: str) -> Tensor:
         """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""
         for group in self.shard_groups:

@@ -384,6 +384,13 @@ def test_dcp_by_itself() -> None:
     third, its_optimizer = make("optim", seed=4)
     load(folder, third, its_optimizer)
     assert_same(whole(third, its_optimizer), whole(model, optimizer))
+    fourth, its_optimizer = make(seed=5)  # in another process, before any step
+    state = {"model": fourth.state_dict(), "optimizer": its_optimizer.state_dict()}
+    dcp.load(state_dict=state, checkpoint_id=folder)
+    fourth.load_state_dict(state["model"], strict=False)
+    its_optimizer.load_state_dict(state["optimizer"])
+    assert_same(whole(fourth, its_optimizer), whole(model, optimizer))
+    assert train(fourth, its_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
 # -- what does not fit ------------------------------------------------------------------------------------------------

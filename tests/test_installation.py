@@ -65,6 +65,19 @@ def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
     assert out.split() == ["True", "False"]
 
 
+def test_finalizers_import_nothing() -> None:
+    """They run whenever garbage is collected: in the middle of an import, where Python 3.11 takes the wrong lock for its own
+    (``KeyError`` in ``importlib._bootstrap``)."""
+    program = """
+import sys, torch
+from mfsdp_compile.runtime import compat
+before = set(sys.modules)
+compat.wait_tensor_when_dropped(torch.empty(1))
+print(sorted(set(sys.modules) - before))
+"""
+    assert run(program).split() == ["[]"]
+
+
 @pytest.mark.slow
 def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
     """``PYTHONPATH=.`` without an installation: how runs without a network start."""
@@ -97,7 +110,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
     top = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
     assert top <= {"mfsdp_compile", "bin"}
-    for part in ("passes/unshard.py", "runtime/layout.py", "examples/llama.py", "py.typed"):
+    for part in ("passes/unshard.py", "runtime/layout.py", "examples/llama.py", "megatron/settings.py", "py.typed"):
         assert (installed / "mfsdp_compile" / part).is_file()
 
 

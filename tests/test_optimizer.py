@@ -578,6 +578,48 @@ def test_optimizer_state_dict_round_trip() -> None:
 
 
 @on_ranks(2)
+def test_state_before_the_first_step_is_what_that_step_begins_with() -> None:
+    """Loaded, it changes nothing; and it has a place for all that a checkpoint of later holds."""
+    matrices = {"Muon": (torch.optim.Muon, {"lr": 0.01})}
+    for name, (cls, settings) in (OPTIMIZERS | matrices).items():
+        for flat in (False, True) if name == "AdamW" else (False,):
+            ends, keys = [], []
+            for loads in (False, True):
+                whole = parity.build(zoo.Scalars if name in ("AdamW", "NAdam") else zoo.Uneven)
+                model = fully_shard_model(whole, fsdp_unit_modules="auto")
+                held = {key: p for key, p in params_of(model).items() if name != "Muon" or p.ndim == 2}
+                optimizer = fully_shard_optimizer(cls(held.values(), **settings), flat=flat)
+                before = {key: param.full_tensor() for key, param in held.items()}
+                first = optimizer.state_dict()
+                assert all(torch.equal(param.full_tensor(), before[key]) for key, param in held.items())
+                assert not any(optimizer.state.values()) or name == "Adagrad"  # which has it from the beginning
+                if loads:
+                    optimizer.load_state_dict(first)
+                for step in range(2):
+                    set_gradients(held, step)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ends.append({key: param.full_tensor() for key, param in held.items()})
+                keys = [{key: held.keys() for key, held in d["state"].items()} for d in (first, optimizer.state_dict())]
+            assert keys[0] == keys[1], name
+            assert all(torch.equal(end, ends[1][key]) for key, end in ends[0].items()), name
+    stateless = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert stateless.state_dict()["state"] == {}
+
+
+@on_ranks(2)
+def test_state_that_nobody_can_tell_before_the_first_step() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise KeyError("something that only real parameters have")
+
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+    optimizer = fully_shard_optimizer(Own(model.parameters(), lr=0.1))
+    with pytest.warns(RuntimeWarning, match="state of the Own cannot be told before its first step .KeyError"):
+        assert optimizer.state_dict()["state"] == {}
+
+
+@on_ranks(2)
 def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
     for mode in (EAGER, AOT_EAGER):
         model, call = parity.shard(parity.build(zoo.Unused), mode, units=[zoo.Block])

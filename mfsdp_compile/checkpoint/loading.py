@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.agreement import agree
-from mfsdp_compile.runtime.optimizer_state import PREFIX, follows_rows, optimizer_name
+from mfsdp_compile.runtime.optimizer_state import PREFIX, follows_rows, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -390,7 +390,7 @@ class _Plan:
                 known = self._name_in_optimizer.get(_inner(str(name).removeprefix(self._optimizer_prefix)))
                 group_of[f"{PREFIX}{known}"] = number
         groups = []
-        for i, group in enumerate(optimizer.state_dict()["param_groups"]):
+        for i, group in enumerate(state_dict_groups(optimizer)):
             sources = {group_of[name] for name in group["params"] if name in group_of}
             if len(sources) > 1:
                 raise CheckpointError(
@@ -399,7 +399,7 @@ class _Plan:
                     "parameters as they were. Nothing was loaded."
                 )
             settings = stored[sources.pop()] if sources else {}
-            own = {key: group[key] for key in ("params", "param_names") if key in group}
+            own: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
             groups.append({**group, **settings, **own})
         return groups
 

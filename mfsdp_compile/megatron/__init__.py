@@ -1,0 +1,36 @@
+"""What programs for Megatron-LM and Megatron-Bridge have in them, on this engine. Megatron need not be installed.
+
+:class:`FullyShardedDataParallel` and :func:`DistributedOptimizer` take the place of Megatron-Core's; configurations are
+Megatron's own objects, or the dataclasses of the same names here; :func:`validate` checks and adjusts them as Megatron-Bridge
+does, :func:`add_megatron_fsdp_arguments` and :func:`config_from_arguments` are for Megatron-LM's command line.
+``docs/megatron.md`` goes through all settings.
+"""
+
+from __future__ import annotations
+
+from .arguments import add_megatron_fsdp_arguments, config_from_arguments
+from .optimizer import DistributedOptimizer
+from .settings import (
+    CheckpointConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    OptimizerConfig,
+    TransformerConfig,
+)
+from .validation import Adjustment, ConfigContainer, validate
+from .wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "Adjustment",
+    "CheckpointConfig",
+    "ConfigContainer",
+    "DistributedDataParallelConfig",
+    "DistributedInitConfig",
+    "DistributedOptimizer",
+    "FullyShardedDataParallel",
+    "OptimizerConfig",
+    "TransformerConfig",
+    "add_megatron_fsdp_arguments",
+    "config_from_arguments",
+    "validate",
+]

@@ -1,0 +1,67 @@
+"""Megatron-LM's command line: the flags that concern sharded data parallelism."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any
+
+from .settings import Flag, known, setting_of
+from .validation import SECTIONS, ConfigContainer
+
+__all__ = ["add_megatron_fsdp_arguments", "config_from_arguments"]
+
+
+def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add a group of flags. Those that the parser has already are left to it.
+
+    Returns:
+        The parser.
+    """
+    group = parser.add_argument_group("Megatron FSDP")
+    flags: dict[str, tuple[Flag, str]] = {}
+    for section in SECTIONS.values():
+        for of in known(section).values():
+            if (flag := setting_of(of).flag) is not None:
+                flags.setdefault(flag.name, (flag, f"{of.name}: {setting_of(of).here}"))
+    for flag, here in flags.values():
+        how: dict[str, Any] = {"dest": flag.dest, "default": None, "help": here.replace("%", "%%")}
+        if flag.type is None:
+            how["action"] = "store_const"
+            how["const"] = not flag.name.startswith("--no-")
+        else:
+            how.update(type=flag.type, choices=flag.choices)
+        with contextlib.suppress(argparse.ArgumentError):
+            group.add_argument(flag.name, **how)
+    return parser
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> ConfigContainer:
+    """Settings of a command line, checked and adjusted by :func:`~.validation.validate`.
+
+    Args:
+        arguments: parsed with :func:`add_megatron_fsdp_arguments`, or by Megatron-LM. Attributes that are not there, or None,
+            leave settings at their defaults.
+
+    Raises:
+        ValueError, NotImplementedError: as :func:`~.validation.validate`.
+    """
+    sections = {}
+    for section, cls in SECTIONS.items():
+        values: dict[str, Any] = {}
+        for name, of in known(cls).items():
+            flag = setting_of(of).flag
+            value = getattr(arguments, flag.dest if flag is not None else name, None)
+            if value is None and flag is not None:
+                value = flag.absent
+            elif flag is not None and flag.opposite:
+                value = not value
+            if value is not None:
+                values[name] = value
+        sections[section] = cls(**values)
+    ddp = sections["ddp"]
+    if ddp.megatron_fsdp_main_grads_dtype is not None or ddp.megatron_fsdp_grad_comm_dtype is not None:
+        ddp.grad_reduce_in_fp32 = False  # nobody asked for it, and these say what is to be
+    config = ConfigContainer(**sections)
+    config.validate()
+    return config

@@ -1,0 +1,69 @@
+"""``DistributedOptimizer`` as Megatron-Core's page on its FSDP uses it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mfsdp_compile.api import fully_shard_optimizer
+from mfsdp_compile.wrapper import unwrapped
+
+__all__ = ["DistributedOptimizer"]
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    model_chunks: Sequence[nn.Module],
+    per_model_buffers: Sequence[Any] | None = None,
+) -> torch.optim.Optimizer:
+    """Make an optimizer of torch's one that knows of sharding, in place: :func:`~mfsdp_compile.fully_shard_optimizer`, and
+    ``optimizer.sharded_state_dict()``.
+
+    Args:
+        optimizer: built from the models' parameters after they were sharded.
+        model_chunks: the sharded models, compiled or not.
+        per_model_buffers: their ``param_and_grad_buffer``, in the same order; None: these.
+
+    Returns:
+        The same optimizer. Learning-rate schedulers and ``torch.distributed.checkpoint`` take it as the one that it is.
+
+    Raises:
+        TypeError: ``optimizer`` is none of torch's (Megatron's own class begins with a configuration), or a model is not sharded.
+        ValueError: the optimizer holds parameters of other models, or buffers are not those of the models.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"DistributedOptimizer takes a torch.optim.Optimizer first, got a {type(optimizer).__name__}: "
+            "DistributedOptimizer(optimizer, [model])."
+        )
+    if isinstance(model_chunks, nn.Module):
+        raise TypeError("DistributedOptimizer takes a list of models: DistributedOptimizer(optimizer, [model]).")
+    owners = [unwrapped(model, "DistributedOptimizer").sharded for model in model_chunks]
+    if per_model_buffers is not None and [id(each) for each in per_model_buffers] != [id(owner) for owner in owners]:
+        raise ValueError(
+            "per_model_buffers are not the buffers of model_chunks, in their order: give "
+            "[model.param_and_grad_buffer for model in model_chunks], or leave them out."
+        )
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            home = getattr(param, "mfsdp_home", None)  # of one that is not sharded fully_shard_optimizer speaks
+            if home is not None and not any(home.bucket.owner is owner for owner in owners):
+                raise ValueError(
+                    f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that is of none of the "
+                    f"{len(owners)} models in model_chunks. Name all models that it optimizes."
+                )
+    fully_shard_optimizer(optimizer)
+    optimizer.sharded_state_dict = types.MethodType(_sharded_state_dict, optimizer)  # type: ignore[attr-defined]
+    return optimizer
+
+
+def _sharded_state_dict(
+    optimizer: torch.optim.Optimizer, model_sharded_state_dict: Any = None, is_loading: bool = False
+) -> dict[str, Any]:
+    """``optimizer.state_dict()``, for ``torch.distributed.checkpoint``; what it holds can be loaded into, also before the first
+    step. Megatron's arguments are not looked at: state is by the names of parameters, and complete in any case."""
+    return optimizer.state_dict()

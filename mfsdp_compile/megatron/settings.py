@@ -1,0 +1,403 @@
+"""Megatron's settings that concern sharded data parallelism, by Megatron's names, and what each of them does here.
+
+Programs that have Megatron's own configuration objects pass those: they are read by attribute. These classes are for programs
+without Megatron, and say which attributes are read. Every field says what it does here (``docs/megatron.md`` is made of that),
+and is of one :class:`Kind`. Defaults are Megatron's, but for those that Megatron-FSDP overrides in any case: they are what it
+sets them to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+import torch
+
+__all__ = [
+    "CheckpointConfig",
+    "DistributedDataParallelConfig",
+    "DistributedInitConfig",
+    "Flag",
+    "Kind",
+    "OptimizerConfig",
+    "Setting",
+    "TransformerConfig",
+    "known",
+    "setting_of",
+]
+
+
+class Kind(Enum):
+    """What becomes of a setting."""
+
+    USED = "used"
+    IDLE = "accepted, and has no effect: there is nothing here that it would change; said once if it is set"
+    REFUSED = "raises if it is set"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of Megatron-LM's command line.
+
+    Args:
+        name: of the flag.
+        dest: the attribute of the parsed arguments.
+        type: of its value; None for switches.
+        choices: its values.
+        opposite: what is parsed is the opposite of the setting.
+        absent: what the setting is without the flag; None: the field's default.
+    """
+
+    name: str
+    dest: str
+    type: type | None = None
+    choices: tuple[str, ...] | None = None
+    opposite: bool = False
+    absent: Any = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field means.
+
+    Args:
+        here: what it does here.
+        kind: whether it does anything.
+        flag: that sets it.
+    """
+
+    here: str
+    kind: Kind = Kind.USED
+    flag: Flag | None = None
+
+
+def setting_of(of: Field[Any]) -> Setting:
+    """Of a field of the classes here."""
+    setting: Setting = of.metadata["setting"]
+    return setting
+
+
+def known(section: type) -> dict[str, Field[Any]]:
+    """Settings of one of the classes here, by name."""
+    return {of.name: of for of in fields(section)}
+
+
+def _said(
+    here: str, flag: str | None = None, *, kind: Kind = Kind.USED, dest: str | None = None, **how: Any
+) -> dict[str, Setting]:
+    of_flag = None
+    if flag is not None:
+        of_flag = Flag(flag, dest or flag.removeprefix("--").replace("-", "_"), **how)
+    return {"setting": Setting(here, kind, of_flag)}
+
+
+_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+_DTYPES = ("fp32", "bf16", "fp16", "auto")
+
+
+@dataclass
+class DistributedInitConfig:
+    """``dist``: which data parallelism, and how ranks are numbered."""
+
+    use_megatron_fsdp: bool = field(
+        default=False,
+        metadata=_said("shard with this engine; the other of dist and ddp must say the same", "--use-megatron-fsdp"),
+    )
+    use_torch_fsdp2: bool = field(
+        default=False,
+        metadata=_said(
+            "refused beside use_megatron_fsdp; alone, it asks for torch's fully_shard, and nothing here concerns it",
+            "--use-torch-fsdp2",
+        ),
+    )
+    use_tp_pp_dp_mapping: bool = field(
+        default=False,
+        metadata=_said("refused: ranks are numbered in the order tp, cp, ep, dp, pp", "--use-tp-pp-dp-mapping"),
+    )
+
+
+@dataclass
+class TransformerConfig:
+    """``model``: what of Megatron's model configuration concerns sharding."""
+
+    calculate_per_token_loss: bool = field(
+        default=False,
+        metadata=_said(
+            "gradients are sums over ranks; divide them with model.scale_gradients(1 / tokens)",
+            "--calculate-per-token-loss",
+        ),
+    )
+    init_model_with_meta_device: bool = field(
+        default=False,
+        metadata=_said(
+            "parameters on the meta device get values as they are sharded, a module at a time; on by itself for a model that has such",
+            "--init-model-with-meta-device",
+        ),
+    )
+    gradient_accumulation_fusion: bool = field(
+        default=False,
+        metadata=_said(
+            "set to False; nothing is lost, as compiled matmuls write gradients straight into the buffer that is reduced. A model "
+            "whose modules were built with it is refused",
+            "--no-gradient-accumulation-fusion",
+            dest="gradient_accumulation_fusion",
+        ),
+    )
+    tensor_model_parallel_size: int = field(
+        default=1,
+        metadata=_said("more than 1 needs pg_collection or device_mesh; parameters are parts as Megatron marks them"),
+    )
+    pipeline_model_parallel_size: int = field(
+        default=1, metadata=_said("more than 1 needs pg_collection or device_mesh; one model per stage")
+    )
+    expert_model_parallel_size: int = field(
+        default=1, metadata=_said("more than 1 needs pg_collection or expt_device_mesh")
+    )
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """``ddp``: how parameters, gradients and optimizer state are sharded, communicated and stored."""
+
+    use_megatron_fsdp: bool = field(
+        default=False,
+        metadata=_said("shard with this engine; the other of dist and ddp must say the same", "--use-megatron-fsdp"),
+    )
+    data_parallel_sharding_strategy: str = field(
+        default="optim_grads_params",
+        metadata=_said(
+            "zero_dp_strategy. Megatron's default is no_shard, with which nothing is sharded",
+            "--data-parallel-sharding-strategy",
+            type=str,
+            choices=_STRATEGIES,
+        ),
+    )
+    num_distributed_optimizer_instances: int = field(
+        default=1,
+        metadata=_said(
+            "more than 1: hybrid sharding, over data-parallel ranks divided by this; each part of the ranks holds everything",
+            "--num-distributed-optimizer-instances",
+            type=int,
+        ),
+    )
+    outer_dp_sharding_strategy: str = field(
+        default="no_shard",
+        metadata=_said(
+            "optim: these parts of the ranks divide the optimizer's state among them (HFSDP); needs optim_grads_params, and "
+            "num_distributed_optimizer_instances above 1",
+            "--outer-dp-sharding-strategy",
+            type=str,
+            choices=_STRATEGIES[:2],
+        ),
+    )
+    use_distributed_optimizer: bool = field(
+        default=True,
+        metadata=_said("set to True: optimizer state is sharded as the strategy says", "--use-distributed-optimizer"),
+    )
+    grad_reduce_in_fp32: bool = field(
+        default=False,
+        metadata=_said(
+            "gradients are summed and reduced in float32; on the command line, unless the flag is given",
+            "--grad-reduce-in-bf16",
+            opposite=True,
+            absent=True,
+        ),
+    )
+    preserve_fp32_weights: bool = field(
+        default=True, metadata=_said("False: no float32 copy, parameters are stored as the model computes with them")
+    )
+    megatron_fsdp_main_params_dtype: torch.dtype | str | None = field(
+        default=torch.float32,
+        metadata=_said(
+            "main_params_dtype; None or auto: the model's",
+            "--megatron-fsdp-main-params-dtype",
+            type=str,
+            choices=_DTYPES,
+        ),
+    )
+    megatron_fsdp_main_grads_dtype: torch.dtype | str | None = field(
+        default=None,
+        metadata=_said(
+            "main_grads_dtype; None or auto: that of main parameters",
+            "--megatron-fsdp-main-grads-dtype",
+            type=str,
+            choices=_DTYPES,
+        ),
+    )
+    megatron_fsdp_grad_comm_dtype: torch.dtype | str | None = field(
+        default=None,
+        metadata=_said(
+            "grad_comm_dtype; None or auto: main_grads_dtype if given, else the model's",
+            "--megatron-fsdp-grad-comm-dtype",
+            type=str,
+            choices=_DTYPES,
+        ),
+    )
+    megatron_fsdp_use_decoupled_grad: bool = field(
+        default=False, metadata=_said("gradients are in parameter.decoupled_grad, for Transformer Engine's FusedAdam")
+    )
+    overlap_grad_reduce: bool = field(
+        default=True,
+        metadata=_said(
+            "reductions run while backward computes; set to True for optim_grads and optim_grads_params",
+            "--overlap-grad-reduce",
+        ),
+    )
+    overlap_param_gather: bool = field(
+        default=True,
+        metadata=_said(
+            "gathers run while the unit before computes; set to True for optim_grads_params", "--overlap-param-gather"
+        ),
+    )
+    average_in_collective: bool = field(
+        default=False,
+        metadata=_said("set to False: gradients are summed, and the sum is scaled", "--ddp-average-in-collective"),
+    )
+    gradient_reduce_div_fusion: bool = field(
+        default=True,
+        metadata=_said(
+            "gradients are scaled after the reduction, in the graph where the model is compiled",
+            "--no-gradient-reduce-div-fusion",
+            dest="gradient_reduce_div_fusion",
+            kind=Kind.IDLE,
+        ),
+    )
+    check_for_nan_in_grad: bool = field(
+        default=False,
+        metadata=_said(
+            "look for NaN in gradients before they are reduced, and raise on all ranks, naming rank, unit and parameter; on the "
+            "command line, unless the flag is given",
+            "--no-check-for-nan-in-loss-and-grad",
+            dest="check_for_nan_in_loss_and_grad",
+            absent=True,
+        ),
+    )
+    bucket_size: int | None = field(
+        default=None,
+        metadata=_said(
+            "parameters of a unit are one bucket, and so are those outside of units, which it divides in Megatron-FSDP; bucket_bytes "
+            "parts large ones",
+            "--ddp-bucket-size",
+            type=int,
+            kind=Kind.IDLE,
+        ),
+    )
+    suggested_communication_unit_size: int | None = field(
+        default=None,
+        metadata=_said(
+            "give fully_shard_model's unit_bytes or bucket_bytes for the size of messages, and the compile option prefetch_bytes for "
+            "how much is gathered ahead",
+            "--suggested-communication-unit-size",
+            type=int,
+            kind=Kind.REFUSED,
+        ),
+    )
+    fsdp_double_buffer: bool = field(
+        default=False,
+        metadata=_said(
+            "fully_shard_model's argument; set to True if nccl_ub or megatron_fsdp_max_pool_double_buffer is",
+            "--fsdp-double-buffer",
+        ),
+    )
+    megatron_fsdp_max_pool_double_buffer: bool = field(
+        default=False,
+        metadata=_said(
+            "fully_shard_model's argument maxpool_double_buffer; sets fsdp_double_buffer",
+            "--megatron-fsdp-max-pool-double-buffer",
+        ),
+    )
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = field(
+        default=False, metadata=_said("fully_shard_model's argument", "--fsdp-db-use-persist-buf-on-alloc-fail")
+    )
+    nccl_ub: bool = field(
+        default=False,
+        metadata=_said("fully_shard_model's argument; sets fsdp_double_buffer", "--use-nccl-ub", dest="nccl_ub"),
+    )
+    disable_symmetric_registration: bool = field(
+        default=False, metadata=_said("fully_shard_model's argument", "--disable-symmetric-registration")
+    )
+    fsdp_manual_registration: bool = field(
+        default=False,
+        metadata=_said("buffers are never registered by hand", "--fsdp-manual-registration", kind=Kind.REFUSED),
+    )
+    keep_fp8_transpose_cache: bool = field(
+        default=False, metadata=_said("fully_shard_model's argument", "--keep-fp8-transpose-cache")
+    )
+    fp8_param_gather: bool = field(
+        default=False,
+        metadata=_said(
+            "there are no fp8 parameters yet",
+            "--fp8-param-gather",
+            kind=Kind.REFUSED,
+        ),
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = field(
+        default=False,
+        metadata=_said(
+            "set to False: no buffer of gradients is there to gather parameters into",
+            "--reuse-grad-buf-for-mxfp8-param-ag",
+        ),
+    )
+    megatron_fsdp_cuda_graph_mode: bool = field(
+        default=False, metadata=_said("fully_shard_model's argument cuda_graph_mode")
+    )
+    megatron_fsdp_enable_fine_grained_param_gather: bool = field(
+        default=False,
+        metadata=_said(
+            "fully_shard_model's argument enable_fine_grained_param_gather",
+            "--megatron-fsdp-enable-fine-grained-param-gather",
+        ),
+    )
+    fsdp_all_gather_in_start_param_sync: bool = field(
+        default=True,
+        metadata=_said("start_param_sync gathers what the strategy keeps gathered, and nothing else", kind=Kind.IDLE),
+    )
+    align_param_gather: bool = field(
+        default=False, metadata=_said("each pipeline stage gathers when it needs to", kind=Kind.IDLE)
+    )
+    megatron_fsdp_version: int = field(
+        default=1, metadata=_said("there is one engine here", "--megatron-fsdp-version", type=int, kind=Kind.IDLE)
+    )
+    use_custom_fsdp: bool = field(
+        default=False, metadata=_said("the older name of use_megatron_fsdp, which is what is read", kind=Kind.IDLE)
+    )
+
+
+@dataclass
+class OptimizerConfig:
+    """``optimizer``: what of Megatron's optimizer configuration concerns sharding."""
+
+    use_distributed_optimizer: bool = field(
+        default=True, metadata=_said("set to True, as in ddp", "--use-distributed-optimizer")
+    )
+    use_precision_aware_optimizer: bool = field(
+        default=False, metadata=_said("sets ddp.megatron_fsdp_use_decoupled_grad", "--use-precision-aware-optimizer")
+    )
+    reuse_grad_buf_for_mxfp8_param_ag: bool = field(
+        default=False,
+        metadata=_said(
+            "set to False: no buffer of gradients is there to gather parameters into",
+            "--reuse-grad-buf-for-mxfp8-param-ag",
+        ),
+    )
+
+
+@dataclass
+class CheckpointConfig:
+    """``checkpoint``: where checkpoints are, and their format. It is checked, and for the program to use."""
+
+    save: str | None = field(default=None, metadata=_said("checkpoints are saved there", "--save", type=str))
+    load: str | None = field(default=None, metadata=_said("a checkpoint is loaded from there", "--load", type=str))
+    save_interval: int | None = field(
+        default=None,
+        metadata=_said("how often: for the program, nothing here looks at it", "--save-interval", type=int),
+    )
+    ckpt_format: str = field(
+        default="torch_dist",
+        metadata=_said(
+            "must be fsdp_dtensor where something is saved or loaded: what torch.distributed.checkpoint makes of sharded state dicts",
+            "--ckpt-format",
+            type=str,
+        ),
+    )

@@ -1,0 +1,266 @@
+"""Check Megatron's settings before anything is built, with Megatron's errors, and adjust what Megatron adjusts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from mfsdp_compile.policy import ShardingStrategy
+
+from .settings import (
+    CheckpointConfig,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    Kind,
+    OptimizerConfig,
+    TransformerConfig,
+    known,
+    setting_of,
+)
+
+__all__ = ["SECTIONS", "Adjustment", "ConfigContainer", "log_adjustment", "validate"]
+
+_log = logging.getLogger("mfsdp_compile.megatron")
+
+SECTIONS: dict[str, type] = {
+    "model": TransformerConfig,
+    "dist": DistributedInitConfig,
+    "ddp": DistributedDataParallelConfig,
+    "optimizer": OptimizerConfig,
+    "checkpoint": CheckpointConfig,
+}
+"""Attributes of a :class:`ConfigContainer`, and which settings are read there."""
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """A setting that does not stay what it was, or that has no effect (``after`` is ``before`` then).
+
+    Args:
+        setting: with its section: ``"ddp.average_in_collective"``.
+    """
+
+    setting: str
+    before: Any
+    after: Any
+    reason: str
+
+    def __str__(self) -> str:
+        if self.after == self.before:
+            return f"{self.setting}={self.before!r} has no effect: {self.reason}"
+        return f"{self.setting} is set to {self.after!r}: {self.reason}"
+
+
+@dataclass
+class ConfigContainer:
+    """All settings, as in Megatron-Bridge.
+
+    Args:
+        model, dist, ddp, optimizer, checkpoint: of the classes in :mod:`.settings`, Megatron's, or others with the same
+            attributes.
+        scheduler, train: for the program; nothing here concerns them.
+    """
+
+    model: Any = field(default_factory=TransformerConfig)
+    dist: Any = field(default_factory=DistributedInitConfig)
+    ddp: Any = field(default_factory=DistributedDataParallelConfig)
+    optimizer: Any = field(default_factory=OptimizerConfig)
+    checkpoint: Any = field(default_factory=CheckpointConfig)
+    scheduler: Any = None
+    train: Any = None
+
+    def validate(self) -> list[Adjustment]:
+        """See :func:`validate`."""
+        return validate(self)
+
+
+def validate(config: Any) -> list[Adjustment]:
+    """Check settings and adjust them in place, before the model is built. Without ``use_megatron_fsdp`` only that is checked.
+
+    Args:
+        config: a :class:`ConfigContainer`, Megatron-Bridge's, or anything with some of its attributes. Attributes that are not
+            there, or None, are at their defaults, and are not adjusted.
+
+    Returns:
+        What was adjusted, and what has no effect; each is logged too (``mfsdp_compile.megatron``), on the first rank.
+
+    Raises:
+        ValueError: settings that contradict each other, or that Megatron FSDP does not support.
+        NotImplementedError: a setting that there is nothing for here.
+
+    Warns:
+        ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1.
+    """
+    settings = _Settings(config)
+    if not _is_enabled(settings):
+        return []
+    _check(settings)
+    _refuse(settings)
+    _adjust(settings)
+    for adjustment in settings.adjustments:
+        log_adjustment(adjustment)
+    return settings.adjustments
+
+
+def log_adjustment(adjustment: Adjustment) -> None:
+    """On the first rank."""
+    if dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0":
+        _log.warning("%s", adjustment)
+
+
+class _Settings:
+    """Settings by section and name, whoever's they are."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+        self.adjustments: list[Adjustment] = []
+
+    def section(self, name: str) -> Any:
+        return getattr(self._config, name, None)
+
+    def __getitem__(self, path: str) -> Any:
+        section, _, name = path.partition(".")
+        return getattr(self.section(section), name, known(SECTIONS[section])[name].default)
+
+    def adjust(self, path: str, after: Any, reason: str) -> None:
+        """Where it is there, and something else."""
+        section, _, name = path.partition(".")
+        held = self.section(section)
+        before = getattr(held, name, after)
+        if before != after:
+            setattr(held, name, after)
+            self.adjustments.append(Adjustment(path, before, after, reason))
+
+    def of_kind(self, kind: Kind) -> Iterator[tuple[str, Any, Any, str]]:
+        """Path, value, default and meaning of settings that are not at their defaults."""
+        for section, cls in SECTIONS.items():
+            for name, of in known(cls).items():
+                value = self[f"{section}.{name}"]
+                if setting_of(of).kind is kind and value != of.default:
+                    yield f"{section}.{name}", value, of.default, setting_of(of).here
+
+
+def _is_enabled(settings: _Settings) -> bool:
+    said = {
+        name: settings[f"{name}.use_megatron_fsdp"] for name in ("dist", "ddp") if settings.section(name) is not None
+    }
+    if any(said.values()) and settings["dist.use_torch_fsdp2"]:
+        raise ValueError(
+            "Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported. They are mutually exclusive: choose "
+            "one FSDP implementation, and set the other to False."
+        )
+    if len(set(said.values())) > 1:
+        on, off = sorted(said, key=lambda name: not said[name])
+        raise ValueError(
+            f"{on}.use_megatron_fsdp is True and {off}.use_megatron_fsdp is False. Megatron FSDP is enabled in both: set "
+            f"{off}.use_megatron_fsdp = True too."
+        )
+    if any(said.values()):
+        return True
+    if settings["checkpoint.ckpt_format"] == "fsdp_dtensor" and _uses_checkpoints(settings):
+        raise ValueError(
+            "fsdp_dtensor checkpoint format only supports Megatron FSDP, which is not enabled. Set use_megatron_fsdp = True in "
+            "dist and ddp, or another ckpt_format."
+        )
+    return False
+
+
+def _uses_checkpoints(settings: _Settings) -> bool:
+    return settings["checkpoint.save"] is not None or settings["checkpoint.load"] is not None
+
+
+def _check(settings: _Settings) -> None:
+    if settings["dist.use_tp_pp_dp_mapping"]:
+        raise ValueError(
+            "use_tp_pp_dp_mapping is not supported with Megatron FSDP, which requires the standard order of ranks. Remove "
+            "use_tp_pp_dp_mapping=True from the configuration."
+        )
+    if _uses_checkpoints(settings) and (found := settings["checkpoint.ckpt_format"]) != "fsdp_dtensor":
+        raise ValueError(
+            f"Megatron FSDP only supports fsdp_dtensor checkpoint format, and checkpoint.ckpt_format is {found!r}. Set "
+            "checkpoint.ckpt_format='fsdp_dtensor' (--ckpt-format fsdp_dtensor); mfsdp convert makes such checkpoints of torch_dist "
+            "ones."
+        )
+    strategy = ShardingStrategy.of(settings["ddp.data_parallel_sharding_strategy"], "data_parallel_sharding_strategy")
+    outer = ShardingStrategy.of(settings["ddp.outer_dp_sharding_strategy"], "outer_dp_sharding_strategy")
+    instances = settings["ddp.num_distributed_optimizer_instances"]
+    if outer is not ShardingStrategy.NO_SHARD:
+        if instances == 1:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={outer.name.lower()!r} says what is sharded over the parts of the data-parallel "
+                "ranks, and num_distributed_optimizer_instances is 1: there is one part. Set it to the number of parts, or "
+                "outer_dp_sharding_strategy='no_shard'."
+            )
+        if outer is not ShardingStrategy.OPTIM or strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
+            raise ValueError(
+                f"outer_dp_sharding_strategy={outer.name.lower()!r} with data_parallel_sharding_strategy="
+                f"{strategy.name.lower()!r}: 'optim' with 'optim_grads_params' is supported, and 'no_shard' with all."
+            )
+    if settings["ddp.fsdp_manual_registration"] and not settings["ddp.nccl_ub"]:
+        raise ValueError(
+            "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or fsdp_manual_registration=False."
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: communication and computation of FSDP wait for each other in one hardware queue. "
+            "Unset it (which may slow down tensor and context parallelism to some extent).",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _refuse(settings: _Settings) -> None:
+    for path, value, default, here in settings.of_kind(Kind.REFUSED):
+        raise NotImplementedError(f"{path}={value!r} is not implemented: {here}. Leave it at {default!r}.")
+    ddp = settings.section("ddp")
+    if not dataclasses.is_dataclass(ddp):
+        return
+    for of in dataclasses.fields(ddp):
+        default = of.default if of.default_factory is dataclasses.MISSING else of.default_factory()
+        if of.name in known(DistributedDataParallelConfig) or default is dataclasses.MISSING:
+            continue
+        if (value := getattr(ddp, of.name)) != default:
+            raise NotImplementedError(
+                f"ddp.{of.name}={value!r} is not implemented: mfsdp-compile does not know this setting. Leave it at {default!r}."
+            )
+
+
+def _adjust(settings: _Settings) -> None:
+    strategy = ShardingStrategy.of(settings["ddp.data_parallel_sharding_strategy"], "data_parallel_sharding_strategy")
+    unsupported = "it is not supported with Megatron FSDP"
+    settings.adjust(
+        "ddp.average_in_collective", False, f"{unsupported}, which sums gradients and scales the sum: the same numbers"
+    )
+    settings.adjust(
+        "model.gradient_accumulation_fusion",
+        False,
+        f"{unsupported}; compiled matmuls write gradients straight into the buffer that is reduced without it",
+    )
+    for section in ("ddp", "optimizer"):
+        settings.adjust(f"{section}.reuse_grad_buf_for_mxfp8_param_ag", False, unsupported)
+        settings.adjust(
+            f"{section}.use_distributed_optimizer",
+            True,
+            "Megatron FSDP always shards optimizer state as parameters are",
+        )
+    if settings["ddp.nccl_ub"]:
+        settings.adjust("ddp.fsdp_double_buffer", True, "nccl_ub needs it")
+    if settings["ddp.megatron_fsdp_max_pool_double_buffer"]:
+        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_max_pool_double_buffer needs it")
+    if settings["optimizer.use_precision_aware_optimizer"]:
+        settings.adjust(
+            "ddp.megatron_fsdp_use_decoupled_grad", True, "a precision-aware optimizer reads parameter.decoupled_grad"
+        )
+    if strategy >= ShardingStrategy.OPTIM_GRADS:
+        settings.adjust("ddp.overlap_grad_reduce", True, f"{strategy.name.lower()} reduces gradients within backward")
+    if strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
+        settings.adjust("ddp.overlap_param_gather", True, f"{strategy.name.lower()} gathers parameters within forward")
+    for path, value, _, here in settings.of_kind(Kind.IDLE):
+        settings.adjustments.append(Adjustment(path, value, value, here))
