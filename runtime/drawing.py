@@ -30,8 +30,6 @@ aten = torch.ops.aten
 _BLOCK = 16  # normal numbers are made of uniform ones in blocks; the last one is drawn anew where it is not complete
 _LEAST = 1 << 20  # elements, from which on skipping is faster than drawing
 
-_READS_MEMORY = {"__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"}
-
 
 @dataclass(frozen=True)
 class _Fill:
@@ -136,16 +134,21 @@ class _Operators(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """What reads memory, and is no operator."""
+    """What is no operator, and may read memory: ``numpy()``, ``data_ptr()``, ``tolist()``."""
 
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
         self._drawing = drawing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS_MEMORY:
-            self._drawing.fill(args)
+        if not _is_operator(getattr(func, "__name__", "")):
+            self._drawing.fill((args, kwargs))
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _is_operator(name: str) -> bool:
+    return name == "__get__" or hasattr(aten, name)
 
 
 @contextlib.contextmanager

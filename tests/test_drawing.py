@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import math
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -77,6 +80,9 @@ FILLS: dict[str, Callable[[Tensor], object]] = {
     "a part": lambda p: (p.zero_(), p[:700].normal_()),
     "numpy": lambda p: (nn.init.normal_(p), p.detach().copy_(torch.from_numpy(np.flip(p.detach().numpy(), 0).copy()))),
     "list": lambda p: (nn.init.normal_(p), p.detach().add_(sum(p.detach()[0].tolist()))),
+    "address": lambda p: (nn.init.normal_(p), p.detach().add_(ctypes.c_float.from_address(p.data_ptr()).value)),
+    "copy": lambda p: (nn.init.normal_(p), p.detach().copy_(copy.deepcopy(p).detach().flip(0))),
+    "pickle": lambda p: (nn.init.normal_(p), p.detach().add_(pickle.loads(pickle.dumps(p.detach())).sum())),
     "another": lambda p: p.copy_(torch.empty_like(p).normal_()),
     "own generator": lambda p: p.normal_(generator=torch.Generator().manual_seed(4)),
     "constant": nn.init.ones_,
