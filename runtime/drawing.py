@@ -66,9 +66,8 @@ class Drawing:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self._watched = {
-            address for param in params if param.numel() >= _LEAST and (address := compat.storage_address(param))
-        }
+        large = (param for param in params if param.numel() >= _LEAST)
+        self._watched = {address: param.dtype for param in large if (address := compat.storage_address(param))}
         self._waiting: dict[int, _Fill] = {}
         self._modes = (_Operators(self), _Reads(self))
 
@@ -98,7 +97,7 @@ class Drawing:
         """Whether this fill waits from here on."""
         address = compat.storage_address(tensor) or 0
         whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        if address not in self._watched or not whole or kwargs.get("generator") is not None:
+        if self._watched.get(address) != tensor.dtype or not whole or kwargs.get("generator") is not None:
             return False
         draws = _draws(function, tensor.dtype) if tensor.device.type == "cpu" else None
         if draws is None:
