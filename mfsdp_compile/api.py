@@ -145,11 +145,10 @@ def fully_shard_model(
         expt_fsdp_group_ag: as ``fsdp_group_ag``, for experts.
         is_expert: called with every parameter and its name, tells experts; by default they are what is in a module called
             ``experts``, and what Megatron marks with ``allreduce = False``.
-
-    The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
-
         init_fn: called instead of the modules' own methods, with every module that owns a tensor on the meta device; its own
             parameters and buffers have memory then, and those of modules inside may be sharded already.
+
+    The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
