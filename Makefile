@@ -19,7 +19,7 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast slow processes long bench clean
+.PHONY: demo test check lint types fast slow processes long docs bench clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
@@ -52,6 +52,10 @@ processes: $(READY)
 long: $(READY)
 	$(BIN)/pytest -q -m long
 
+# In site/. It can be read from the disk; for its search, python -m http.server -d site.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(READY)
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/memory.py
@@ -65,8 +69,8 @@ $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
 	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q "$(TORCH)"; fi
-	$(BIN)/pip install -q -e ".[test,models]"
+	$(BIN)/pip install -q -e ".[test,models,docs]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build demo-out
+	rm -rf $(VENV) build demo-out site

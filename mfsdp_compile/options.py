@@ -38,7 +38,7 @@ class CompileOptions:
         hardware: what times are predicted for, ``options={"hardware": name}``: of a machine that this package knows, or a file
             that ``mfsdp calibrate`` wrote. By default the device at hand, as far as it is known.
         optimizer: whose state is in memory, for predictions.
-        report: keep what :func:`mfsdp_compile.report` needs: graphs do not come out of compile caches then.
+        report: keep what :func:`mfsdp_compile.forecasting.report` needs: graphs do not come out of compile caches then.
         float32_gradients: matmuls that compute gradients write their float32 sums, unrounded, where gradients are
             reduced in float32. More exact than the eager path, and not equal to it. CUDA only.
         inductor: settings of ``torch._inductor.config`` for the inner compiler.

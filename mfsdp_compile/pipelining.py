@@ -96,7 +96,8 @@ class PipelineStage(pipelining.PipelineStage):
 
     Args:
         submodule: what ``fully_shard_model`` returned, compiled or not.
-        stage_index, num_stages, device, input_args, output_args, group, ...: as in torch.
+        stage_index, num_stages, device: as in torch.
+        *args, **kwargs: as in torch: ``input_args``, ``output_args``, ``group`` and so on.
         keep_gathered: gather parameters once per step, and let go of them when gradients are reduced; without gradients,
             after the last microbatch. Costs what :func:`held_memory` says.
         reduce_each: reduce gradients of every microbatch, so that sums are sharded. ``no_shard`` and ``optim`` hold them

@@ -309,7 +309,8 @@ class MegatronFSDP(nn.Module):
         those of before when this returns. Collective: all ranks call it, between optimizer steps.
 
         Args:
-            args, kwargs: of the model.
+            *args: of the model.
+            **kwargs: of the model.
             options: of ``torch.compile(backend="mfsdp")``; by default ``{"inner": "aot_eager"}``, which computes operator by
                 operator, so that passes and schedule are what is checked. Inductor is told to draw random numbers as torch
                 does (``fallback_random``).

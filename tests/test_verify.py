@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mutants
@@ -370,22 +369,6 @@ def test_passes_in_compile_caches() -> None:
             seen: list[Phase] = []
             assert counted(lambda graph, context, phase, seen=seen: seen.append(phase))["bypass"] >= 1
             assert seen == [Phase.FORWARD, Phase.BACKWARD]
-
-
-@pytest.mark.usefixtures("fake_world")
-def test_the_pass_of_the_readme() -> None:
-    section = (Path(__file__).parent.parent / "README.md").read_text().split("## Write your own pass")[1]
-    code = section.split("```python\n")[1].split("```")[0]
-    model, _ = parity.shard(parity.build(zoo.Plain), parity.EAGER)
-    namespace: dict[str, Any] = {"torch": torch, "model": model}
-    exec(code.replace("options={", 'options={"inner": "aot_eager", '), namespace)
-    namespace["compiled"](torch.randn(6, 8)).backward()
-    (record,) = model.sharded.compiled_graphs
-    report = next(report for report in record.reports[Phase.FORWARD] if report.name == "late gathers")
-    assert len(report.lines) == 5
-    lines = record.schedules[Phase.FORWARD]
-    for gather, wait in itertools.pairwise(lines):
-        assert not gather.startswith("gather") or wait.startswith("wait")
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -99,8 +99,9 @@ def load(
 
     Args:
         path: a folder with a ``.metadata`` file.
-        model, optimizer: to load into, in place. The optimizer is extended by ``fully_shard_optimizer`` and may be new. The
-            checkpoint's optimizer is left out if None is given. Gradients are dropped.
+        model: to load into, in place. Gradients are dropped.
+        optimizer: to load into, in place: extended by ``fully_shard_optimizer``; it may be new. None: the checkpoint's is left
+            out.
         verify: read every file first and compare it with the manifest; None: if there is a manifest.
         allow_missing: patterns (``*`` and ``?``) of names that may be missing, and keep their values: ``"model.head.*"``,
             ``"optimizer.head.*"``.

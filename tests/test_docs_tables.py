@@ -1,0 +1,143 @@
+"""Tables in docs/ have every argument, field, method, key or option that they are about, and none besides."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from test_parallelism_tables import check_table
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
+
+from mfsdp_compile import cli, fully_shard_model
+from mfsdp_compile.options import _OTHERS, CompileOptions
+from mfsdp_compile.passes.context import SchedulePolicy
+from mfsdp_compile.passes.rules import RULES
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+_KEYS = """
+stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size
+cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size stage3_param_persistence_threshold
+stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size
+zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
+mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
+enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+"""
+DEEPSPEED = _KEYS.split()
+"""Fields of ``DeepSpeedZeroConfig``, by the names that its configuration files have: github.com/deepspeedai/DeepSpeed,
+deepspeed/runtime/zero/config.py at edaa722."""
+
+
+def parameters(function: object) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]  # type: ignore[arg-type]
+
+
+def fields(policy: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(policy)]
+
+
+def methods(kind: type) -> list[str]:
+    return [name for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+def rows(page: str, table: str, marker: str = "arguments") -> dict[str, str]:
+    """Names in the first column of ``<!-- arguments: table -->``, and what is said of each."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {marker}: {re.escape(table)} -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert found is not None, f"{page} has no table {table!r}"
+    lines = [line for line in found[1].splitlines() if line.startswith("| `")]
+    pairs = [re.fullmatch(r"\| `(\w+)` \| (.+) \|", line) for line in lines]
+    assert all(pairs), f"{page}, table {table!r}: a row has no name and no words"
+    names = [pair[1] for pair in pairs if pair]
+    assert len(set(names)) == len(names)
+    return {pair[1]: pair[2] for pair in pairs if pair}
+
+
+def newer_than_here(words: str) -> bool:
+    """Whether a row says that this torch does not have it: ``after torch 2.11: ...``."""
+    after = re.match(r"after torch (\d+)\.(\d+): ", words)
+    here = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return after is not None and here <= (int(after[1]), int(after[2]))
+
+
+TORCH = {
+    "torch fully_shard": ("moving/fsdp2.md", parameters(fsdp.fully_shard)),
+    "torch MixedPrecisionPolicy": ("moving/fsdp2.md", fields(fsdp.MixedPrecisionPolicy)),
+    "torch CPUOffloadPolicy": ("moving/fsdp2.md", fields(fsdp.CPUOffloadPolicy)),
+    "torch FSDPModule": ("moving/fsdp2.md", methods(fsdp.FSDPModule)),
+    "torch DistributedDataParallel": ("moving/ddp.md", parameters(DistributedDataParallel.__init__)),
+}
+
+
+@pytest.mark.parametrize("table", TORCH)
+def test_what_torch_has(table: str) -> None:
+    """... in the version at hand. A newer one may have more, which its table lacks: this test says so then."""
+    page, there = TORCH[table]
+    told = rows(page, table)
+    assert not set(there) - told.keys(), "without a row"
+    missing = {name for name in told.keys() - set(there) if not newer_than_here(told[name])}
+    assert not missing, "there is no such thing, and the row does not say 'after torch ...: '"
+
+
+def test_every_argument_of_ours() -> None:
+    assert sorted(rows("moving/megatron_fsdp.md", "fully_shard_model")) == sorted(parameters(fully_shard_model))
+
+
+def test_keys_of_deepspeed() -> None:
+    assert list(rows("moving/deepspeed.md", "deepspeed")) == DEEPSPEED
+
+
+def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MFSDP_VERIFY", raising=False)
+    told = rows("options.md", "options", marker="table")
+    policy = {field.name: field.default for field in dataclasses.fields(SchedulePolicy)}
+    assert set(told) == _OTHERS | policy.keys()
+    options = CompileOptions.of(None, None)
+    defaults = policy | {name: getattr(options, name) for name in ("inner", "report", "float32_gradients", "verify")}
+    for name, default in defaults.items():
+        shown = told[name].split(" | ")[0]
+        assert shown == "none" if default is None else eval(shown.strip("`")) == default, name
+
+
+def test_every_command() -> None:
+    text = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `mfsdp ([a-z-]+(?: [a-z-]+)?)", text, re.MULTILINE))
+    assert told == set(commands())
+
+
+def commands() -> Iterator[str]:
+    """Of the command line, and those of its commands that have some."""
+    stopped = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=_Stop)
+    with stopped as parse, contextlib.suppress(_Stop):
+        cli.main([])
+    for name, parser in subparsers(parse.call_args.args[0]).items():
+        inner = subparsers(parser)
+        yield from (f"{name} {each}" for each in inner) if inner else [name]
+
+
+class _Stop(Exception):
+    pass
+
+
+def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0].choices) if found else {}
+
+
+def test_the_rules_of_the_verifier() -> None:
+    described = [
+        (rule.number, rule.name, " ".join((rule.check.__doc__ or "").split("\n\n")[0].split())) for rule in RULES
+    ]
+    check_table(DOCS / "concepts.md", "rules", ("rule", "name", "what holds"), described)

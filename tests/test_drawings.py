@@ -1,0 +1,70 @@
+"""Drawings in docs/drawings are what ``docs/tools/drawings.py`` makes of the package as it is. ``MFSDP_WRITE_DRAWINGS=1`` writes
+them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).resolve().parents[1] / "docs" / "tools"
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NEAR = 1.5
+"""Pixels that places may differ by with other versions of torch than the one that drew: some trace one operator more into a unit,
+which moves a border by a few microseconds; a pixel is a hundred."""
+
+
+def _drawings() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("drawings", TOOLS / "drawings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+drawings = _drawings()
+QUICK = ("units", "bucket")
+
+
+def alike(drawn: str, kept: str, near: float) -> bool:
+    """Whether two drawings have the same parts at the same places, but for ``near`` pixels."""
+    if NUMBER.sub("0", drawn) != NUMBER.sub("0", kept):
+        return False
+    pairs = zip(NUMBER.findall(drawn), NUMBER.findall(kept), strict=True)
+    return all(abs(float(a) - float(b)) <= near for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in drawings.DRAWINGS]
+)
+def test_drawing(name: str) -> None:
+    drawn, file = drawings.DRAWINGS[name](), drawings.FOLDER / f"{name}.svg"
+    if os.environ.get("MFSDP_WRITE_DRAWINGS") == "1":
+        file.write_text(drawn, encoding="utf-8")
+    kept = file.read_text(encoding="utf-8")
+    near = 0.0 if torch.__version__.startswith("2.13.") else NEAR
+    assert alike(drawn, kept, near), f"{file} is old: MFSDP_WRITE_DRAWINGS=1 pytest {__file__}"
+    ET.fromstring(kept)
+
+
+def test_every_drawing_is_shown_on_a_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in TOOLS.parent.rglob("*.md"))
+    assert set(re.findall(r"drawings/(\w+)\.svg", pages)) == set(drawings.DRAWINGS)
+    assert {file.stem for file in drawings.FOLDER.iterdir()} == set(drawings.DRAWINGS)
+
+
+def test_drawings_that_differ_are_told_apart() -> None:
+    kept = '<rect x="10.0"/><text>3 ms</text>'
+    assert alike(kept, kept, 0.0)
+    assert alike(kept.replace("10.0", "11.0"), kept, NEAR)
+    assert not alike(kept.replace("10.0", "11.0"), kept, 0.0)
+    assert not alike(kept.replace("10.0", "13.0"), kept, NEAR)
+    assert not alike(kept.replace("text", "line"), kept, NEAR)
