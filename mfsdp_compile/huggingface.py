@@ -155,6 +155,8 @@ class Pretrained(Initialisation):
                 "folder's config.json says, or say with allow_missing=... (then initialised) and allow_unexpected=... (then left "
                 "out) what is meant."
             )
+        read = {id(tensor) for name, tensor in wanted.items() if self.has(name)}
+        self.draws = any(id(param) not in read for param in module.parameters())
         for name, tensor in wanted.items():
             if self.has(name):
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialise their children's

@@ -39,6 +39,9 @@ class Initialiser:
     def prepare(self, module: nn.Module) -> None:
         """Raise unless all of ``module`` will get values. Every rank calls it; where one raises, all do."""
 
+    draws: bool = True
+    """Whether random numbers are drawn, as far as is known after :meth:`prepare`: then ranks must have the same seed."""
+
     all_modules: bool = False
     """Whether it is called with modules that own nothing on the meta device, too."""
 

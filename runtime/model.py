@@ -199,7 +199,7 @@ class ShardedModel:
                 *map(str, found),
                 f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
                 *_describe(module, plans, check_values),
-                *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None else []),
+                *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None and initialiser.draws else []),
             ]
 
         def describe_experts() -> tuple[Sequence[int], list[str]]:
@@ -284,7 +284,7 @@ class ShardedModel:
 
         def describe() -> list[str]:
             meta.initialise(module, homes, originals, device, initialiser)
-            return [f"random numbers after initialisation: {meta.random_state(device)}"]
+            return [f"random numbers after initialisation: {meta.random_state(device)}"] if initialiser.draws else []
 
         try:
             agree(self.everyone, "fully_shard_model, initialisation of parameters on the meta device", describe)

@@ -178,7 +178,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
         elif isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
-                raise TypeError(f"state {key!r} is a {type(value).__name__}")
+                raise TypeError(f"its state {key!r} is a {type(value).__name__}, and no ordinary tensor")
             state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
         else:
             state[key] = value

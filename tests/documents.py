@@ -271,6 +271,37 @@ def _passes() -> dict[str, Any]:
     return {**_training(), "fx": fx, "roles": roles, "Context": Context, "Report": Report}
 
 
+def _folder() -> dict[str, Any]:
+    """A Hugging Face folder, ``llama-folder``."""
+    if dist.get_rank() == 0:
+        _llama().save_pretrained("llama-folder")
+    dist.barrier()
+    return _basics()
+
+
+def _megatron() -> dict[str, Any]:
+    """What a script for Megatron has built: our Llama in the place of its GPT."""
+    names = _unsharded()
+    from mfsdp_compile import megatron
+
+    def build(config: Any) -> nn.Module:
+        return names["Llama"](names["config"])
+
+    return {
+        **names,
+        "argparse": argparse,
+        "add_megatron_fsdp_arguments": megatron.add_megatron_fsdp_arguments,
+        "config_from_arguments": megatron.config_from_arguments,
+        "TransformerLayer": names["Block"],
+        "LanguageModelEmbedding": nn.Embedding,
+        "GPTModel": build,
+        "build": build,
+        "model_config": megatron.TransformerConfig(),
+        "loss_fn": lambda logits, labels: nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()),
+        "folder": "checkpoint",
+    }
+
+
 WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "program": dict,
     "nothing": _basics,
@@ -280,6 +311,8 @@ WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "experts": _experts,
     "demo": _demo,
     "passes": _passes,
+    "folder": _folder,
+    "megatron": _megatron,
 }
 
 
@@ -437,17 +470,23 @@ def _hang(folder: Path) -> None:
         (where / f"rank-{rank}.json").write_text(json.dumps(content))
 
 
+def _llama() -> Any:
+    """Of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
 def _checkpoints(folder: Path) -> None:
     """A Hugging Face folder, a checkpoint of this package of the same model, and one of Megatron."""
     from megatron_files import write_torch_dist
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     from mfsdp_compile import fully_shard_model, fully_shard_optimizer
     from mfsdp_compile.checkpoint import Checkpoints
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+    model = _llama()
     model.save_pretrained(folder / "llama-folder")
     write_torch_dist(folder / "megatron" / "iter_0001000")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
