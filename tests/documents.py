@@ -52,6 +52,8 @@ NOT_RUN = {
     "another package": "code of a package that is not installed here, to be compared with ours",
     "part of a program": "lines out of a program that is somebody else's",
 }
+COLUMNS = "137"
+"""Of the terminal that commands print to: as wide as pages are."""
 KINDS = ("run", "goes on", "prints", "check", "not run")
 
 
@@ -325,7 +327,7 @@ def _small_steps(is_program: bool) -> Iterator[None]:
     of = CompileOptions.of
 
     def quick(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
-        return of({"inner": "aot_eager", **(options or {})}, mode)
+        return of({"inner": "aot_eager", "verify": "once", **(options or {})}, mode)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(backend.CompileOptions, "of", staticmethod(quick)))
@@ -437,7 +439,12 @@ def run_command(words: Sequence[str], folder: Path) -> str:
     before, out = Path.cwd(), io.StringIO()
     os.chdir(folder)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(out),
+            warnings.catch_warnings(),
+            mock.patch.dict(os.environ, COLUMNS=COLUMNS),
+        ):
             warnings.simplefilter("ignore")
             status = cli.main(list(words[1:]))
     finally:
