@@ -52,7 +52,7 @@ processes: $(READY)
 long: $(READY)
 	$(BIN)/pytest -q -m long
 
-# In site/. It can be read from the disk; for its search, python -m http.server -d site.
+# In site/, with Python 3.11 or newer. It can be read from the disk; for its search, python -m http.server -d site.
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 

@@ -111,6 +111,16 @@ def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
         assert shown == "none" if default is None else eval(shown.strip("`")) == default, name
 
 
+def test_every_environment_variable() -> None:
+    """... that the package looks for is in the docs."""
+    sources = [
+        file for package in ("mfsdp_compile", "passes", "runtime") for file in (DOCS.parent / package).rglob("*.py")
+    ]
+    used = {name for file in sources for name in re.findall(r'"(MFSDP_[A-Z_]+)"', file.read_text(encoding="utf-8"))}
+    told = re.findall(r"^\| `(MFSDP_[A-Z_]+)` \|", (DOCS / "options.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert used == set(told)
+
+
 def test_every_command() -> None:
     text = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
     told = set(re.findall(r"^\| `mfsdp ([a-z-]+(?: [a-z-]+)?)", text, re.MULTILINE))

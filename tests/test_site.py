@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-pytest.importorskip("mkdocs", reason="the site is built with the extra 'docs'")
+pytest.importorskip("mkdocs", reason="the site is built with the extra 'docs', which needs Python 3.11")
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (

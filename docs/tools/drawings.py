@@ -79,8 +79,8 @@ class Drawing:
         x = 0.0
         for kind, name in kinds.items():
             self.box(x, y, 11, 11, kind)
-            self.text(x + 16, y + 10, name, "soft")
-            x += 16 + 6.2 * len(name) + 10
+            self.text(x + 16, y + 10, name, "soft small")
+            x += 16 + 5.8 * len(name) + 14
 
     def _reach(self, y: float) -> None:
         self.height = max(self.height, y)
