@@ -193,5 +193,7 @@ def test_blocks_that_are_wrong_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fake_world")
 def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
     assert torch.distributed.get_rank() == 0
-    assert "it is\nheads" in documents.run_python("README.md", "nothing", [("print('heads')", "tails\n")], str(tmp_path))
+    assert "it is\nheads" in documents.run_python(
+        "README.md", "nothing", [("print('heads')", "tails\n")], str(tmp_path)
+    )
     assert not documents.run_python("README.md", "nothing", [("print('heads')", "heads\n")], str(tmp_path))
