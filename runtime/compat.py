@@ -49,7 +49,13 @@ if not dist.is_available():
     raise ImportError("mfsdp-compile needs a torch that was built with torch.distributed")
 
 try:
-    from torch._C import DisableTorchFunctionSubclass, DispatchKey, _current_graph_task_id, _will_engine_execute_node
+    from torch._C import (
+        DisableTorchFunction,
+        DisableTorchFunctionSubclass,
+        DispatchKey,
+        _current_graph_task_id,
+        _will_engine_execute_node,
+    )
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
@@ -112,6 +118,7 @@ __all__ = [
     "PIPELINES_HOLD_MESSAGES",
     "ChunkStorageMetadata",
     "DTensorSpec",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DispatchKey",
     "StorageInfo",
@@ -348,7 +355,7 @@ def wait_tensor_when_dropped(tensor: Tensor) -> None:
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Operators inside are seen by no dispatch mode, and functions by no function mode."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), DisableTorchFunction():
         yield
 
 

@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import compat
 from .mersenne import skipped
@@ -116,14 +114,14 @@ class Drawing:
                         self._waiting.pop(address).everything()
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(compat.TorchDispatchMode):
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
         self._drawing = drawing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
+        with compat.DisableTorchFunction():
             fills = func in (aten.normal_.default, aten.uniform_.default)
             if fills and self._drawing.put_off(func, args[0], args[1:], kwargs):
                 return args[0]
@@ -132,7 +130,7 @@ class _Operators(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-class _Reads(TorchFunctionMode):
+class _Reads(compat.TorchFunctionMode):
     """What is no operator, and may read memory: ``numpy()``, ``data_ptr()``, ``tolist()``."""
 
     def __init__(self, drawing: Drawing) -> None:
