@@ -84,8 +84,14 @@ try:
     from torch.optim._muon import _adjust_lr as muon_learning_rate
     from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
     from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+        _len_torch_dispatch_stack,
+    )
     from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     all_gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -357,6 +363,18 @@ def without_modes() -> Iterator[None]:
     """Operators inside are seen by no dispatch mode, and functions by no function mode."""
     with _disable_current_modes(), DisableTorchFunction():
         yield
+
+
+def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
+    """Inside, operators are not seen by selective activation checkpointing, which counts them, saves the results of some, and
+    takes these for those of as many operators when it computes again."""
+    if _len_torch_dispatch_stack() and any(
+        isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
+        for mode in _get_current_dispatch_mode_stack()
+    ):
+        outside: contextlib.AbstractContextManager[None] = _disable_current_modes()
+        return outside
+    return contextlib.nullcontext()
 
 
 def storage_address(tensor: Tensor) -> int | None:

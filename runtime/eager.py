@@ -172,6 +172,18 @@ def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gathers are not a part of what a user's selective checkpointing saves and counts: which of them run in a block depends on
+    what is gathered already."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.outside_selective_checkpoint():
+            return function(*args)
+
+    return wrapped
+
+
 class BackwardOwner(Protocol):
     """The sharded model, as the eager path sees it."""
 
@@ -249,6 +261,7 @@ class EagerRuntime:
             self._windows_of.setdefault(part, set()).add(window)
 
     @compat.python_only
+    @_unseen
     def enter(self, window: Window) -> None:
         if window.is_root and not compat.in_backward():
             self._depth = 0
@@ -268,6 +281,7 @@ class EagerRuntime:
         self._depth += 1
 
     @compat.python_only
+    @_unseen
     def leave(self, window: Window) -> None:
         if self._depth == 0:
             return
@@ -361,6 +375,7 @@ class EagerRuntime:
 
     # -- gather and release -------------------------------------------------------------------------------------------
 
+    @_unseen
     def read(self, home: Home) -> Tensor:
         """A whole parameter, connected to its shard by autograd if gradients are recorded."""
         bucket = home.bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -342,6 +343,26 @@ def test_rows_go_to_other_ranks_and_their_gradients_come_back() -> None:
     assert y[:, 0].tolist() == ([0.0, 10.0, 11.0, 12.0], [1.0, 2.0])[rank]
     (y * torch.arange(1.0, len(y) + 1).unsqueeze(1)).sum().backward()
     assert x.grad[:, 0].tolist() == ([1.0, 1.0, 2.0], [2.0, 3.0, 4.0])[rank]
+
+
+def test_selective_checkpointing_does_not_see_what_is_outside() -> None:
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    saved = [torch.ops.aten.mul.Tensor]
+    x = torch.ones(2, requires_grad=True)
+    calls: list[Tensor] = []
+
+    def region(x: Tensor) -> Tensor:
+        with compat.outside_selective_checkpoint(), torch.no_grad():
+            for factor in range(len(calls)):  # not in forward, but when it is computed again
+                calls.append(torch.ones(2) * factor)
+        calls.append(x)
+        return (x * 2).sin() * 3
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    checkpoint(region, x, use_reentrant=False, context_fn=contexts).sum().backward()
+    assert len(calls) == 3
+    torch.testing.assert_close(x.grad, torch.full((2,), 2.0).cos() * 6)
 
 
 def test_private_torch_is_touched_in_compat_only() -> None:

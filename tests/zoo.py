@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 
 class Block(nn.Module):
@@ -125,6 +127,21 @@ class CheckpointedReentrant(Plain):
     def trunk(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+class SelectivelyCheckpointed(Plain):
+    """Matrix products are saved, and so are, if anybody lets them be seen, gathered parameters."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        saved = [
+            torch.ops.aten.addmm.default,
+            torch.ops._c10d_functional.all_gather_into_tensor.default,
+            torch.ops._c10d_functional.wait_tensor.default,
+        ]
+        for block in self.blocks:
+            contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
         return x
 
 

@@ -183,8 +183,8 @@ def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], 
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            tensor = read(name).contiguous().reshape(-1)
-            file.write(memoryview(tensor.view(torch.uint8).numpy()))
+            # Nothing holds a tensor while the next one is read.
+            file.write(memoryview(read(name).contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def write_index(folder: Path, layouts: Mapping[str, Layout], files: Mapping[str, Sequence[str]]) -> None:

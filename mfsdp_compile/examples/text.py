@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
-__all__ = ["ByteText", "standard_library"]
+__all__ = ["ByteText", "Windows", "standard_library"]
 
 
 def standard_library(max_bytes: int = 4 << 20) -> Tensor:
@@ -54,3 +55,30 @@ class ByteText:
         starts = torch.randint(0, len(self.data) - self.length, (size,), generator=generator)
         windows = self.data[starts[:, None] + torch.arange(self.length + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+@dataclass(frozen=True)
+class Windows(Dataset[dict[str, Tensor]]):
+    """The same, example by example, for data loaders: in order they are as good as shuffled.
+
+    Args:
+        data: bytes, ``[n]`` of uint8.
+        length: of a window, in bytes.
+        count: of examples.
+        seed: of the choice of windows.
+    """
+
+    data: Tensor
+    length: int
+    count: int
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """``input_ids`` and ``labels``, the same, ``[length]`` of int64: what models of transformers take."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        start = int(torch.randint(0, len(self.data) - self.length + 1, (), generator=generator))
+        tokens = self.data[start : start + self.length].long()
+        return {"input_ids": tokens, "labels": tokens}

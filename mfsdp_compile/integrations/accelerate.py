@@ -1,0 +1,153 @@
+"""accelerate: an ``Accelerator`` that takes models as :func:`~mfsdp_compile.fully_shard_model` returns them.
+
+With accelerate's own one, everything but the model can be prepared: ``accumulate``, ``backward``, ``clip_grad_norm_`` and the
+optimizer's wrapper do what they should. What it lacks is here: it would put DistributedDataParallel around the model, and write
+the first rank's rows as if they were all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DynamoBackend
+from torch import nn
+
+from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict
+from mfsdp_compile.wrapper import MegatronFSDP
+
+__all__ = ["FOLDER", "MfsdpAccelerator", "sharded_model"]
+
+FOLDER = "mfsdp"
+"""In a folder that a trainer saves to: shards of the model and of its optimizer."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MfsdpAccelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` for one sharded model and its optimizer, beside what else a program prepares.
+
+    ::
+
+        accelerator = MfsdpAccelerator(gradient_accumulation_steps=2)
+        model = fully_shard_model(model, fsdp_unit_modules="auto")
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        model = torch.compile(model, backend="mfsdp")
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+    Shard and compile before ``prepare``, which leaves the model as it is. ``mixed_precision`` is the dtype that the model was
+    in when it was sharded; there is no autocast. ``save_state`` writes shards, for any number of ranks, to
+    :data:`FOLDER`; ``get_state_dict`` and ``save_model`` are of the whole model, on the first rank.
+    """
+
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Leaves a sharded model alone, and takes note of it.
+
+        Raises:
+            ValueError: what accelerate was asked to do with models cannot be done to this one any more.
+        """
+        sharded = sharded_model(model)
+        if sharded is None:
+            prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+            return prepared
+        if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(
+                f"accelerate is to compile with {self.state.dynamo_plugin.backend.value!r}, but a sharded model is compiled by "
+                "torch.compile(model, backend='mfsdp'), before prepare. Take dynamo_backend out of the Accelerator (or of "
+                "accelerate's configuration, or ACCELERATE_DYNAMO_BACKEND out of the environment)."
+            )
+        dtypes = {bucket.plan.compute_dtype for bucket in sharded.sharded.buckets}
+        if self.mixed_precision != "no" and _DTYPES.get(self.mixed_precision) not in dtypes:
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r}, but the model was sharded to compute in "
+                f"{', '.join(sorted(map(str, dtypes)))}, and there is no autocast. Change its dtype before fully_shard_model "
+                "(model.to(torch.bfloat16): shards are float32 by default), or leave mixed_precision out."
+            )
+        if not any(known is model for known in self._models):
+            self._models.append(model)
+        model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return model
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The module that was sharded; of other models what accelerate takes for it."""
+        sharded = sharded_model(model)
+        unwrapped: nn.Module = super().unwrap_model(sharded.module if sharded else model, *args, **kwargs)
+        return unwrapped
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Of a sharded model: whole tensors in the CPU's memory of the first rank, nothing on others. Collective."""
+        sharded = sharded_model(model)
+        if sharded is not None:
+            return full_state_dict(sharded)
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return state
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate does; of the sharded model and its optimizer shards, see :class:`~mfsdp_compile.checkpoint.Checkpoints`.
+        Collective."""
+        with self._put_aside() as held:
+            folder = super().save_state(output_dir, *args, **kwargs)
+        if held is not None:
+            model, optimizer = held
+            Checkpoints(Path(folder) / FOLDER, keep=1).save(model.sharded.steps, model, optimizer)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """What :meth:`save_state` has written, at any number of ranks. Collective.
+
+        Raises:
+            CheckpointError: there are no shards in the folder, or they do not fit.
+        """
+        folders: list[Path] = []  # accelerate may choose it
+        hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
+        try:
+            with self._put_aside() as held:
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+        if held is None:
+            return
+        model, optimizer = held
+        if Checkpoints(folders[0] / FOLDER).load(model, optimizer) is None:
+            raise CheckpointError(
+                f"{folders[0]} has no complete checkpoint in its subfolder {FOLDER!r}, where save_state of an MfsdpAccelerator "
+                "writes the shards of a model."
+            )
+
+    @contextlib.contextmanager
+    def _put_aside(self) -> Iterator[tuple[MegatronFSDP, torch.optim.Optimizer | None] | None]:
+        """Without the sharded model and its optimizer, of which accelerate would save one rank's.
+
+        Raises:
+            ValueError: there are several.
+        """
+        models, optimizers = self._models, self._optimizers
+        ours = [model for model in map(sharded_model, models) if model is not None]
+        parameters = {id(param) for model in ours for param in model.parameters()}
+        theirs = [opt for opt in optimizers if id(opt.param_groups[0]["params"][0]) in parameters]
+        if len(ours) > 1 or len(theirs) > 1:
+            raise ValueError(
+                f"{len(ours)} sharded models with {len(theirs)} optimizers are prepared: MfsdpAccelerator saves and loads one of "
+                "each. Use mfsdp_compile.checkpoint.Checkpoints for them."
+            )
+        self._models = [model for model in models if sharded_model(model) is None]
+        self._optimizers = [optimizer for optimizer in optimizers if optimizer not in theirs]
+        try:
+            yield (ours[0], theirs[0].optimizer if theirs else None) if ours else None
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def sharded_model(model: Any) -> MegatronFSDP | None:
+    """What ``fully_shard_model`` returned, compiled or not; None: it is something else."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, MegatronFSDP) else None

@@ -1,0 +1,138 @@
+"""Weights of sharded Hugging Face models, as ``save_pretrained`` writes them, without the whole model in one place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from mfsdp_compile.convert.huggingface import MAX_SHARD_BYTES
+from mfsdp_compile.convert.safetensors_files import INDEX, SINGLE, Layout, split_into_files, write_file, write_index
+from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.wrapper import MegatronFSDP
+
+__all__ = ["can_stream", "save_weights"]
+
+
+def can_stream(module: nn.Module) -> bool:
+    """Whether each tensor can be written by itself: what transformers stores a model as may be other tensors than the model has,
+    and each of them made of one, as experts are of stacked experts, or of several."""
+    state = _meta(module, {})
+    together = revert_weight_conversion(module, dict(state))
+    return _layouts(together) == _layouts(_converted_apart(module, state))
+
+
+def save_weights(
+    model: MegatronFSDP, folder: Path, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Write ``.safetensors`` files that ``from_pretrained`` reads, for what is in ``folder`` already. Collective; the first rank
+    writes, a tensor at a time as they are gathered: memory for one bucket.
+
+    Args:
+        model: its module is a ``PreTrainedModel`` for which :func:`can_stream` is true.
+        dtypes: to write parameters in, by their names in ``model.module``; others as they are.
+        max_shard_bytes: of a file, unless a tensor by itself is larger.
+
+    Raises:
+        RuntimeError, OSError: on every rank: the first one could not write.
+    """
+    failure: Exception | None = None
+    wholes = model.full_parameters()
+    if dist.get_rank(model.sharded.everyone) == 0:
+        try:
+            _write(model, folder, dtypes, max_shard_bytes, wholes)
+        except Exception as error:
+            failure = error
+    deque(wholes, maxlen=0)  # every rank takes part in every gather
+
+    def outcome() -> list[str]:
+        if failure is not None:
+            raise failure
+        return []
+
+    agree(model.sharded.everyone, "Writing weights", outcome)
+
+
+def _write(
+    model: MegatronFSDP,
+    folder: Path,
+    dtypes: Mapping[str, torch.dtype],
+    max_shard_bytes: int,
+    wholes: Iterator[tuple[str, Tensor]],
+) -> None:
+    state = _meta(model.module, dtypes)
+    ordered = {name: state[name] for name in (*_gathered_names(model, state).values(), *state)}
+    layouts = _layouts(_converted_apart(model.module, ordered))
+    files = split_into_files(layouts, max_shard_bytes)
+    tensors = _tensors(model, dtypes, wholes)
+
+    def read(expected: str) -> Tensor:
+        name, tensor = next(tensors)
+        assert name == expected, (name, expected)
+        return tensor
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in (INDEX, SINGLE):
+        (folder / stale).unlink(missing_ok=True)
+    for file, names in files.items():
+        write_file(folder / file, layouts, names, read)
+    write_index(folder, layouts, files)
+
+
+def _tensors(
+    model: MegatronFSDP, dtypes: Mapping[str, torch.dtype], wholes: Iterator[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """What is written, with its name in the files: parameters as they are gathered, then buffers."""
+    module = model.module
+    state = _meta(module, dtypes)
+    names = _gathered_names(model, state)
+    for name, whole in wholes:
+        if name in names:
+            yield from _convert(module, names[name], whole.to("cpu", dtypes.get(name, whole.dtype))).items()
+        del whole  # with its bucket, before the next is gathered
+    parameters = set(names.values())
+    values = module.state_dict()
+    for name in state:
+        if name not in parameters:
+            yield from _convert(module, name, values[name].to("cpu")).items()
+
+
+def _meta(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """The module's state without values, by the names that are saved: each tied parameter once."""
+    state = {
+        name: torch.empty(value.shape, dtype=dtypes.get(name, value.dtype), device="meta")
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor) and name not in (module._keys_to_ignore_on_save or ())
+    }
+    kept: dict[str, Tensor] = remove_tied_weights_from_state_dict(state, module)
+    return kept
+
+
+def _gathered_names(model: MegatronFSDP, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of parameters as they are gathered, in this order, with those under which they are in ``state``."""
+    saved_as = {
+        id(param): name for name, param in model.module.named_parameters(remove_duplicate=False) if name in state
+    }
+    gathered = (sites[0].name for bucket in model.sharded.buckets for sites in bucket.sites)
+    params = dict(model.module.named_parameters(remove_duplicate=False))
+    return {name: saved_as[id(params[name])] for name in gathered if id(params[name]) in saved_as}
+
+
+def _convert(module: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    converted: dict[str, Tensor] = revert_weight_conversion(module, {name: tensor})
+    return converted
+
+
+def _converted_apart(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for name, tensor in state.items() for key, value in _convert(module, name, tensor).items()}
+
+
+def _layouts(tensors: Mapping[str, Any]) -> dict[str, Layout]:
+    return {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -1,0 +1,390 @@
+"""Hugging Face's ``Trainer`` over sharded, compiled models.
+
+``MfsdpTrainer`` is ``transformers.Trainer`` with its data, schedule, callbacks and logs. What is here is what it leaves to
+those who distribute models: when the model is sharded, which dtypes it has, what is written and read again.
+
+    self.model          the Hugging Face model; once training or evaluation has begun, its parameters are shards
+    self.sharded        what ``fully_shard_model`` returned, around it
+    self.model_wrapped  that, compiled: what is called
+
+A checkpoint is the folder ``checkpoint-100`` that Trainer makes, with the weights as ``from_pretrained`` reads them, and with
+the subfolder ``mfsdp``: weights in full precision, optimizer, learning-rate schedule and random numbers as shards, for any
+number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
+from transformers.training_args import ParallelMode
+
+from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
+from mfsdp_compile.checkpoint.contents import get_generators, set_generators
+from mfsdp_compile.options import INNER_COMPILERS
+from mfsdp_compile.policy import MixedPrecisionPolicy
+from mfsdp_compile.wrapper import MegatronFSDP
+
+from .accelerate import FOLDER, MfsdpAccelerator
+from .pretrained import can_stream, save_weights
+
+__all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments"]
+
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(f"mfsdp_compile.integrations.transformers needs transformers 5, found {transformers.__version__}")
+
+
+@dataclass
+class ShardingArguments:
+    """How to shard and compile, beside ``TrainingArguments``. ``HfArgumentParser`` takes it too.
+
+    Args:
+        units: names or import paths of classes whose instances are gathered and released as one. None: those that the model
+            names in ``_no_split_modules``, or its repeated blocks if it names none.
+        zero_dp_strategy: ``"optim_grads_params"``, ``"optim_grads"``, ``"optim"`` or ``"no_shard"``.
+        replicas: ranks are divided into so many groups, each with all shards (HSDP).
+        outer_dp_sharding_strategy: over replicas: ``"no_shard"``, or ``"optim"``, which divides the optimizer's state.
+        main_params_dtype: of shards and of what the optimizer has. ``"model"``: that of the model.
+        main_grads_dtype: that gradients are summed in; None: as shards.
+        grad_comm_dtype: that gradients are reduced in; None: what the model computes in.
+        flat_optimizer: step over flat tensors, see ``fully_shard_optimizer``.
+        compile: run through ``torch.compile(backend="mfsdp")``; if False, with eager hooks and the same numbers.
+        compile_options: of that backend; a dictionary, or one as JSON.
+        sharding_options: more arguments of ``fully_shard_model`` (``unit_bytes`` and so on); a dictionary, or one as JSON.
+    """
+
+    units: list[str] | None = field(default=None, metadata={"help": "Classes that are gathered as one."})
+    zero_dp_strategy: str = field(default="optim_grads_params", metadata={"help": "What is sharded."})
+    replicas: int = field(default=1, metadata={"help": "Groups of ranks that have all shards each."})
+    outer_dp_sharding_strategy: str = field(default="no_shard", metadata={"help": "What replicas divide."})
+    main_params_dtype: str = field(default="float32", metadata={"help": "Of shards; 'model': as the model."})
+    main_grads_dtype: str | None = field(default=None, metadata={"help": "That gradients are summed in."})
+    grad_comm_dtype: str | None = field(default=None, metadata={"help": "That gradients are reduced in."})
+    flat_optimizer: bool = field(default=False, metadata={"help": "Step over flat tensors."})
+    compile: bool = field(default=True, metadata={"help": "Compile with the mfsdp backend."})
+    compile_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of the mfsdp backend."})
+    sharding_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of fully_shard_model."})
+
+    def __post_init__(self) -> None:
+        for name in ("compile_options", "sharding_options"):
+            given = getattr(self, name)
+            setattr(self, name, json.loads(given) if isinstance(given, str) else dict(given or {}))
+
+    def arguments(self, model: nn.Module, device_type: str) -> dict[str, Any]:
+        """Of ``fully_shard_model``, for ``model``. Makes process groups if there are replicas: collective.
+
+        Raises:
+            ValueError: a dtype is not known, or the number of replicas does not divide that of ranks.
+        """
+        main_params = None if self.main_params_dtype == "model" else _dtype(self.main_params_dtype, "main_params_dtype")
+        policy = MixedPrecisionPolicy(
+            main_params,
+            _dtype(self.main_grads_dtype, "main_grads_dtype"),
+            _dtype(self.grad_comm_dtype, "grad_comm_dtype"),
+        )
+        return {
+            "fsdp_unit_modules": self.units or _units(model),
+            "zero_dp_strategy": self.zero_dp_strategy,
+            "outer_dp_sharding_strategy": self.outer_dp_sharding_strategy,
+            "mixed_precision_policy": policy,
+            **self._mesh(device_type),
+            **self.sharding_options,  # type: ignore[dict-item]
+        }
+
+    def _mesh(self, device_type: str) -> dict[str, Any]:
+        if self.replicas == 1:
+            return {}
+        world_size = dist.get_world_size()
+        if self.replicas < 1 or world_size % self.replicas:
+            raise ValueError(f"replicas={self.replicas} does not divide the {world_size} ranks.")
+        shape = (self.replicas, world_size // self.replicas)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replica", "shard"))
+        return {
+            "device_mesh": mesh,
+            "dp_shard_dim": "shard",
+            "dp_outer_dim": "replica",
+            "hybrid_fsdp_group": mesh["replica", "shard"]._flatten("replica_shard").get_group(),
+        }
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
+
+
+class MfsdpTrainerMixin(_Base):
+    """Goes before a class that is made like ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
+
+    The model is sharded when training or evaluation begins, with the optimizer if one was given. ``bf16`` and ``fp16`` are the
+    dtypes that it is gathered and computes in, while shards keep the values that they had (accelerate does the same with FSDP2);
+    there is no autocast. ``torch_compile_backend`` may be ``"inductor"`` or ``"aot_eager"``, the compiler behind ours.
+
+    Args:
+        sharding: how to shard and compile.
+
+    Raises:
+        ValueError: arguments of the trainer are set that cannot be honoured; all of them are named.
+    """
+
+    sharded: MegatronFSDP | None = None
+
+    def __init__(self, *args: Any, sharding: ShardingArguments | None = None, **kwargs: Any) -> None:
+        self.sharding = sharding or ShardingArguments()
+        self._generators: Mapping[str, Tensor] | None = None
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args, self.model, self.sharding)
+        super().create_accelerator_and_postprocess()
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            raise ValueError(
+                f"accelerate is configured for {self.accelerator.distributed_type.value}, and the model is sharded by "
+                "mfsdp_compile. Start the program with torchrun, or choose plain multi-GPU training in accelerate's "
+                "configuration."
+            )
+        # It is made by name in there. Nothing but methods is different.
+        self.accelerator.__class__ = MfsdpAccelerator
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It is moved as it is sharded: no device ever holds all of it."""
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """None: that of the model as it comes."""
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
+
+    def _shard(self) -> MegatronFSDP:
+        """Shard the model, and the optimizer that was given for it, unless they are."""
+        if self.sharded is not None and self.sharded.module is self.model:
+            return self.sharded
+        self._saved_dtypes = {name: param.dtype for name, param in self.model.named_parameters(remove_duplicate=False)}
+        arguments = self.sharding.arguments(self.model, self.args.device.type)
+        with _computing_in(self.model, self._compute_dtype):
+            if self.optimizer is None:
+                self.sharded = fully_shard_model(self.model, **arguments)
+            else:
+                flat = self.sharding.flat_optimizer
+                self.sharded, _ = fully_shard(self.model, self.optimizer, flat_optimizer=flat, **arguments)
+        self.model._is_fsdp_managed_module = True  # generate, and layer dropout, keep ranks in step
+        self.model_wrapped = self.sharded
+        if self.sharding.compile:
+            inner = self.args.torch_compile_backend or INNER_COMPILERS[0]
+            options = {"inner": inner, **self.sharding.compile_options}  # type: ignore[dict-item]
+            self.model_wrapped = torch.compile(self.sharded, backend="mfsdp", options=options)
+        return self.sharded
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Of shards. Parameter groups are Trainer's."""
+        self._shard()
+        is_given = self.optimizer is not None
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
+        if not is_given:
+            fully_shard_optimizer(optimizer, flat=self.sharding.flat_optimizer)
+        return optimizer
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Trainer prepares only the optimizer when this is another model than its own."""
+        self._shard()
+        return self.model_wrapped
+
+    def _prepare_input(self, data: Any) -> Any:
+        prepared = super()._prepare_input(data)
+        if isinstance(prepared, Tensor) and prepared.is_floating_point() and self._compute_dtype is not None:
+            return prepared.to(self._compute_dtype)
+        return prepared
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        """Weights, in the dtypes that the model came with, and what ``from_pretrained`` needs beside them. Collective."""
+        if self.sharded is None or self.sharded.module is not self.model or state_dict is not None:
+            super()._save(output_dir, state_dict)
+            return
+        if not isinstance(self.model, PreTrainedModel) or not can_stream(self.model):
+            whole = full_state_dict(self.sharded)
+            super()._save(output_dir, {k: v.to(self._saved_dtypes.get(k, v.dtype)) for k, v in whole.items()})
+            return
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        super()._save(str(folder), {})
+        if self.args.should_save:
+            self.model.config.dtype = next(dtype for dtype in self._saved_dtypes.values() if dtype.is_floating_point)
+            self.model.config.save_pretrained(folder)
+        save_weights(self.sharded, folder, self._saved_dtypes)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Everything that training needs to go on. Collective."""
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        checkpoints = Checkpoints(Path(output_dir) / FOLDER, keep=1)
+        checkpoints.save(self.state.global_step, self._shard(), self.optimizer.optimizer, extra=extra)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """With the shards."""
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Weights of a checkpoint without optimizer; others are loaded with their optimizer, when there is one here."""
+        self._shard()
+        folder = Path(resume_from_checkpoint)
+        if Checkpoints(folder / FOLDER).latest() is not None:
+            return
+        if not (folder / "trainer_state.json").is_file():  # Trainer writes it last
+            raise CheckpointError(f"{folder} is not complete: a save was interrupted. Resume from an earlier one.")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        restored = Checkpoints(Path(checkpoint) / FOLDER).load(self._shard(), self.optimizer.optimizer)
+        if restored is not None:
+            self.lr_scheduler.load_state_dict(restored.extra["scheduler"])
+            self._generators = get_generators() if restored.generators else None
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """To where it was when the checkpoint was written; Trainer asks when it has passed the batches of before."""
+        if self._generators is not None:
+            set_generators(self._generators)
+
+    def _load_best_model(self) -> None:
+        best = Checkpoints(Path(self.state.best_model_checkpoint) / FOLDER).latest()
+        if best is None:  # save_only_model
+            super()._load_best_model()
+        else:
+            load(best, self._shard(), generators=False)
+
+
+class MfsdpTrainer(MfsdpTrainerMixin, Trainer):
+    """``transformers.Trainer`` over a sharded model; see :class:`MfsdpTrainerMixin`.
+
+    ::
+
+        trainer = MfsdpTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data, sharding=ShardingArguments())
+        trainer.train()
+    """
+
+
+class MfsdpSeq2SeqTrainer(MfsdpTrainerMixin, Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` over a sharded model; see :class:`MfsdpTrainerMixin`."""
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> None:
+    """Raise ValueError for arguments that cannot be honoured, all of them at once."""
+    backend = args.torch_compile_backend
+    optim = getattr(args.optim, "value", args.optim)
+    refused = {
+        "deepspeed": (args.deepspeed, "DeepSpeed shards the model too"),
+        "fsdp": (args.fsdp, "torch's FSDP shards the model too; say how in ShardingArguments"),
+        "parallelism_config": (
+            args.parallelism_config,
+            "tensor, context and sequence parallelism are not supported here",
+        ),
+        "auto_find_batch_size": (args.auto_find_batch_size, "one rank out of memory leaves the others in a collective"),
+        "fp16_full_eval": (
+            args.fp16_full_eval,
+            "shards cannot change their dtype; evaluation computes as training does",
+        ),
+        "bf16_full_eval": (
+            args.bf16_full_eval,
+            "shards cannot change their dtype; evaluation computes as training does",
+        ),
+        "save_on_each_node": (args.save_on_each_node, "whole weights are gathered on the first rank alone"),
+        "debug": ("underflow_overflow" in [getattr(d, "value", d) for d in args.debug], "its hooks read whole weights"),
+        "torch_compile_mode": (
+            args.torch_compile_mode,
+            "give compile_options={'inductor': {...}} in ShardingArguments",
+        ),
+        "torch_compile_backend": (
+            backend not in (None, *INNER_COMPILERS),
+            f"the compiler behind backend='mfsdp' is one of {', '.join(INNER_COMPILERS)}; leave it out for the default",
+        ),
+        "torch_compile": (
+            args.torch_compile and not sharding.compile,
+            "ShardingArguments(compile=False) says otherwise",
+        ),
+        "optim": (optim.startswith(_OPTIMIZERS), f"{optim} works on whole matrices or in backward"),
+        **{
+            name: (getattr(args, name) is not None, "there is no DistributedDataParallel around the model")
+            for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+        },
+    }
+    complaints = [
+        f"  TrainingArguments({name}={getattr(args, name)!r}): {why}" for name, (given, why) in refused.items() if given
+    ]
+    if args.parallel_mode != ParallelMode.DISTRIBUTED:
+        complaints.append("  There is no process group: start the program with torchrun --nproc-per-node=N, 1 will do")
+    if model is not None:
+        complaints += [f"  The model {what}" for what in _unsuitable(model)]
+    if complaints:
+        raise ValueError("MfsdpTrainer cannot train with these:\n" + "\n".join(complaints))
+
+
+_OPTIMIZERS = ("adafactor", "lomo", "adalomo", "galore", "apollo")
+
+
+def _unsuitable(model: nn.Module) -> Iterator[str]:
+    if isinstance(model, MegatronFSDP) or hasattr(model, "_orig_mod"):
+        yield f"is a {type(model).__name__}: pass the Hugging Face model; MfsdpTrainer shards and compiles it"
+    if getattr(model, "hf_device_map", None):
+        yield "was loaded with a device_map: load it without"
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        yield "was sharded by from_pretrained(distributed_config=...): load it without"
+    if getattr(model, "is_quantized", False):
+        yield "is quantized: parameters of other than floating-point dtypes are not sharded"
+
+
+def _units(model: nn.Module) -> list[str] | str:
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    return sorted(named & {type(module).__name__ for module in model.modules()}) or "auto"
+
+
+def _dtype(name: str | None, argument: str) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{argument} takes the name of a dtype, such as 'float32', got {name!r}")
+    return dtype
+
+
+@contextlib.contextmanager
+def _computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, where the model is sharded, its parameters have ``dtype``, but for those that it keeps in float32. Shards get the
+    values of before, unrounded."""
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
+    kept = [module for attribute in lists for module in getattr(model, attribute, None) or ()]
+    before: dict[str, Tensor] = {}
+    for name, param in model.named_parameters() if dtype is not None else ():
+        is_kept = any(re.search(rf"(?:^|\.){module}(?:\.|$)", name) for module in kept)
+        if param.is_floating_point() and param.dtype != dtype and not is_kept:
+            before[name] = param.data
+            param.data = param.data.to(dtype)
+    try:
+        yield
+    except BaseException:
+        for name, param in model.named_parameters():
+            param.data = before.get(name, param.data)
+        raise
+    shards = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in list(before):
+            values = before.pop(name)
+            if not values.is_meta:
+                shards[name].copy_(values)

@@ -1,0 +1,76 @@
+"""torchtitan's own trainer over this package, where torchtitan is installed; see ``torchtitan_job.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan")
+
+ROOT = Path(__file__).resolve().parent.parent
+JOB = Path(__file__).with_name("torchtitan_job.py")
+
+
+def run(
+    system: str, folder: Path, steps: int, spmd_backend: str = "spmd_types", replicas: int = 1, ranks: int = 2
+) -> Any:
+    """(loss, norm of gradients) of each step that was taken."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*launcher, str(JOB), system, str(folder), str(steps), spmd_backend, str(replicas)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "metrics.json").read_text())
+
+
+def close(ours: list[list[float]], theirs: list[list[float]]) -> bool:
+    """Sums of gradients are rounded in another order; AdamW lets that grow."""
+    return all(a == pytest.approx(b, rel=1e-4) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.processes
+def test_losses_are_those_of_fsdp2(tmp_path: Path) -> None:
+    """Compiled, with selective checkpointing, accumulation, and checkpoints of torchtitan's, from which it goes on."""
+    theirs, ours = (run(system, tmp_path / system, 4) for system in ("fsdp2", "mfsdp"))
+    assert len(ours) == 4
+    assert close(ours, theirs)
+    both = [run(system, tmp_path / system, 6) for system in ("mfsdp", "fsdp2")]
+    assert [len(taken) for taken in both] == [2, 2]
+    assert close(*both)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("spmd_backend", ["spmd_types", "partial_dtensor"])
+def test_replicas(spmd_backend: str, tmp_path: Path) -> None:
+    ours, theirs = (run(system, tmp_path / system, 3, spmd_backend, 2, ranks=4) for system in ("mfsdp", "fsdp2"))
+    assert close(ours, theirs)
+
+
+def test_what_is_refused() -> None:
+    """All of it is named."""
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+
+    from mfsdp_compile.integrations.torchtitan import parallelize
+
+    with pytest.raises(ValueError, match=r"(?s)tensor_parallel_degree=2.*cpu_offload.*disable_cuda_graphs.*'eager'"):
+        parallelize(
+            SimpleNamespace(),
+            parallel_dims=SimpleNamespace(tp=2, cp=1, pp=1, ep=1),
+            training=TrainingConfig(enable_cpu_offload=True),
+            parallelism=ParallelismConfig(),
+            compile_config=CompileConfig(enable=True, backend="eager"),
+            ac_config=None,
+            dump_folder="",
+        )
