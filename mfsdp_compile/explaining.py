@@ -23,7 +23,7 @@ from mfsdp_compile.runtime import compat
 from .comparing import unchanged
 from .wrapper import unwrapped
 
-__all__ = ["Explanation", "GraphExplanation", "explain"]
+__all__ = ["Explanation", "GraphExplanation", "explain", "reason_and_place"]
 
 
 @dataclass(frozen=True)
@@ -130,17 +130,16 @@ def _collected_breaks() -> Iterator[list[str]]:
     yield found
     for reason in known[before:]:
         if reason.graph_break:
-            line = next(
-                (str(line).strip() for line in str(reason.reason).split("\n") if line.strip()), "no reason given"
-            )
-            found.append(f"{line}{_place(reason.user_stack)}")
+            found.append(reason_and_place(str(reason.reason), reason.user_stack))
 
 
-def _place(stack: Sequence[traceback.FrameSummary]) -> str:
+def reason_and_place(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
+    """In a line: why Dynamo ended a graph, and the line of the model."""
+    line = next((line.strip() for line in reason.split("\n") if line.strip()), "no reason given")
     if not stack:
-        return ""
+        return line
     frame = stack[-1]
-    return f" -- {frame.filename}:{frame.lineno} in {frame.name}{f': {frame.line}' if frame.line else ''}"
+    return f"{line} -- {frame.filename}:{frame.lineno} in {frame.name}{f': {frame.line}' if frame.line else ''}"
 
 
 def _recompilations() -> Iterator[str]:

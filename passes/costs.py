@@ -420,8 +420,8 @@ _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_ate
 
 def _is_fusible(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
+    if not isinstance(target, torch._ops.OpOverload) or target._opname == "inductor_seeds":
+        return False  # those of all dropouts are drawn at once; what reads one of them runs where it is needed
     return (
         torch.Tag.pointwise in target.tags
         or target.overloadpacket in _FUSIBLE

@@ -17,7 +17,7 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from . import announce, float32_gradients, portions, reduce, reshard, roles, schedule, unshard, verify
+from . import announce, float32_gradients, portions, reduce, reshard, roles, schedule, unread, unshard, verify
 from .agreeing import Meeting, Problem, Settled, effect, plain, settle
 from .analysis import Analysis
 from .arrange import Plan
@@ -160,6 +160,7 @@ def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = [*record._agreed]
     roles.assign(graph)
+    _take_out_unread(graph, Phase.JOINT, record)
     if record.prediction is not None and record.prediction.text is not None:
         record.decisions = _from_text(record, record.prediction.text)
     if needs_decisions(record) or record.decisions != Decisions():
@@ -193,6 +194,7 @@ def needs_decisions(record: Record) -> bool:
 def tag_for_trial(joint: fx.Graph, record: Record) -> None:
     """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
     roles.assign(joint)
+    unread.apply(joint, record.context)
     set_decisions(joint, Decisions())
     reshard.apply(joint, record.context)
 
@@ -246,6 +248,7 @@ def decide_inference(graph: fx.Graph, record: Record) -> None:
         if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
             return
         roles.assign(graph)
+        unread.apply(graph, record.context)
         if roles.gathers(graph):  # else the body of a region
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
@@ -290,6 +293,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     context = record.context
     record.reports[phase] = []
     roles.assign(graph)
+    _take_out_unread(graph, phase, record)
     if phase is Phase.INFERENCE:
         if record.prediction is not None and record.prediction.text is not None:
             record.decisions = _from_text(record, record.prediction.text)
@@ -350,6 +354,13 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
     found = Analysis(graph, record.context, phase)
     decisions = record.decisions
     set_contract(graph, Contract.of(found, record.user_outputs, decisions.kept, decisions.portions or frozenset()))
+
+
+def _take_out_unread(graph: fx.Graph, phase: Phase, record: Record) -> None:
+    """Before anything is decided about gathers, or noted. Said only where there are such."""
+    report = unread.apply(graph, record.context)
+    if report.lines:
+        record.reports[phase].append(report)
 
 
 def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:

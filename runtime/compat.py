@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import re
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -539,8 +540,11 @@ def fake_mode() -> FakeTensorMode:
 def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
     """What Inductor does to a joint graph before it is parted: constants folded, patterns replaced."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    return joint_graph_passes(joint)
+    mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
+    with V.set_fake_mode(mode):  # which passes about random numbers ask for
+        return joint_graph_passes(joint)
 
 
 def backend_failed() -> type[Exception]:
@@ -553,6 +557,18 @@ def backend_failed() -> type[Exception]:
 def inner_exception(failed: Exception) -> Exception:
     """What a backend raised, from what Dynamo raised then."""
     return failed.inner_exception  # type: ignore[attr-defined]
+
+
+def not_traceable() -> type[Exception]:
+    """What Dynamo raises under ``fullgraph=True`` where it would have to make several graphs; among else."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def where_not_traceable(error: Exception) -> Sequence[traceback.FrameSummary]:
+    """The calls that led to the line at which Dynamo gave up; empty if it does not say."""
+    return getattr(error, "real_stack", None) or ()
 
 
 def trace_with_aot(

@@ -97,19 +97,27 @@ def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[t
 
 def repeated_blocks(model: nn.Module) -> tuple[type[nn.Module], ...]:
     """Classes that occur at least twice among the children of one module, have children and parameters of their own,
-    and do not lie inside another such block: a transformer's layers."""
+    and do not lie inside another such block: a transformer's layers. An encoder and a decoder of one class, or the stages of
+    a ResNet, are not blocks but what holds them."""
     found: list[type[nn.Module]] = []
-
-    def visit(module: nn.Module) -> None:
-        counts = Counter(type(child) for child in module.children() if _is_block(child))
-        repeated = [cls for cls, count in counts.items() if count >= 2]
-        found.extend(repeated)
-        for child in module.children():
-            if type(child) not in repeated:
-                visit(child)
-
-    visit(model)
+    repeated = _repeated(model)
+    for cls, blocks in repeated.items():
+        are_layers = isinstance(model, (*_CONTAINERS, nn.Sequential)) and cls is not nn.Sequential
+        inner = [inside for block in blocks for inside in repeated_blocks(block)] if not are_layers else []
+        found.extend(inner or [cls])
+    for child in model.children():
+        if type(child) not in repeated:
+            found.extend(repeated_blocks(child))
     return tuple(dict.fromkeys(found))
+
+
+def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
+    """Children that are blocks of a class of which there are several."""
+    children: dict[type[nn.Module], list[nn.Module]] = {}
+    for child in module.children():
+        if _is_block(child):
+            children.setdefault(type(child), []).append(child)
+    return {cls: blocks for cls, blocks in children.items() if len(blocks) >= 2}
 
 
 def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Unit, ...]:

@@ -512,6 +512,21 @@ def test_traces_end_with_the_partition() -> None:
     assert not any("silu" in target for target in seen[0])
 
 
+def test_joint_passes_replace_random_operators() -> None:
+    seen: list[str] = []
+
+    def partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        seen.extend(str(node.target) for node in compat.inductor_joint_passes(joint).graph.nodes)
+        return compat.min_cut_partition(joint, inputs, **kwargs)
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        return compat.trace_with_aot(gm, example_inputs, partition, decomposed=True)
+
+    torch.compile(torch.nn.functional.dropout, backend=backend)(torch.ones(3, requires_grad=True))
+    torch._dynamo.reset()
+    assert any("inductor_random" in target for target in seen)
+
+
 def test_what_a_backend_raised_is_found_again() -> None:
     def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
         raise KeyError("mine")
@@ -520,3 +535,15 @@ def test_what_a_backend_raised_is_found_again() -> None:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
     torch._dynamo.reset()
     assert isinstance(compat.inner_exception(caught.value), KeyError)
+
+
+def test_what_cannot_be_traced_says_where() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    with pytest.raises(compat.not_traceable()) as caught:
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(1))
+    torch._dynamo.reset()
+    assert compat.where_not_traceable(caught.value)[-1].name == "broken"
+    assert not compat.where_not_traceable(ValueError())

@@ -190,6 +190,21 @@ def test_a_kernel_runs_before_what_reads_it() -> None:
     assert names(found) == [["relu", "exp"], ["mm"]]
 
 
+def test_masks_of_dropout_are_drawn_where_they_are_used() -> None:
+    """Inductor draws the seeds of all dropouts at once; what reads one of them is no reason to draw all masks there."""
+    from torch._inductor import inductor_prims as prims
+
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    seeds = made(prims.seeds, 2, "cpu", val=torch.empty(2, dtype=torch.int64, device="meta"))
+    for index in (0, 1):
+        seed = made(prims.lookup_seed, seeds, index, val=torch.empty((), device="meta"))
+        drawn = made(prims.random, [100, 100], seed, "rand", val=empty(100, 100))
+        x = made(aten.mm.default, made(aten.mul.Tensor, made(aten.gt.Scalar, drawn, 0.1), x), w)
+    mask = ["inductor_lookup_seed", "inductor_random", "gt"]
+    assert names(made.kernels(x)) == [["inductor_seeds"], [*mask, "mul"], ["mm"], mask, ["mul"], ["mm"]]
+
+
 def test_what_is_expanded_counts_once_and_views_are_no_kernels() -> None:
     made = Made()
     row = made.input(1, 100)

@@ -2,29 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Sequence
-from pathlib import Path
-
 import test_context_parallel
 import test_pipeline
 import test_tensor_parallel
-
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def check_table(docs: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """The region ``<!-- table: name -->`` of a file is this table. With ``MFSDP_WRITE_TABLES=1`` it is written."""
-    lines = [header, ["---"] * len(header), *rows]
-    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
-    text = docs.read_text(encoding="utf-8")
-    pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-    wanted = re.sub(pattern, lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.DOTALL)
-    if os.environ.get("MFSDP_WRITE_TABLES") == "1":
-        docs.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        raise AssertionError(f"{docs} has another table {name!r} than tests assert, which is\n{table}")
+from doc_tables import DOCS, check_table
 
 
 def test_collectives() -> None:

@@ -11,7 +11,7 @@ import torch
 import zoo
 from torch import fx, nn
 
-from mfsdp_compile.passes import pipeline, reduce, roles, schedule, verify
+from mfsdp_compile.passes import pipeline, reduce, roles, schedule, unread, verify
 from mfsdp_compile.passes.analysis import Analysis
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
 from mfsdp_compile.passes.contract import Contract, set_contract
@@ -334,6 +334,19 @@ def test_forward_graphs_do_not_reduce() -> None:
         verify.verify(scheduled(backward_graph(3), ctx, Phase.INFERENCE), ctx, Phase.INFERENCE)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_unread_gathers_are_taken_out(cast: bool) -> None:
+    graph, ctx = forward_graph(3, cast), context(["a", "b", "c"])
+    products = graph.find_nodes(op="call_function", target=aten.mm.default)
+    products[1].replace_all_uses_with(products[1].args[0])
+    graph.erase_node(products[1])
+    report = unread.apply(graph, ctx)
+    graph.lint()
+    assert report.lines == ["b.1: nothing reads it, not gathered"]
+    assert events(graph, ctx) == ["gather 0", "wait 0", "gather 2", "wait 2", "compute", "compute"]
+    assert unread.apply(graph, ctx).lines == []
+
+
 # -- real graphs ------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +396,22 @@ def test_frozen_units_are_gathered_and_not_reduced() -> None:
     assert any(line.startswith("gather  blocks.1 ") for line in backward)  # gradients flow through it
     assert not any(line.startswith("reduce  blocks.1 ") for line in backward)
     assert not any("root:before" in line for line in backward)  # nothing in front of it trains
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_what_nothing_reads_is_not_gathered() -> None:
+    record = compiled_record(zoo.DeadEnd)
+    (dead,) = (bucket for bucket in record.context.buckets if bucket.unit == "blocks.2")
+    told = [line for report in record.reports[Phase.JOINT] if report.name == "unread" for line in report.lines]
+    assert told == [f"{dead.name}: nothing reads it, not gathered"]
+    assert not any(dead.name in line for lines in record.schedules.values() for line in lines)
+
+    model, call = parity.shard(parity.build(zoo.DeadEnd), parity.AOT_EAGER)
+    with torch.no_grad():
+        call(torch.randn(6, 8))
+    (record,) = model.sharded.compiled_graphs
+    assert [report.name for report in record.reports[Phase.INFERENCE]][:1] == ["unread"]
+    assert not any(dead.name in line for line in record.schedules[Phase.INFERENCE])
 
 
 @pytest.mark.usefixtures("fake_world")

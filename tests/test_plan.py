@@ -135,6 +135,33 @@ def test_layers_that_differ_in_a_setting_are_not_taken_for_equal() -> None:
     assert len(found.units) == len(found.order) == 9
 
 
+class Summed(nn.Module):
+    """What every layer saves, the end of the model needs, as losses of routers do; or the layers behind one are dead."""
+
+    def __init__(self, taken: int | None = None) -> None:
+        super().__init__()
+        self.taken = taken
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(9))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = torch.zeros(*tokens.shape, 32) + tokens[..., None]
+        found = [x := layer(x) for layer in self.layers]
+        return found[self.taken].mean() if self.taken is not None else torch.cat(found).exp().mean()
+
+
+@pytest.mark.parametrize(("taken", "traced"), [(8, 4), (7, 5), (None, 9)])
+def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int) -> None:
+    """Or the one that stands for others would save what these do not, or not release it."""
+    kept = taken if taken is None else taken - 9
+
+    def build() -> nn.Module:
+        return Summed(kept)
+
+    work = Workload("summed", build, "auto", _tokens(0), batch=2, length=8, dtype=torch.float32)
+    found = trace(work, CPU, fused=False)
+    assert (len(found.units), len(found.order)) == (traced, 9)
+
+
 def test_checkpointing_trades_memory_for_time() -> None:
     job = {how: Job(llama(10, checkpoint=how), CPU, solved=False) for how in ("none", "selective", "full")}
     rows = {how: planned(j, traced_llama(10, checkpoint=how), Candidate(ZERO3, 4)) for how, j in job.items()}

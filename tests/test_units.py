@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import itertools
+from collections.abc import Callable
 
 import pytest
 import zoo
@@ -80,6 +81,38 @@ def test_auto_takes_repeated_blocks_only() -> None:
             self.towers = nn.ModuleList([nn.ModuleList([zoo.Block(), zoo.Block()]), nn.ModuleList([zoo.Block()])])
 
     assert repeated_blocks(TwoTowers()) == (zoo.Block,)
+
+
+def test_auto_takes_blocks_and_not_what_holds_them() -> None:
+    class Stage(nn.Module):
+        """T5 has two of a class: an encoder and a decoder."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([zoo.Nested.block(), zoo.Nested.block()])
+
+    class Sides(nn.Module):
+        def __init__(self, side: Callable[[], nn.Module]) -> None:
+            super().__init__()
+            self.encoder, self.decoder = side(), side()
+
+    assert repeated_blocks(Sides(Stage)) == (zoo.Nested.block,)
+    assert repeated_blocks(Sides(zoo.Block)) == (zoo.Block,)
+    # Torchvision's ResNet; where blocks are of a class of their own, being a sequence is no reason to look inside.
+    stage = nn.Sequential(zoo.Block(), zoo.Block())
+    assert repeated_blocks(Sides(lambda: nn.Sequential(zoo.Block(), zoo.Block()))) == (zoo.Block,)
+    assert repeated_blocks(nn.Sequential(stage, nn.Sequential(zoo.Block(), zoo.Block()))) == (zoo.Block,)
+    layer = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.GELU()), nn.Sequential(nn.Linear(2, 2), nn.GELU())])
+    assert repeated_blocks(layer) == (nn.Sequential,)
+
+    class Layer(nn.Module):
+        """A layer of experts."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([zoo.Block(), zoo.Block()])
+
+    assert repeated_blocks(nn.ModuleList([Layer(), Layer()])) == (Layer,)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,17 @@ class Unused(Plain):
         self.spare_block = Block()
 
 
+class DeadEnd(Plain):
+    """The last block is computed, and its output is not used: LLaVA takes the output of a vision tower's last layer but one."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        *blocks, last = self.blocks
+        for block in blocks:
+            x = block(x)
+        last(x)
+        return x
+
+
 class Norms(Plain):
     """BatchNorm: buffers that change in forward."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -176,10 +177,11 @@ def workload(
     """From what ``mfsdp plan --model`` takes.
 
     Args:
-        model: a name of :data:`SHAPES`; ``hf:`` and a folder or file with a Hugging Face configuration, or a name of
-            :data:`SHAPES`; or ``package.module:name``: a function that returns a model, which takes tokens and targets and returns a
-            loss; or a :class:`Workload`, which says more.
-        batch, length: of one rank; a length of None is the model's own.
+        model: a name of :data:`SHAPES`; ``hf:`` and a folder or file with a Hugging Face configuration of a language model (also
+            of an encoder and a decoder), or of one that classifies images, or a name of :data:`SHAPES`; or
+            ``package.module:name``: a function that returns a model, which takes tokens and targets and returns a loss; or a
+            :class:`Workload`, which says what its model takes and how a loss comes of it.
+        batch, length: of one rank; a length of None is the model's own, of images 1.
         dtype: that the model computes in.
         checkpoint: see :class:`Workload`.
         unit_modules: overrides what is known of the model.
@@ -203,7 +205,7 @@ def workload(
             found = replace(found, divided=divided_llama(shape.config, dtype))
         found = replace(found, length=length or shape.length, **given)
     elif model.startswith("hf:"):
-        found = replace(_hugging_face(name), **given)
+        found = replace(_hugging_face(name, dtype), **given)
         found = replace(found, length=length or found.length)
     elif ":" in model:
         found = _from_factory(model, given, length)
@@ -256,7 +258,7 @@ def _tokens(vocabulary: int) -> Callable[[int, int], Inputs]:
     return inputs
 
 
-def _hugging_face(path: str) -> Workload:
+def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
     try:
         import transformers
     except ImportError as error:
@@ -272,17 +274,43 @@ def _hugging_face(path: str) -> Workload:
         raise ValueError(f"{file} is no configuration of transformers: it has no model_type")
     config = transformers.AutoConfig.for_model(**values)
     config.use_cache = False
+    named = getattr(transformers, (values.get("architectures") or [""])[0], None)
+    takes_images = getattr(named, "main_input_name", "input_ids") == "pixel_values"
+    if hasattr(config, "vision_config"):
+        raise ValueError(
+            f"{file}: it depends on the model where images are among tokens, so that inputs cannot be made up. Give a "
+            "package.module:name of a mfsdp_compile.planning.Workload, which says what they are"
+        )
 
     def build() -> nn.Module:
-        return transformers.AutoModelForCausalLM.from_config(config)
+        if named is None:
+            return _traceable(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return _traceable(named(config))
 
     def inputs(batch: int, length: int) -> Inputs:
+        if takes_images:
+            size = config.image_size
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.zeros(batch, config.num_channels, height, width, dtype=dtype)
+            return [], {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.int64)}
         tokens = torch.zeros(batch, length, dtype=torch.int64)
         return [], {"input_ids": tokens, "labels": tokens}
 
-    length = min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
+    length = 1 if takes_images else min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
     name = values.get("_name_or_path") or os.path.basename(os.path.abspath(path))
     return Workload(name, build, "auto", inputs, lambda output: output.loss, length=length)
+
+
+def _traceable(model: Any) -> nn.Module:
+    """A model of transformers without two things in its forward that torch.compile cannot trace: hooks, which it installs when it
+    first runs, for router logits and hidden states; and a warning that its class's name does not say what its loss is."""
+    with contextlib.suppress(ImportError):  # before version 5 there are no such hooks
+        from transformers.utils.output_capturing import install_all_output_capturing_hooks
+
+        install_all_output_capturing_hooks(model)
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"
+    return model
 
 
 def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Workload:

@@ -2,13 +2,15 @@
 last step.
 
 Equal units that follow on one another are traced four times, not a hundred: the first two, one that stands for all others,
-and the last. The outline is stretched afterwards.
+and the last. The outline is stretched afterwards. Where that one turns out to be unlike the others, more are traced.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend import find_shells, prepare
 from mfsdp_compile.context_parallel import ContextParallel
+from mfsdp_compile.explaining import reason_and_place
 from mfsdp_compile.options import CompileOptions, known_rings
-from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.costs import CostModel
+from mfsdp_compile.passes import pipeline, roles
+from mfsdp_compile.passes.context import Context, Phase
+from mfsdp_compile.passes.costs import CostModel, kernels, origin
 from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
@@ -116,6 +119,28 @@ def trace(
             "process of its own."
         )
     divided = _divided(work, degrees)
+    *fewer, every = _LEFT
+    for left in fewer:
+        with contextlib.suppress(_NotAlikeError):
+            return _trace(work, hardware, fused, parts, degrees, stage, divided, left)
+    return _trace(work, hardware, fused, parts, degrees, stage, divided, every)
+
+
+def _trace(
+    work: Workload,
+    hardware: Hardware,
+    fused: bool,
+    parts: bool,
+    degrees: Degrees,
+    stage: int,
+    divided: Divided | None,
+    left: int | None,
+) -> Trace:
+    """With so many units of each run of equal ones; None: with all of them.
+
+    Raises:
+        _NotAlikeError: the one that stands for others is not like these.
+    """
     with contextlib.ExitStack() as stack:
         mesh, experts = stack.enter_context(_fake_group(degrees))
         context = ContextParallel(mesh["cp"]) if degrees.context > 1 else None
@@ -135,7 +160,7 @@ def trace(
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
-        runs, names = _shorten(model, classes)
+        runs, names = _shorten(model, classes, left, stack) if left is not None else ([], {})
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         if degrees.tensor > 1 and divided is not None and divided.parallelize is not None:
@@ -148,7 +173,9 @@ def trace(
             inputs = divided.inputs(part, work.batch, work.length)
         else:
             inputs = work.inputs(work.batch, work.length)
-        outlines, buckets, sent = _outlines(model, meshes, classes, work, inputs, hardware, fused, 1 if parts else None)
+        outlines, buckets, readers, sent = _outlines(
+            model, meshes, classes, work, inputs, hardware, fused, 1 if parts else None
+        )
         received = sum(
             each.nbytes for each in compat.tree_leaves(inputs) if isinstance(each, Tensor) and each.requires_grad
         )
@@ -157,7 +184,11 @@ def trace(
         for phase, outline in outlines.items()
     }
     buckets = [replace(bucket, unit=names.get(bucket.unit, bucket.unit)) for bucket in buckets]
+    readers = {names.get(of, of): {names.get(unit, unit) for unit in units} for of, units in readers.items()}
     for run in runs:
+        for unit, following in itertools.pairwise((run.before, run.names[0], run.after)):
+            if more := readers.get(unit, set()) - {following}:
+                raise _NotAlikeError(f"{', '.join(sorted(more))} read what {unit} computes, and not {following} alone")
         outlines, buckets = _stretch(outlines, buckets, run)
     flops = sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
     tokens = work.batch * work.length
@@ -224,9 +255,12 @@ def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
 
 
 class _NoValues(compat.TorchFunctionMode):
-    """Initialisation that does nothing: most of the time that making a large model without values takes."""
+    """Initialisation that does nothing: most of the time that making a large model without values takes, and some of torch's
+    looks at what it has drawn."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor.is_meta:
+            return True
         if getattr(function, "__name__", "") in ("normal_", "uniform_", "fill_", "zero_") and args:
             return args[0]
         return function(*args, **(kwargs or {}))
@@ -255,12 +289,13 @@ def _outlines(
     hardware: Hardware,
     fused: bool,
     bucket_bytes: int | None,
-) -> tuple[dict[Phase, Outline], list[TracedBucket], int]:
-    """Outlines, buckets, and the bytes of the output."""
+) -> tuple[dict[Phase, Outline], list[TracedBucket], dict[str, set[str]], int]:
+    """Outlines, buckets, by unit the other units that read in forward what it computes, and the bytes of the output."""
     sharded = fully_shard_model(
         model, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes, **meshes
     )
     outlines: dict[Phase, Outline] = {}
+    readers: dict[str, set[str]] = {}
     outputs: list[Tensor] = []
     found: list[pipeline.Record] = []
     costs = CostModel(hardware, fused, groups=known_rings())
@@ -282,27 +317,54 @@ def _outlines(
             graphs = {Phase.FORWARD: forward.graph, Phase.BACKWARD: backward.graph}
             count = kwargs["num_fwd_outputs"]
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
+            readers.update(_readers(forward.graph, record.context, fused))
             outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
             raise _Traced  # nothing that comes after is needed
 
         if not record.context.whole_model:
+            shown = ", ".join(record.absent[:4]) + (
+                f" and {len(record.absent) - 4} more" if len(record.absent) > 4 else ""
+            )
             raise RuntimeError(
-                f"torch.compile breaks {work.name} into several graphs, and a plan needs one that holds the whole model. "
-                "mfsdp_compile.explain(model, *inputs) on a sharded model says where it breaks, and why."
+                f"{work.name} does not use {shown} for the batch that is planned for. Give inputs that use all units (a batch "
+                "with images, where a model has a tower for these), or take them out of the model."
             )
         return compat.trace_with_aot(gm, inputs, partition, decomposed=fused)
 
     args, kwargs = arguments
     try:
         with contextlib.suppress(_Traced):
-            work.loss(torch.compile(sharded, backend=backend)(*args, **kwargs))
+            work.loss(torch.compile(sharded, backend=backend, fullgraph=True)(*args, **kwargs))
     except compat.backend_failed() as failed:
         raise compat.inner_exception(failed) from None
+    except compat.not_traceable() as error:
+        why = reason_and_place(str(error), compat.where_not_traceable(error))
+        raise RuntimeError(
+            f"torch.compile cannot make one graph of {work.name}, which a plan needs: {why}. mfsdp_compile.explain(model, "
+            "*inputs) on a sharded model shows all such places."
+        ) from None
     if Phase.BACKWARD not in outlines:
         raise RuntimeError(f"{work.name} has no trainable parameters, or its output does not depend on them")
     infos = found[0].context.buckets
     buckets = [TracedBucket(i.unit, i.unit, frozenset(slot.name for slot in i.layout.slots)) for i in infos]
-    return outlines, buckets, sum(output.nbytes for output in outputs)
+    return outlines, buckets, readers, sum(output.nbytes for output in outputs)
+
+
+def _readers(forward: torch.fx.Graph, context: Context, fused: bool) -> dict[str, set[str]]:
+    """By unit, the other units that read what it computes. A kernel belongs to the unit whose parameters were used last before."""
+    order = {node: position for position, node in enumerate(forward.nodes)}
+    first = {order[min(g.uses)]: context.buckets[g.bucket].unit for g in roles.gathers(forward) if g.uses}
+    begins = sorted(first)
+    unit_of: dict[torch.fx.Node, str] = {}
+    found: dict[str, set[str]] = {}
+    for kernel in kernels(forward, fused):
+        position = bisect.bisect_right(begins, kernel.place)
+        unit = first[begins[position - 1]] if position else ""
+        unit_of |= dict.fromkeys(kernel.nodes, unit)
+        for source in {origin(source) for node in kernel.nodes for source in node.all_input_nodes}:
+            if unit_of.get(source, unit) != unit:
+                found.setdefault(unit_of[source], set()).add(unit)
+    return found
 
 
 # -- activation checkpointing -----------------------------------------------------------------------------------------
@@ -344,21 +406,32 @@ class _Run:
     """Equal units that follow on one another.
 
     Args:
-        first: name of the first one, which was traced.
         names: of those in the middle, in order. The first of them was traced, and stands for all.
+        before, after: names of those around these, which were traced.
     """
 
-    first: str
     names: tuple[str, ...]
+    before: str
+    after: str
 
 
-_TRACED = 4
-"""Units that are left of a run: one that stands for others must have its like on both sides, and behind the first one there
-is often more to release."""
+_LEFT = (4, 5, None)
+"""Units that are left of a run, in turns until it works: one that stands for others must have its like on both sides, and behind
+the first one there is often more to release. Five: the output of the last unit but one may be what goes on from there. None: all
+of them, where some unit in the middle is unlike the others."""
 
 
-def _shorten(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[list[_Run], dict[str, str]]:
-    """Take equal units out of lists of modules, so that four of each run are left.
+class _NotAlikeError(RuntimeError):
+    """A unit cannot stand for others."""
+
+
+def _shorten(
+    model: nn.Module, classes: Sequence[type[nn.Module]], left: int, stack: contextlib.ExitStack
+) -> tuple[list[_Run], dict[str, str]]:
+    """Take equal units out of lists of modules, so that ``left`` of each run are left.
+
+    Args:
+        stack: gives configurations back what they said.
 
     Returns:
         The runs, and what units that are left, by their names now, were called before.
@@ -373,25 +446,38 @@ def _shorten(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[list
             continue
         kept: list[int] = []
         for start, stop in _equal(children):
-            if stop - start > _TRACED:
-                runs.append(_Run(f"{name}.{start}", tuple(f"{name}.{i}" for i in range(start + 2, stop - 1))))
-                kept += [start, start + 1, start + 2, stop - 1]
+            if stop - start > left:
+                last = stop - left + 3
+                middle = tuple(f"{name}.{i}" for i in range(start + 2, last))
+                runs.append(_Run(middle, f"{name}.{start + 1}", f"{name}.{last}"))
+                kept += [start, start + 1, start + 2, *range(last, stop)]
             else:
                 kept += range(start, stop)
         names |= {f"{name}.{now}": f"{name}.{before}" for now, before in enumerate(kept)}
         if len(kept) < len(children):
             del owner[:]
             owner.extend(children[i] for i in kept)
-    _tell_config(model, runs)
+            _tell_config(model, name, len(children), kept, stack)
     return runs, names
 
 
-def _tell_config(model: nn.Module, runs: Sequence[_Run]) -> None:
-    """Configurations of transformers say how many layers there are; models ask them."""
-    config: Any = getattr(model, "config", None)
-    if runs and hasattr(config, "num_hidden_layers") and hasattr(config, "to_dict"):
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        config.num_hidden_layers = max(len(found) for found in lists)
+def _tell_config(model: nn.Module, name: str, count: int, kept: Sequence[int], stack: contextlib.ExitStack) -> None:
+    """Configurations of transformers say how many layers there are, and what each is; models ask them. The one that is meant is
+    that of the innermost module around the layers."""
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        config: Any = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
+        if getattr(config, "num_hidden_layers", None) == count and hasattr(config, "to_dict"):
+            of_layers = {
+                key: value for key, value in vars(config).items() if isinstance(value, list) and len(value) == count
+            }
+            said = {"num_hidden_layers": len(kept)} | {
+                key: [value[i] for i in kept] for key, value in of_layers.items()
+            }
+            for key, value in said.items():
+                stack.callback(setattr, config, key, getattr(config, key))
+                setattr(config, key, value)
+            return
 
 
 def _equal(children: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
@@ -435,11 +521,9 @@ def _stretch(
         for number in own:
             numbers[number, copy] = len(found)
             found.append(replace(buckets[number], unit=name))
-    stretched = {phase: _repeat(outline, run, numbers) for phase, outline in outlines.items()}
+    stretched = {phase: _repeat(outline, run, numbers, phase is Phase.BACKWARD) for phase, outline in outlines.items()}
     if _left(stretched) != _left(outlines):
-        raise RuntimeError(
-            f"{run.names[0]} saves for its backward what others release: it cannot stand for {len(run.names)} units."
-        )
+        raise _NotAlikeError(f"{run.names[0]} saves for its backward what others release")
     return stretched, found
 
 
@@ -449,17 +533,15 @@ def _left(outlines: Mapping[Phase, Outline]) -> int:
     return segments - sum(gradients.elsewhere for outline in outlines.values() for gradients in outline.gradients)
 
 
-def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int]) -> Outline:
-    """The segments of the unit that stands for others, as often as it does."""
+def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int], backwards: bool) -> Outline:
+    """The segments of the unit that stands for others, as often as it does; in a backward the last of these comes first."""
     places = [i for i, unit in enumerate(outline.units) if unit == run.names[0]]
+    if not places:
+        return outline  # the backward of a part of the model that is frozen
     begin, end = places[0], places[-1] + 1
     if places != list(range(begin, end)):
-        raise RuntimeError(
-            f"{run.names[0]} computes in between with the parameters of another unit: it cannot stand for others. Name the "
-            "units with unit_modules."
-        )
+        raise _NotAlikeError(f"{run.names[0]} computes in between with the parameters of another unit")
     count, length = len(run.names), end - begin
-    backwards = outline.units.index(run.first) > begin
     own = {number for number, _ in numbers}
 
     def moved(place: int) -> int:

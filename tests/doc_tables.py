@@ -1,0 +1,81 @@
+"""Tables in documentation: what tests assert, or measure, is what stands there. ``MFSDP_WRITE_TABLES=1`` writes them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["DOCS", "check_rows", "check_table", "rows_of"]
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+_WRITES = os.environ.get("MFSDP_WRITE_TABLES") == "1"
+
+
+def check_table(docs: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """The region ``<!-- table: name -->`` of a file is this table."""
+    text = docs.read_text(encoding="utf-8")
+    wanted = _with_table(text, name, header, rows)
+    if _WRITES:
+        docs.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
+        table = "\n".join(map(_line, (header, *rows)))
+        raise AssertionError(f"{docs} has another table {name!r} than tests assert, which is\n{table}")
+
+
+def check_rows(
+    docs: Path,
+    name: str,
+    header: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    keys: int,
+    bounds: Mapping[str, float] = {},
+) -> None:
+    """The table has these rows, among others.
+
+    Args:
+        keys: columns at the left that say which row it is. Rows of other keys stay.
+        bounds: by column: what measured numbers are at most, here and there; they need not be the same.
+    """
+    there = rows_of(docs, name)
+    if _WRITES:
+        kept = {tuple(row[:keys]): row for row in there}
+        kept |= {tuple(map(str, row[:keys])): [str(cell) for cell in row] for row in rows}
+        text = _with_table(docs.read_text(encoding="utf-8"), name, header, list(kept.values()))
+        docs.write_text(text, encoding="utf-8")
+        return
+    for row in rows:
+        mine = [str(cell) for cell in row]
+        its = next((found for found in there if found[:keys] == mine[:keys]), None)
+        assert its is not None, f"{docs} has no row {mine[:keys]} in table {name!r}; it is\n{_line(mine)}"
+        for column, measured, told in zip(header, mine, its, strict=True):
+            if column in bounds:
+                for number in (measured, told):
+                    assert float(number) <= bounds[column], f"{_line(mine)}: {column} is above {bounds[column]}"
+            else:
+                assert measured == told, (
+                    f"{docs} says {told!r} for {column!r}, in table {name!r}; the row is\n{_line(mine)}"
+                )
+
+
+def rows_of(docs: Path, name: str) -> list[list[str]]:
+    """Cells of a table, without its header."""
+    found = re.search(_region(name), docs.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found is not None, f"{docs} has no table {name!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2].splitlines()[2:]]
+
+
+def _with_table(text: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    table = "\n".join(map(_line, (header, ["---"] * len(header), *rows)))
+    return re.sub(_region(name), lambda found: f"{found[1]}{table}\n{found[3]}", text, flags=re.DOTALL)
+
+
+def _region(name: str) -> str:
+    return rf"(<!-- table: {name} -->\n)(.*?)(<!-- end -->)"
+
+
+def _line(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

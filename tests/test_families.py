@@ -1,0 +1,260 @@
+"""Model families, unmodified, against one process: the tables in docs/models.md are what these tests count and measure.
+
+``MFSDP_WRITE_TABLES=1 pytest tests/test_families.py`` writes them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from doc_tables import DOCS, check_rows
+from families import FAMILIES, IMAGE_TOKENS, LENGTH, Family, tokens, with_image_tokens
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import Pools, on_ranks
+from test_failures import short_mesh
+from torch import Tensor, nn
+
+from mfsdp_compile import explain, fully_shard_model
+from mfsdp_compile.examples.measuring import collectives
+
+BOUND = 1e-5
+"""Of gradients, relative to the parameter's largest one (or to 1 % of the model's, where that is more): float32 sums in another
+order."""
+STEPS = 3
+HEADER = ("model", "mode", "units", "graphs", "graph breaks", "gathers", "reduce-scatters", "gradients differ by")
+BREAKS = ("model", "why torch.compile breaks the graph", "in")
+
+LONG = {"mixtral", "qwen3-moe-batched", "qwen3-moe-loop", "qwen2-vl", "llava-text", "llava-frozen"}
+"""Of whose like there is a shorter one, or that take long to compile in parts."""
+CHECKPOINTED = ("llama", "gpt2", "qwen3-moe", "t5", "vit", "mamba", "llava")
+
+
+def families(*, long: set[str] = LONG) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.long] if name in long else []) for name in FAMILIES]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Of one mode.
+
+    Args:
+        units: that the model is sharded by.
+        graphs: of Dynamo.
+        breaks: reasons and functions.
+        counts: collectives of a step.
+        difference: the largest of any gradient to one process.
+    """
+
+    units: int
+    graphs: int = 0
+    breaks: list[tuple[str, str]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    difference: float = 0.0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", families())
+def test_training_is_that_of_one_process(name: str, pools: Pools) -> None:
+    outcomes: dict[str, Outcome] = pools.of(2).run(train, name=name, modes=(EAGER, AOT_EAGER))[0]
+    family = FAMILIES[name]
+    for mode, outcome in outcomes.items():
+        assert outcome.difference <= BOUND, (mode, outcome.difference)
+        if family.fullgraph and mode != EAGER:
+            assert (outcome.graphs, outcome.breaks) == (1, [])
+    check_rows(DOCS / "models.md", "models", HEADER, rows(family, outcomes), keys=2, bounds={HEADER[-1]: BOUND})
+    if not family.fullgraph:
+        reasons = [(family.title, *reason) for reason in dict.fromkeys(outcomes[AOT_EAGER].breaks)]
+        check_rows(DOCS / "models.md", "graph breaks", BREAKS, reasons, keys=3)
+
+
+def rows(family: Family, outcomes: dict[str, Outcome]) -> list[tuple[object, ...]]:
+    found = []
+    for mode, of in outcomes.items():
+        graphs = (of.graphs, len(of.breaks)) if mode != EAGER else ("", "")
+        counts = of.counts["all_gather_into_tensor"], of.counts["reduce_scatter_tensor"]
+        found.append(
+            (family.title, "compiled" if graphs[0] else "eager", of.units, *graphs, *counts, f"{of.difference:.0e}")
+        )
+    return found
+
+
+def make(family: Family, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return family.make(**options)
+
+
+def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict[str, Outcome]:
+    """Three steps of AdamW, each rank with its own batches, and in one process with those of all ranks."""
+    rank, world_size, family = dist.get_rank(), dist.get_world_size(), FAMILIES[name]
+    alone = make(family)
+    models, calls, outcomes = [], [], {}
+    for mode in modes:
+        module = make(family)
+        if checkpointed:
+            module.gradient_checkpointing_enable()
+        model = fully_shard_model(module, fsdp_unit_modules="auto")
+        with torch.no_grad():
+            model(**family.batch_of(rank))  # what models of transformers do once cannot be traced
+        outcomes[mode] = Outcome(len(model.sharded.eager.units))
+        call: Any = model
+        if mode != EAGER:
+            call = torch.compile(model, backend="mfsdp", fullgraph=family.fullgraph, options={"inner": mode})
+            if not family.fullgraph:
+                outcomes[mode].breaks = breaks_of(call, family.batch_of(rank))
+        models.append(model)
+        calls.append(call)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (alone, *models)]
+    for step in range(STEPS):
+        batches = [family.batch_of(100 * step + r) for r in range(world_size)]
+        losses = [family.loss(alone(**batch)) for batch in batches]
+        (sum(losses) / world_size).backward()
+        expected = gradients_of(alone)
+        for model, call, outcome in zip(models, calls, outcomes.values(), strict=True):
+            outcome.counts = dict(collectives(lambda call=call: step_of(family, call, batches[rank], losses[rank])))
+            outcome.graphs = len(model.sharded.compiled_graphs)
+            outcome.difference = max(outcome.difference, largest_difference(model.module, expected))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return outcomes
+
+
+def step_of(family: Family, call: Any, batch: dict[str, Any], expected: Tensor) -> None:
+    loss = family.loss(call(**batch))
+    assert abs(loss - expected) <= BOUND * abs(expected), (loss, expected)
+    loss.backward()
+
+
+def gradients_of(alone: nn.Module) -> dict[str, Tensor]:
+    """Parameters that have none get zeros, and so does the optimizer: that is what they have when they are sharded."""
+    found = {name: param for name, param in alone.named_parameters() if param.requires_grad}
+    for param in found.values():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    return {name: param.grad for name, param in found.items()}
+
+
+def largest_difference(module: nn.Module, expected: dict[str, Tensor]) -> float:
+    largest = max(gradient.abs().max().item() for gradient in expected.values())
+    found = []
+    for name, param in module.named_parameters():
+        if not param.requires_grad:
+            assert param.grad is None
+            continue
+        difference = (param.grad.full_tensor() - expected[name]).abs().max().item()
+        found.append(difference / max(expected[name].abs().max().item(), 1e-2 * largest))
+    assert len(found) == len(expected)
+    return max(found)
+
+
+def breaks_of(call: Any, batch: dict[str, Any]) -> list[tuple[str, str]]:
+    """Reasons, and the functions that have them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        told = explain(call, **batch).breaks
+    found = []
+    for line in told:
+        reason, _, place = line.partition(" -- ")
+        found.append((reason, place.partition(" in ")[2].partition(":")[0]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.fullgraph])
+@on_ranks(2, timeout=480)
+def test_inductor_training_is_that_of_one_process(name: str) -> None:
+    (outcome,) = train(name, (INDUCTOR,)).values()
+    assert outcome.difference <= BOUND, outcome.difference
+    assert outcome.graphs == 1
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "llama" else [pytest.mark.long]) for n in CHECKPOINTED]
+)
+@on_ranks(2)
+def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
+    for mode, outcome in train(name, (EAGER, AOT_EAGER), checkpointed=True).items():
+        assert outcome.difference <= BOUND, (mode, outcome.difference)
+        assert outcome.graphs == (mode != EAGER)
+
+
+# -- batches with and without images ----------------------------------------------------------------------------------
+
+
+def llavas(*modes: str) -> tuple[nn.Module, list[Any], list[Any]]:
+    """In one process; sharded; and what to call in the place of the latter."""
+    family = FAMILIES["llava"]
+    models = [fully_shard_model(make(family), short_mesh(), fsdp_unit_modules="auto") for _ in modes]
+    calls = []
+    for mode, model in zip(modes, models, strict=True):
+        with torch.no_grad():
+            model(**family.batch_of(0))
+        compiled = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
+        calls.append(model if mode == EAGER else compiled)
+    return make(family), models, calls
+
+
+@on_ranks(2)
+def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
+    """Parameters that a batch does not use have zeros for gradients: AdamW's moments decay, as in one process with zeros."""
+    rank, (alone, models, calls) = dist.get_rank(), llavas(EAGER, AOT_EAGER)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (alone, *models)]
+    for step, name in enumerate(("llava", "llava-text", "llava-text", "llava", "llava-text")):
+        batches = [FAMILIES[name].batch_of(100 * step + r) for r in range(2)]
+        (sum(alone(**batch).loss for batch in batches) / 2).backward()
+        expected = gradients_of(alone)
+        for model, call in zip(models, calls, strict=True):
+            call(**batches[rank]).loss.backward()
+            assert largest_difference(model.module, expected) <= BOUND
+            for param, gradient in ((p, expected[n]) for n, p in model.module.named_parameters() if "vision" in n):
+                assert param.grad is not None
+                assert name == "llava" or not gradient.any()
+                assert name == "llava" or not param.grad.to_local().any()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [len(model.sharded.compiled_graphs) for model in models] == [0, 2]
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("known", [False, True])
+@on_ranks(2, timeout=90)
+def test_a_batch_of_one_rank_skips_the_tower(mode: str, known: bool) -> None:
+    """An error on all ranks, not a hang and not other layers' weights; and training goes on."""
+    _, (model,), (call,) = llavas(mode)
+    family, rank = FAMILIES["llava"], dist.get_rank()
+    for each in ("llava", "llava-text") if known else ("llava",):
+        call(**FAMILIES[each].batch_of(rank)).loss.backward()
+    model.zero_grad_buffer()
+    messages = [""] * 2
+    try:
+        call(**(family.batch_of(0) if rank == 0 else FAMILIES["llava-text"].batch_of(1))).loss.backward()
+        call(**family.batch_of(rank)).loss.backward()
+    except RuntimeError as error:
+        dist.all_gather_object(messages, str(error))
+    else:
+        raise AssertionError("this rank noticed nothing")
+    assert any("All ranks must go through the model in the same way" in message for message in messages), messages
+    model.reset()
+    call(**family.batch_of(rank)).loss.backward()
+
+
+@on_ranks(2)
+def test_a_blank_image_takes_the_place_of_none() -> None:
+    """Behind the text, where nothing that is learnt from attends to it: the gradients of a batch without images."""
+    rank, (alone, models, calls) = dist.get_rank(), llavas(EAGER, AOT_EAGER)
+    with_images, without = FAMILIES["llava"].batch_of(0), tokens(torch.Generator().manual_seed(1))
+    (sum(alone(**batch).loss for batch in (with_images, without)) / 2).backward()
+    blank = {name: torch.cat([ids, torch.zeros_like(ids[:, :IMAGE_TOKENS])], 1) for name, ids in without.items()}
+    blank = with_image_tokens(blank, first=LENGTH) | {"pixel_values": torch.zeros_like(with_images["pixel_values"])}
+    for model, call in zip(models, calls, strict=True):
+        call(**(with_images if rank == 0 else blank)).loss.backward()
+        assert largest_difference(model.module, gradients_of(alone)) <= BOUND
