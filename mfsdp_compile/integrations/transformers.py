@@ -180,7 +180,6 @@ class MfsdpTrainerMixin(_Base):
             else:
                 flat = self.sharding.flat_optimizer
                 self.sharded, _ = fully_shard(self.model, self.optimizer, flat_optimizer=flat, **arguments)
-        self.model._is_fsdp_managed_module = True  # generate, and layer dropout, keep ranks in step
         self.model_wrapped = self.sharded
         if self.sharding.compile:
             inner = self.args.torch_compile_backend or INNER_COMPILERS[0]
@@ -280,6 +279,11 @@ class MfsdpTrainer(MfsdpTrainerMixin, Trainer):
 
 class MfsdpSeq2SeqTrainer(MfsdpTrainerMixin, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` over a sharded model; see :class:`MfsdpTrainerMixin`."""
+
+    def prediction_step(self, *args: Any, **gen_kwargs: Any) -> Any:
+        """Ranks that have finished generating go on taking part in the others' forwards."""
+        given = gen_kwargs or getattr(self, "_gen_kwargs", {})
+        return super().prediction_step(*args, **{"synced_gpus": True, **given})
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
