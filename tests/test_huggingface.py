@@ -129,6 +129,7 @@ def assert_rows_of(sharded: Any, expected: nn.Module, buffers_too: bool = True) 
         assert torch.equal(buffer, buffers[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", MODELS)
 def test_models_are_initialised_as_transformers_does(name: str) -> None:
@@ -142,6 +143,7 @@ def test_models_are_initialised_as_transformers_does(name: str) -> None:
     assert_rows_of(model, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", MODELS)
 def test_folders_are_loaded_into_shards(name: str, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ number of ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,6 +181,8 @@ class MfsdpTrainerMixin(_Base):
             else:
                 flat = self.sharding.flat_optimizer
                 self.sharded, _ = fully_shard(self.model, self.optimizer, flat_optimizer=flat, **arguments)
+        if hasattr(self.model, "generate"):
+            self.model.generate = _synced(self.model.generate)
         self.model_wrapped = self.sharded
         if self.sharding.compile:
             inner = self.args.torch_compile_backend or INNER_COMPILERS[0]
@@ -280,13 +283,18 @@ class MfsdpTrainer(MfsdpTrainerMixin, Trainer):
 class MfsdpSeq2SeqTrainer(MfsdpTrainerMixin, Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` over a sharded model; see :class:`MfsdpTrainerMixin`."""
 
-    def prediction_step(self, *args: Any, **gen_kwargs: Any) -> Any:
-        """Ranks that have finished generating go on taking part in the others' forwards."""
-        given = gen_kwargs or getattr(self, "_gen_kwargs", {})
-        return super().prediction_step(*args, **{"synced_gpus": True, **given})
-
 
 # -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _synced(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Ranks whose sequences have ended go on taking part in the others' forwards."""
+
+    @functools.wraps(generate)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **{**kwargs, "synced_gpus": True})
+
+    return run
 
 
 def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> None:
