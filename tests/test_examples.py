@@ -61,7 +61,6 @@ def printed(text: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([\d.]+)", text)}
 
 
-@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("module", "words", "to_stop", "to_go_on"),
@@ -94,7 +93,7 @@ def test_the_page_shows_four_ways() -> None:
     assert [title for title, _ in BLOCKS] == ["A plain loop", "Hugging Face's Trainer", "accelerate", "torchtitan"]
 
 
-@pytest.mark.parametrize("number", [pytest.param(n, marks=[] if n == 1 else [pytest.mark.long]) for n in range(4)])
+@pytest.mark.parametrize("number", range(4))
 @on_ranks(2)
 def test_blocks_of_the_page(number: int, tmp_path: Path) -> None:
     """As they stand, but operator by operator, which compiles faster."""
@@ -140,7 +139,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "compiled" else [pytest.mark.long]) for n in JOBS])
+@pytest.mark.parametrize("name", JOBS)
 @on_ranks(4)
 def test_jobs_take_the_same_steps(name: str, tmp_path: Path) -> None:
     """However the model is divided; and from where it was saved."""

@@ -1,1 +1,1 @@
-"""What ``mfsdp demo`` runs: a small language model, text that every machine has, and a training loop."""
+"""What ``mfsdp demo`` runs (small language models, text that every machine has, a training loop), and examples of trainers."""
