@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
@@ -33,21 +32,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for name in ("passes", "runtime"):
         shutil.copytree(ROOT / name, package / name, ignore=bytecode)
     config.plugins["mkdocstrings"].config["handlers"]["python"]["paths"] = [str(tree)]
-    config.nav = list(_present(config.nav or [], Path(config.docs_dir), config.extra.get("if_present", [])))
     return config
-
-
-def _present(entries: list[Any], folder: Path, optional: list[str]) -> Iterator[Any]:
-    """Without pages that may be missing and are."""
-    for entry in entries:
-        if isinstance(entry, dict):
-            ((title, inside),) = entry.items()
-            if isinstance(inside, list):
-                yield {title: list(_present(inside, folder, optional))}
-                continue
-        page = next(iter(entry.values())) if isinstance(entry, dict) else entry
-        if page not in optional or (folder / page).is_file():
-            yield entry
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
