@@ -200,7 +200,7 @@ def test_weights_are_those_that_save_pretrained_writes(family: str, max_bytes: i
     assert can_stream(model)
     if dist.get_rank() == 0:
         model.save_pretrained(tmp_path / "sharded", state_dict={})  # as Trainer does
-    save_weights(sharded, tmp_path / "sharded", dtypes, max_bytes)
+    save_weights(sharded, tmp_path / "sharded", dtypes, max_shard_bytes=max_bytes)
     written, expected = files(tmp_path / "sharded"), files(tmp_path / "alone")
     assert_bitwise(written, expected)
     index = tmp_path / "sharded" / "model.safetensors.index.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile.examples import hf_trainer, plain_loop
@@ -317,6 +319,31 @@ def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
     assert losses_of(trainer) == pytest.approx([expected.item()], rel=1e-5)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+@on_ranks(2)
+def test_adapters(tmp_path: Path) -> None:
+    """PEFT's LoRA: trained beside frozen weights, saved by themselves, and gone on with."""
+    import peft
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return peft.get_peft_model(hf_trainer.build(), peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+
+    data = hf_trainer.windows(6, 2)
+    given: dict[str, Any] = {"max_steps": 6, "train_sampling_strategy": "sequential", "learning_rate": 1e-2}
+    with trainers():
+        whole = train(tmp_path, data, COMPILED, model(), **given, save_strategy="steps", save_steps=3)
+        whole.save_model()
+    with trainers():
+        rest = train(tmp_path / "rest", data, COMPILED, model(), **given, resume=str(tmp_path / "checkpoint-3"))
+    assert losses_of(rest) == losses_of(whole)
+    assert losses_of(whole)[-1] < losses_of(whole)[0] - 0.1
+    dist.barrier()
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 100_000
+    loaded = peft.PeftModel.from_pretrained(hf_trainer.build(), tmp_path).state_dict()
+    assert_bitwise(weights_of(whole), {name: loaded[name] for name in whole.model.state_dict()})
+
+
 # -- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +409,47 @@ def test_evaluation_without_training(tmp_path: Path) -> None:
         assert loss == pytest.approx(alone(**batch).loss.item(), rel=1e-5)
         expected = alone.generate(prompt, max_new_tokens=2 + 2 * dist.get_rank(), do_sample=False)
     assert torch.equal(shorter, expected)
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """Not a model of transformers: its state is gathered whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = hf_trainer.build()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+class Full:
+    """A tokenizer for which there is no space."""
+
+    def save_pretrained(self, folder: str) -> None:
+        raise OSError(f"no space left for {folder}")
+
+
+@pytest.mark.parametrize("build", [hf_trainer.build, Wrapped])
+@on_ranks(2, timeout=60)
+def test_errors_of_the_rank_that_writes(build: Any, tmp_path: Path) -> None:
+    """All ranks raise, and none waits in a collective; then training and saving go on."""
+    given: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential"}
+    with trainers():
+        trainer = train(tmp_path, hf_trainer.windows(2, 2), model=build(), **given)
+        trainer.processing_class = Full()
+        with raises_everywhere((OSError, RuntimeError), "no space left for"):
+            trainer.save_model()
+        trainer.processing_class = None
+        trainer.train()
+        trainer.save_model()
+    expected = weights_of(trainer)
+    dist.barrier()
+    written = safetensors.load_file(tmp_path / "model.safetensors")
+    assert_bitwise(written, {name: expected[name] for name in written})
+    assert written
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------------

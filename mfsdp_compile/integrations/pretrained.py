@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,10 @@ from mfsdp_compile.convert.safetensors_files import INDEX, SINGLE, Layout, split
 from mfsdp_compile.runtime.agreement import agree
 from mfsdp_compile.wrapper import MegatronFSDP
 
-__all__ = ["can_stream", "save_weights"]
+__all__ = ["can_stream", "errors_for_all", "save_weights"]
+
+WRITING = timedelta(hours=2)
+"""How long ranks wait for the one that writes."""
 
 
 def can_stream(module: nn.Module) -> bool:
@@ -30,7 +35,12 @@ def can_stream(module: nn.Module) -> bool:
 
 
 def save_weights(
-    model: MegatronFSDP, folder: Path, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int = MAX_SHARD_BYTES
+    model: MegatronFSDP,
+    folder: Path,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    beside: Callable[[], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write ``.safetensors`` files that ``from_pretrained`` reads, for what is in ``folder`` already. Collective; the first rank
     writes, a tensor at a time as they are gathered: memory for one bucket.
@@ -38,26 +48,38 @@ def save_weights(
     Args:
         model: its module is a ``PreTrainedModel`` for which :func:`can_stream` is true.
         dtypes: to write parameters in, by their names in ``model.module``; others as they are.
+        beside: called on the first rank before, to write what else belongs there.
         max_shard_bytes: of a file, unless a tensor by itself is larger.
 
     Raises:
         RuntimeError, OSError: on every rank: the first one could not write.
     """
-    failure: Exception | None = None
     wholes = model.full_parameters()
-    if dist.get_rank(model.sharded.everyone) == 0:
+    with errors_for_all(model):
         try:
-            _write(model, folder, dtypes, max_shard_bytes, wholes)
-        except Exception as error:
-            failure = error
-    deque(wholes, maxlen=0)  # every rank takes part in every gather
+            if dist.get_rank(model.sharded.everyone) == 0:
+                if beside is not None:
+                    beside()
+                _write(model, folder, dtypes, max_shard_bytes, wholes)
+        finally:
+            deque(wholes, maxlen=0)  # every rank takes part in every gather
+
+
+@contextlib.contextmanager
+def errors_for_all(model: MegatronFSDP) -> Iterator[None]:
+    """For what one rank writes: an error inside, on any rank, is one on every rank, where it is quoted. Collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
 
     def outcome() -> list[str]:
         if failure is not None:
             raise failure
         return []
 
-    agree(model.sharded.everyone, "Writing weights", outcome)
+    agree(model.sharded.everyone, "Writing weights", outcome, WRITING)
 
 
 def _write(

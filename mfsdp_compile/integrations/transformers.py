@@ -39,7 +39,7 @@ from mfsdp_compile.policy import MixedPrecisionPolicy
 from mfsdp_compile.wrapper import MegatronFSDP
 
 from .accelerate import FOLDER, MfsdpAccelerator
-from .pretrained import can_stream, save_weights
+from .pretrained import can_stream, errors_for_all, save_weights
 
 __all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments"]
 
@@ -213,20 +213,26 @@ class MfsdpTrainerMixin(_Base):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Weights, in the dtypes that the model came with, and what ``from_pretrained`` needs beside them. Collective."""
+        """Weights, in the dtypes that the model came with, and what ``from_pretrained`` needs beside them. Collective.
+
+        Raises:
+            RuntimeError, OSError: on every rank: the first one could not write.
+        """
         if self.sharded is None or self.sharded.module is not self.model or state_dict is not None:
             super()._save(output_dir, state_dict)
             return
-        if not isinstance(self.model, PreTrainedModel) or not can_stream(self.model):
-            whole = full_state_dict(self.sharded)
-            super()._save(output_dir, {k: v.to(self._saved_dtypes.get(k, v.dtype)) for k, v in whole.items()})
-            return
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel) and can_stream(self.model):
+            save_weights(self.sharded, folder, self._saved_dtypes, beside=lambda: self._save_beside_weights(folder))
+            return
+        whole = full_state_dict(self.sharded)
+        with errors_for_all(self.sharded):
+            super()._save(str(folder), {k: v.to(self._saved_dtypes.get(k, v.dtype)) for k, v in whole.items()})
+
+    def _save_beside_weights(self, folder: Path) -> None:
         super()._save(str(folder), {})
-        if self.args.should_save:
-            self.model.config.dtype = next(dtype for dtype in self._saved_dtypes.values() if dtype.is_floating_point)
-            self.model.config.save_pretrained(folder)
-        save_weights(self.sharded, folder, self._saved_dtypes)
+        self.model.config.dtype = next(dtype for dtype in self._saved_dtypes.values() if dtype.is_floating_point)
+        self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Everything that training needs to go on. Collective."""
