@@ -40,7 +40,7 @@ types: $(READY)
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 
 fast: $(READY)
-	$(BIN)/pytest -q -m "not processes and not slow and not long"
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not processes and not slow and not long"
 
 slow: $(READY)
 	$(BIN)/pytest -q -m "slow and not processes and not long"

@@ -232,9 +232,14 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]
-            # It joins the kernel of what it reads, if nothing that it needs runs after that kernel.
+            # It joins the kernel of what it reads, if nothing that it needs runs after that kernel, and it loops as that does:
+            # a bias's gradient, the sum of rows, does not join the backward of a norm, which sums within them.
             joined = max(following, default=-1)
-            if joined >= 0 and before <= min(barrier[n] for n in regions[joined]):
+            if (
+                joined >= 0
+                and before <= min(barrier[n] for n in regions[joined])
+                and len({axis for n in (*regions[joined], node) if (axis := _reduced(n))}) < 2
+            ):
                 regions[joined].append(node)
                 region_of[node] = joined
             else:
@@ -249,6 +254,20 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
     placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
     return sorted(placed, key=lambda kernel: kernel.place)
+
+
+def _reduced(node: fx.Node) -> str | None:
+    """What a reduction sums: ``"within rows"``, over the last dimension among others, or ``"rows"``. None: it is none, or of all
+    that there is."""
+    packet = getattr(node.target, "overloadpacket", None)
+    value = node.all_input_nodes[0].meta.get("val") if packet in _REDUCTIONS and node.all_input_nodes else None
+    dims = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(value, Tensor) or not isinstance(dims, (int, list, tuple)) or not dims and dims != 0:
+        return None
+    reduced = {dim % value.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    if len(reduced) == value.dim():
+        return None
+    return "within rows" if value.dim() - 1 in reduced else "rows"
 
 
 def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
@@ -416,6 +435,7 @@ full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_te
 new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
 """
 _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
+_REDUCTIONS = {getattr(_aten, name) for name in "sum mean amax amin var var_mean prod any all logsumexp".split()}
 
 
 def _is_fusible(node: fx.Node) -> bool:

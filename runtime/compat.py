@@ -635,7 +635,50 @@ _ORDER_KEEPING: dict[str, Any] = {
 def inductor_config_patches() -> dict[str, Any]:
     """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
     unknown = unknown_inductor_options(_ORDER_KEEPING)
-    return {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
+    settings = {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
+    return settings | {"_pre_fusion_custom_pass": _collectives_in_order()}
+
+
+@functools.cache
+def _collectives_in_order() -> Any:
+    """For Inductor's scheduler, before it fuses: collectives and their waits stay in the order of the graph.
+
+    By itself it keeps only their starts in order. Its fusion may join a kernel at the beginning of a backward (an auxiliary
+    loss has one per layer) with one at the end, whose inputs are then computed first, waits included: a gather would start
+    right before it is awaited, and reductions would be awaited all at once. With each start and wait depending on the one
+    before, fusions that would have them change places are cycles, which it refuses.
+    """
+    from torch._inductor import custom_graph_pass
+
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # not in torch 2.11
+
+    class InOrder(base):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            from torch._inductor.dependencies import WeakDep
+            from torch._inductor.utils import contains_collective, contains_wait
+
+            before: Any = None
+            computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
+            for node in nodes:  # what they depend on comes first
+                if contains_collective(node) or contains_wait(node):
+                    if before is not None:
+                        mine = next(iter(node.get_buffer_names()))
+                        for buffer in before.get_buffer_names():
+                            node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+                    before = node
+                for dep in node.unmet_dependencies:
+                    source = computes.get(dep.name)
+                    if source is not None:
+                        node.ancestors |= source.get_operation_names() | source.ancestors
+            return nodes
+
+        def uuid(self) -> str:
+            return "mfsdp_compile: collectives in order, 1"
+
+        def __reduce__(self) -> Any:
+            return _uuid, (self.uuid(),)
+
+    return InOrder()
 
 
 def unknown_inductor_options(names: Iterable[str]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -185,6 +185,80 @@ def test_generated_code_computes_gradients_in_place(name: str) -> None:
             assert any(matrices <= written.get(name, set()) for name in reduced), (bucket.plan.name, matrices, written)
     # Gathered weights are read where they lie.
     assert re.search(r"extern_kernels\.mm\(.*reinterpret_tensor\(\w+, \(\d+, \d+\), \(1, \d+\), \d+\)", forward)
+
+
+class Routed(nn.Module):
+    """Layers with an auxiliary loss: the end of the model reads something of each."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+            self.gate = nn.Linear(width, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            inner = self.norm(x)
+            logits = self.gate(inner)
+            return x + self.down(self.up(inner).relu()) * logits.softmax(-1).amax(-1, keepdim=True), logits
+
+    def __init__(self, layers: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for layer in self.layers:
+            x, logits = layer(x)
+            found.append(logits)
+        return x.pow(2).mean() + torch.cat(found).softmax(-1).mean(0).pow(2).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_world")
+def test_generated_code_keeps_the_schedule() -> None:
+    """Every start and every wait, in the order of the graph. Inductor by itself keeps that of the starts: its fusion joins what
+    belongs to different layers, and here each gather would be awaited where it starts."""
+    from torch._inductor.utils import run_and_get_code
+
+    model = fully_shard_model(Routed(), fsdp_unit_modules=[Routed.Layer])
+    call = torch.compile(model, backend="mfsdp", fullgraph=True)
+    with fresh_compilation():
+        _, codes = run_and_get_code(lambda: call(torch.randn(8, 32)).backward())
+    (record,) = model.sharded.compiled_graphs
+    for phase, code in zip((Phase.FORWARD, Phase.BACKWARD), codes, strict=True):
+        assert order_of_code(code) == order_of_schedule(record.schedules[phase])
+
+
+def order_of_schedule(lines: Sequence[str]) -> list[tuple[str, int]]:
+    """Starts and waits, with the number of the start."""
+    found: list[tuple[str, int]] = []
+    started: dict[tuple[str, str], int] = {}
+    for line in lines:
+        word, _, name = line.strip().partition(" ")
+        kind = {"gather": "gather", "wait": "gather", "reduce": "reduce", "await": "reduce"}.get(word)
+        if kind is None:
+            continue
+        bucket = kind, name.split()[0]
+        if word in ("gather", "reduce"):
+            started[bucket] = len(started)
+        found.append((word, started[bucket]))
+    return found
+
+
+def order_of_code(code: str) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    started: dict[str, tuple[str, int]] = {}
+    words = {"all_gather_into_tensor": ("gather", "wait"), "reduce_scatter_tensor": ("reduce", "await")}
+    collective = r"(?m)^ +(?:(\w+) = )?torch\.ops\._c10d_functional\.(\w+)\.default\((\w+)"
+    for made, operator, read in re.findall(collective, code):
+        if operator == "wait_tensor":
+            found.append(started[read])
+            continue
+        start, wait = words[operator]
+        started[made] = wait, len(started)
+        found.append((start, started[made][1]))
+    return found
 
 
 def is_embedding(name: str) -> bool:
