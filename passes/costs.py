@@ -262,9 +262,10 @@ def _reduced(node: fx.Node) -> str | None:
     packet = getattr(node.target, "overloadpacket", None)
     value = node.all_input_nodes[0].meta.get("val") if packet in _REDUCTIONS and node.all_input_nodes else None
     dims = node.args[1] if len(node.args) > 1 else None
-    if not isinstance(value, Tensor) or not isinstance(dims, (int, list, tuple)) or not dims and dims != 0:
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(value, Tensor) or not isinstance(dims, (list, tuple)) or not dims:
         return None
-    reduced = {dim % value.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    reduced = {dim % value.dim() for dim in dims}
     if len(reduced) == value.dim():
         return None
     return "within rows" if value.dim() - 1 in reduced else "rows"
@@ -435,7 +436,10 @@ full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_te
 new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
 """
 _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
-_REDUCTIONS = {getattr(_aten, name) for name in "sum mean amax amin var var_mean prod any all logsumexp".split()}
+_REDUCTIONS = {
+    *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.prod, _aten.any, _aten.all),
+    _aten.logsumexp,
+}
 
 
 def _is_fusible(node: fx.Node) -> bool:

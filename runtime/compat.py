@@ -581,6 +581,7 @@ def trace_with_aot(
     returned can be called."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor import lowering  # noqa: F401 -- the decomposition of max_pool2d uses it without importing it
     from torch._inductor.decomposition import select_decomp_table
 
     decompositions = select_decomp_table() if decomposed else None
@@ -650,7 +651,9 @@ def _collectives_in_order() -> Any:
     """
     from torch._inductor import custom_graph_pass
 
-    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # not in torch 2.11
+    base: Any = getattr(
+        custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
+    )  # not in torch 2.11
 
     class InOrder(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:

@@ -152,6 +152,15 @@ def test_statistics_are_in_the_kernel_of_what_reads_them() -> None:
     assert found[0].bytes == 2 * SIZE
 
 
+def test_sums_of_rows_are_not_in_the_kernel_of_sums_within_rows() -> None:
+    """The gradient of a bias adds up what the backward of a norm has computed, in another loop."""
+    made = Made()
+    x = made.input(100, 100)
+    centred = made(aten.sub.Tensor, x, made(aten.mean.dim, x, [1], True))
+    bias, total = made(aten.sum.dim_IntList, centred, [0]), made(aten.sum.default, centred)
+    assert names(made.kernels(centred, bias, total)) == [["mean", "sub", "sum"], ["sum"]]
+
+
 def empty(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, device="meta")
 
