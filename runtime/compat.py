@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import heapq
 import importlib.util
 import logging
 import re
@@ -637,51 +638,89 @@ def inductor_config_patches() -> dict[str, Any]:
     """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
     unknown = unknown_inductor_options(_ORDER_KEEPING)
     settings = {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
-    return settings | {"_pre_fusion_custom_pass": _collectives_in_order()}
+    return settings | {
+        "_pre_fusion_custom_pass": _scheduler_pass(_chain_collectives),
+        "_post_fusion_custom_pass": _scheduler_pass(_in_order),
+    }
 
 
 @functools.cache
-def _collectives_in_order() -> Any:
-    """For Inductor's scheduler, before it fuses: collectives and their waits stay in the order of the graph.
-
-    By itself it keeps only their starts in order. Its fusion may join a kernel at the beginning of a backward (an auxiliary
-    loss has one per layer) with one at the end, whose inputs are then computed first, waits included: a gather would start
-    right before it is awaited, and reductions would be awaited all at once. With each start and wait depending on the one
-    before, fusions that would have them change places are cycles, which it refuses.
-    """
+def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
+    """For Inductor's config: what is done with the nodes of its scheduler, which come in an order that can be run."""
     from torch._inductor import custom_graph_pass
 
     base: Any = getattr(
         custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
     )  # not in torch 2.11
 
-    class InOrder(base):
+    class Pass(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
-            from torch._inductor.dependencies import WeakDep
-            from torch._inductor.utils import contains_collective, contains_wait
-
-            before: Any = None
-            computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
-            for node in nodes:  # what they depend on comes first
-                if contains_collective(node) or contains_wait(node):
-                    if before is not None:
-                        mine = next(iter(node.get_buffer_names()))
-                        for buffer in before.get_buffer_names():
-                            node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
-                    before = node
-                for dep in node.unmet_dependencies:
-                    source = computes.get(dep.name)
-                    if source is not None:
-                        node.ancestors |= source.get_operation_names() | source.ancestors
-            return nodes
+            return run(nodes)
 
         def uuid(self) -> str:
-            return "mfsdp_compile: collectives in order, 1"
+            return f"mfsdp_compile {run.__name__} 1"  # another one when it changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
 
-    return InOrder()
+    return Pass()
+
+
+def _chain_collectives(nodes: list[Any]) -> list[Any]:
+    """Before fusion: each start and wait depends on the one before.
+
+    Inductor by itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
+    something of each), and what both need is then computed first, waits included: gathers would start right before they are
+    awaited, and reductions be awaited all at the end. Fusions that would have collectives change places are cycles now,
+    which it refuses.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    before: Any = None
+    computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
+    for node in nodes:
+        if contains_collective(node) or contains_wait(node):
+            if before is not None:
+                mine = next(iter(node.get_buffer_names()))
+                for buffer in before.get_buffer_names():
+                    node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+            before = node
+        for dep in node.unmet_dependencies:
+            if (source := computes.get(dep.name)) is not None:
+                node.ancestors |= source.get_operation_names() | source.ancestors
+    return nodes
+
+
+def _in_order(nodes: list[Any]) -> list[Any]:
+    """After fusion: kernels run where the graph has them, fused ones as soon as they can; operators without tensors (the graph's
+    beginning) first, as their code comes before that of kernels for the CPU, which Inductor collects, and frees what only
+    those read.
+
+    Inductor goes through them depth first: a fused kernel that begins early and needs what is computed late has all of that
+    before it, and what nobody waits for (gradients that are added up over layers, say) comes last, with the gathered weights
+    that it reads.
+    """
+    computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
+    needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for i, sources in enumerate(needs):
+        sources.discard(i)
+        for source in sources:
+            readers[source].append(i)
+    place = [-1 if node.is_extern() and node.get_device() is None else node.min_order for node in nodes]
+    ready = [(place[i], i) for i, sources in enumerate(needs) if not sources]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        found.append(nodes[i])
+        for reader in readers[i]:
+            needs[reader].discard(i)
+            if not needs[reader]:
+                heapq.heappush(ready, (place[reader], reader))
+    assert len(found) == len(nodes), "the scheduler's nodes depend on one another in a circle"
+    return found
 
 
 def unknown_inductor_options(names: Iterable[str]) -> list[str]:

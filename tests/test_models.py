@@ -230,6 +230,17 @@ def test_generated_code_keeps_the_schedule() -> None:
         assert order_of_code(code) == order_of_schedule(record.schedules[phase])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("fake_world")
+def test_inputs_that_inductor_lays_out_anew() -> None:
+    """Of a convolution on the CPU, before the graph begins: Inductor freed the image before the kernel that reads it."""
+    model = fully_shard_model(nn.Sequential(nn.Conv2d(3, 64, 8, 8), nn.Flatten(), nn.Linear(1024, 8)))
+    call = torch.compile(model, backend="mfsdp", fullgraph=True)
+    with fresh_compilation():
+        call(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 def order_of_schedule(lines: Sequence[str]) -> list[tuple[str, int]]:
     """Starts and waits, with the number of the start."""
     found: list[tuple[str, int]] = []
