@@ -224,6 +224,7 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     region_of: dict[fx.Node, int] = {}
     barrier: dict[fx.Node, int] = {}  # by node: how many kernels that cannot be fused it depends on the end of
     regions: list[list[fx.Node]] = []
+    sums: list[str | None] = []  # what the reductions of each of them sum
     count = 0
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
@@ -234,16 +235,18 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             following = [region_of[s] for s in _producers(node) if s in region_of]
             # It joins the kernel of what it reads, if nothing that it needs runs after that kernel, and it loops as that does:
             # a bias's gradient, the sum of rows, does not join the backward of a norm, which sums within them.
-            joined = max(following, default=-1)
+            joined, axis = max(following, default=-1), _reduced(node)
             if (
                 joined >= 0
                 and before <= min(barrier[n] for n in regions[joined])
-                and len({axis for n in (*regions[joined], node) if (axis := _reduced(n))}) < 2
+                and (axis is None or sums[joined] in (None, axis))
             ):
                 regions[joined].append(node)
+                sums[joined] = sums[joined] or axis
                 region_of[node] = joined
             else:
                 regions.append([node])
+                sums.append(axis)
                 region_of[node] = len(regions) - 1
             continue
         count += 1

@@ -649,9 +649,8 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
     """For Inductor's config: what is done with the nodes of its scheduler, which come in an order that can be run."""
     from torch._inductor import custom_graph_pass
 
-    base: Any = getattr(
-        custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
-    )  # not in torch 2.11
+    # Torch 2.11 has no class of its own for these.
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class Pass(base):
         def __call__(self, nodes: list[Any]) -> list[Any]:
