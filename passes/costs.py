@@ -41,6 +41,7 @@ __all__ = [
     "Ring",
     "collective_seconds",
     "is_alias",
+    "is_inlined",
     "kernels",
     "origin",
     "readers",
@@ -229,7 +230,7 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
         barrier[node] = before
-        if not is_compute(node) and not _is_of_model(node):
+        if not is_compute(node) and not _is_of_model(node) or fused and is_inlined(node):
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]
@@ -251,8 +252,8 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             continue
         count += 1
         barrier[node] = count
-        found.append(_kernel([node]))
-    found += [_kernel(region) for region in regions]
+        found.append(_kernel([node], fused))
+    found += [_kernel(region, fused) for region in regions]
     order = {node: float(position) for position, node in enumerate(graph.nodes)}
     finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
     placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
@@ -325,6 +326,13 @@ _OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.
 _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
 
 
+def is_inlined(node: fx.Node) -> bool:
+    """Whether a node makes a constant that fused kernels compute wherever they need it, so that it is never in memory."""
+    if getattr(node.target, "overloadpacket", None) not in _CONSTANTS or node.all_input_nodes:
+        return False
+    return all(is_compute(reader) and _is_fusible(reader) for reader in readers(node))
+
+
 def _is_of_model(node: fx.Node) -> bool:
     """Whether a node starts a collective of the model's own."""
     return node.op == "call_function" and roles.is_collective(node) and role_of(node) is None
@@ -342,7 +350,7 @@ def _collective(node: fx.Node) -> tuple[str, int, str]:
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
+def _kernel(nodes: Sequence[fx.Node], fused: bool) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
     if nodes[0].target is roles.PORTION:  # of what it copies it reads only a part
@@ -350,7 +358,7 @@ def _kernel(nodes: Sequence[fx.Node]) -> Kernel:
     own = set(nodes)
     read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
-        if (whole := origin(source)) not in own:
+        if (whole := origin(source)) not in own and not (fused and is_inlined(whole)):
             read[whole] = min(
                 read.get(whole, 0) + value_bytes(source), value_bytes(whole)
             )  # two views of it: read once
@@ -439,6 +447,7 @@ full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_te
 new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
 """
 _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
+_CONSTANTS = {_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota}
 _REDUCTIONS = {
     *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.prod, _aten.any, _aten.all),
     _aten.logsumexp,

@@ -24,11 +24,16 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import BucketInfo, Context, Kind, role_of
-from .costs import CostModel, Kernel, is_alias, kernels, origin, readers
+from .costs import CostModel, Kernel, is_alias, is_inlined, kernels, origin, readers
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
 _PACK = torch.ops.mfsdp.pack_gradients.default
+_CONVOLUTIONS: dict[Any, int] = {
+    torch.ops.aten.convolution.default: 0,
+    torch.ops.aten.convolution_backward.default: 1,
+}
+"""Which argument is the image; the weight follows."""
 
 
 class Category(str, Enum):
@@ -160,6 +165,8 @@ class _Reader:
     def read(self) -> Flow:
         for node in self.graph.nodes:
             self.roots[node] = self._roots(node)
+            if self.costs.fused and node.target in _CONVOLUTIONS:
+                self._lay_out_anew(node)
         self._end_lives()
         if self.costs.fused:
             self._reuse()
@@ -235,10 +242,24 @@ class _Reader:
         self.storages.append(storage)
         return storage
 
+    def _lay_out_anew(self, node: fx.Node) -> None:
+        """Inductor computes convolutions of images with channels last. What the model is given comes in another layout, and so do
+        gathered weights: these are copied at each use, that once, and its copy is what is saved for backward."""
+        at = _CONVOLUTIONS[node.target]
+        image, weight = node.args[at : at + 2]
+        assert isinstance(image, fx.Node)
+        assert isinstance(weight, fx.Node)
+        if not _wants_channels_last(weight.meta["val"]):
+            return
+        self._allocate(node, weight.meta["val"])
+        source = origin(image)
+        if source.op == "placeholder" and not self.roots[source] and _wants_channels_last(image.meta["val"]):
+            self.roots[source] = [self._allocate(node, image.meta["val"])]
+
     def _is_stored_nowhere(self, node: fx.Node) -> bool:
-        """A value inside a fused kernel, or one that is computed where it is packed."""
+        """A value inside a fused kernel, a constant that such kernels make, or one that is computed where it is packed."""
         kernel = self.kernel_of.get(node)
-        if kernel is not None and node in kernel.inner:
+        if kernel is not None and node in kernel.inner or is_inlined(node):
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 
@@ -332,6 +353,10 @@ class _Reader:
                     place[node] for node in reduction.pack.all_input_nodes
                 )  # views too: that is where it starts
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
+
+
+def _wants_channels_last(value: Tensor) -> bool:
+    return value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
 
 
 def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = False) -> Collective:

@@ -25,6 +25,7 @@ __all__ = [
     "Within",
     "agree",
     "conclude",
+    "errors_for_all",
     "everyones",
     "forget_failure",
     "has_others",
@@ -125,6 +126,29 @@ def conclude(
             f"{topic}: the store through which ranks agree cannot be reached ({error}). The process that keeps it, rank 0 or "
             "its launcher, has ended."
         ) from error
+
+
+@contextlib.contextmanager
+def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta) -> Iterator[None]:
+    """An error inside, on any rank of ``group``, is one on every rank, where it is quoted. Collective: all leave together.
+
+    Args:
+        group: the ranks that take part.
+        topic: what is done inside, for messages.
+        timeout: for ranks that are slower.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # it must reach the other ranks before it is raised here
+        failure = error
+
+    def outcome() -> list[str]:
+        if failure is not None:
+            raise failure
+        return []
+
+    agree(group, topic, outcome, timeout)
 
 
 @contextlib.contextmanager

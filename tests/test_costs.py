@@ -14,7 +14,7 @@ from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
 from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
-from mfsdp_compile.passes.flow import flow_of
+from mfsdp_compile.passes.flow import Category, flow_of
 
 aten = torch.ops.aten
 US = 1e-6
@@ -159,6 +159,20 @@ def test_sums_of_rows_are_not_in_the_kernel_of_sums_within_rows() -> None:
     centred = made(aten.sub.Tensor, x, made(aten.mean.dim, x, [1], True))
     bias, total = made(aten.sum.dim_IntList, centred, [0]), made(aten.sum.default, centred)
     assert names(made.kernels(centred, bias, total)) == [["mean", "sub", "sum"], ["sum"]]
+
+
+def test_constants_are_computed_wherever_they_are_needed() -> None:
+    """... and never stored, unless something reads them that cannot be fused."""
+    made = Made()
+    x, w = made.input(100, 100), made.input(100, 100)
+    zeros, ones = (made(aten.full.default, [100, 100], value, val=empty(100, 100)) for value in (0.0, 1.0))
+    product = made(aten.mm.default, made(aten.maximum.default, x, zeros), w)
+    last = made(aten.mm.default, made(aten.maximum.default, product, zeros), ones)
+    found = made.kernels(last)
+    assert names(found) == [["full"], ["maximum"], ["mm"], ["maximum"], ["mm"]]
+    assert [kernel.bytes for kernel in found] == [SIZE, 2 * SIZE, 3 * SIZE, 2 * SIZE, 3 * SIZE]
+    stored = [s.bytes for s in flow_of(made.graph, context([bucket("a")]), CostModel(MACHINE, fused=True)).storages]
+    assert stored == [SIZE] * 5  # six values, and one of them nowhere
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -385,3 +399,24 @@ def test_a_fused_kernel_stores_what_others_read() -> None:
     info = context([bucket("a")])
     for fused, stored in ((True, [SIZE, SIZE]), (False, [SIZE, SIZE, SIZE])):
         assert [s.bytes for s in flow_of(made.graph, info, CostModel(MACHINE, fused)).storages] == stored
+
+
+def test_fused_convolutions_have_channels_last() -> None:
+    """What the model is given is copied once, and that is saved for backward; a weight is at each use."""
+    made = Made()
+    image, weight = made.input(8, 3, 32, 32), made.input(16, 3, 3, 3)
+    pointwise = made.input(16, 16, 1, 1)  # has the same layout either way
+    first = made(aten.convolution.default, image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    second = made(aten.convolution.default, first, pointwise, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    made.graph.output((second, image))
+    sizes = {"image": 8 * 3 * 32 * 32 * 4, "weight": 16 * 3 * 9 * 4, "result": 8 * 16 * 32 * 32 * 4}
+    info = context([bucket("a")])
+    flow = flow_of(made.graph, info, CostModel(MACHINE, fused=True), user_outputs=1)
+    assert sorted(s.bytes for s in flow.storages) == sorted([*sizes.values(), sizes["result"]])
+    copy = flow.saved[image.name]
+    assert copy is not None
+    assert (copy.bytes, copy.category, copy.end) == (sizes["image"], Category.SAVED, None)
+    (of_weight,) = (s for s in flow.storages if s.bytes == sizes["weight"])
+    assert of_weight.begin == of_weight.end
+    plain = flow_of(made.graph, info, CostModel(MACHINE, fused=False), user_outputs=1)
+    assert [s.bytes for s in plain.storages] == [sizes["result"]] * 2

@@ -28,12 +28,10 @@ from mfsdp_compile.runtime import compat
 pytestmark = pytest.mark.slow
 CPU, RANKS, LAYERS = hardware("cpu"), 4, 7
 BOUND = 0.05
-"""Of the measured peak. What is not predicted: workspaces of kernels (convolutions on CPU take copies of their inputs), and some of
-what Inductor fuses, which is much of what small models have in memory."""
+"""Of the measured peak. What is not predicted: workspaces of kernels (backwards of convolutions on CPU copy what they compute), and
+some of what Inductor fuses, which is much of what small models have in memory."""
 HEADER = ("model", "inner compiler", "planned, KiB", "measured, KiB", "off by")
 PLANNED = [name for name, family in FAMILIES.items() if family.fullgraph and name != "llava-text"]
-PLANNED_FUSED = ["llama", "gpt2", "qwen3-moe", "qwen3-moe-batched", "mixtral", "t5", "vit", "llava-frozen"]
-"""With Inductor. Not among them: LLaVA and ResNet, which take 15 and 8 % more than is planned, and Mamba, which was not measured."""
 SHORT = {"llava", "resnet"}
 """A dead layer and two runs of layers; convolutions, buffers and no tokens."""
 
@@ -52,11 +50,13 @@ def work_of(name: str, family: Family, **options: Any) -> Workload:
     ("name", "inner"),
     [
         *(pytest.param(name, "aot_eager", marks=[] if name in SHORT else [pytest.mark.long]) for name in PLANNED),
-        *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in PLANNED_FUSED),
+        *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in PLANNED),
     ],
 )
 def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequest) -> None:
     """Of layers that follow on one another the planner traces four or five, and measured are all."""
+    if name.startswith("llava") and compat.TORCH_VERSION < (2, 13):
+        pytest.skip("this torch cannot trace how many tokens are images")
     family, fused = FAMILIES[name], inner == "inductor"
     if not fused:  # Inductor's code keeps what a collective reads, whatever the process group does
         request.getfixturevalue(nothing_held.__name__)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.agreement import agree, errors_for_all
 from mfsdp_compile.runtime.optimizer_state import PREFIX, follows_rows, optimizer_name, state_dict_groups
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
@@ -154,17 +153,15 @@ def load(
     agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
     found = plan[0]
     manifest = _manifest_of(directory, verify)
-    failure: CheckpointError | None = None
     extras = found.extras(rank)
     values = {**found.targets, **extras}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*load in a single process")
+    with errors_for_all(sharded.everyone, f"Loading {directory}", PATIENCE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*load in a single process")
+        try:
             # Every rank knows what it needs; asking the others for their opinion takes longer than reading.
             dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        failure = as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint")
-    agree(sharded.everyone, f"Loading {directory}", partial(_raise_or_nothing, failure), PATIENCE)
+        except CheckpointException as error:
+            raise as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint") from error
     found.finish(values)
     sharded.zero_gradients()  # they were of other weights
     sharded.synchronisation.microbatches = 0
@@ -194,12 +191,6 @@ def _manifest_of(directory: Path, verify: bool | None) -> Manifest | None:
         if verify is False:
             return None
         raise
-
-
-def _raise_or_nothing(failure: CheckpointError | None) -> list[str]:
-    if failure is not None:
-        raise failure
-    return []
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -17,13 +16,13 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from mfsdp_compile.convert.huggingface import MAX_SHARD_BYTES
 from mfsdp_compile.convert.safetensors_files import INDEX, SINGLE, Layout, split_into_files, write_file, write_index
-from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.agreement import errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP
 
-__all__ = ["can_stream", "errors_for_all", "save_weights"]
+__all__ = ["WRITING", "can_stream", "save_weights"]
 
-WRITING = timedelta(hours=2)
-"""How long ranks wait for the one that writes."""
+WRITING = ("Writing weights", timedelta(hours=2))
+"""What ranks wait for the one that writes for, and how long."""
 
 
 def can_stream(module: nn.Module) -> bool:
@@ -55,7 +54,7 @@ def save_weights(
         RuntimeError, OSError: on every rank: the first one could not write.
     """
     wholes = model.full_parameters()
-    with errors_for_all(model):
+    with errors_for_all(model.sharded.everyone, *WRITING):
         try:
             if dist.get_rank(model.sharded.everyone) == 0:
                 if beside is not None:
@@ -63,23 +62,6 @@ def save_weights(
                 _write(model, folder, dtypes, max_shard_bytes, wholes)
         finally:
             deque(wholes, maxlen=0)  # every rank takes part in every gather
-
-
-@contextlib.contextmanager
-def errors_for_all(model: MegatronFSDP) -> Iterator[None]:
-    """For what one rank writes: an error inside, on any rank, is one on every rank, where it is quoted. Collective."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-
-    def outcome() -> list[str]:
-        if failure is not None:
-            raise failure
-        return []
-
-    agree(model.sharded.everyone, "Writing weights", outcome, WRITING)
 
 
 def _write(

@@ -36,10 +36,12 @@ from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_di
 from mfsdp_compile.checkpoint.contents import get_generators, set_generators
 from mfsdp_compile.options import INNER_COMPILERS
 from mfsdp_compile.policy import MixedPrecisionPolicy
+from mfsdp_compile.runtime.agreement import errors_for_all
+from mfsdp_compile.runtime.topology import Topology
 from mfsdp_compile.wrapper import MegatronFSDP
 
 from .accelerate import FOLDER, MfsdpAccelerator
-from .pretrained import can_stream, errors_for_all, save_weights
+from .pretrained import WRITING, can_stream, save_weights
 
 __all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments"]
 
@@ -182,7 +184,7 @@ class MfsdpTrainerMixin(_Base):
                 flat = self.sharding.flat_optimizer
                 self.sharded, _ = fully_shard(self.model, self.optimizer, flat_optimizer=flat, **arguments)
         if hasattr(self.model, "generate"):
-            self.model.generate = _synced(self.model.generate)
+            self.model.generate = _synced(self.model.generate, self.sharded.sharded.topology)
         self.model_wrapped = self.sharded
         if self.sharding.compile:
             inner = self.args.torch_compile_backend or INNER_COMPILERS[0]
@@ -226,7 +228,7 @@ class MfsdpTrainerMixin(_Base):
             save_weights(self.sharded, folder, self._saved_dtypes, beside=lambda: self._save_beside_weights(folder))
             return
         whole = full_state_dict(self.sharded)
-        with errors_for_all(self.sharded):
+        with errors_for_all(self.sharded.sharded.everyone, *WRITING):
             super()._save(str(folder), {k: v.to(self._saved_dtypes.get(k, v.dtype)) for k, v in whole.items()})
 
     def _save_beside_weights(self, folder: Path) -> None:
@@ -293,12 +295,12 @@ class MfsdpSeq2SeqTrainer(MfsdpTrainerMixin, Seq2SeqTrainer):
 # -- details ----------------------------------------------------------------------------------------------------------
 
 
-def _synced(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Ranks whose sequences have ended go on taking part in the others' forwards."""
+def _synced(generate: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
+    """Where forwards gather, ranks whose sequences have ended go on taking part in those of others."""
 
     @functools.wraps(generate)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **{**kwargs, "synced_gpus": True})
+        return generate(*args, **{**kwargs, "synced_gpus": topology.gather_group is not None})
 
     return run
 
