@@ -230,7 +230,7 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
         barrier[node] = before
-        if not is_compute(node) and not _is_of_model(node) or fused and is_inlined(node):
+        if (not is_compute(node) and not _is_of_model(node)) or (fused and is_inlined(node)):
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]

@@ -259,7 +259,7 @@ class _Reader:
     def _is_stored_nowhere(self, node: fx.Node) -> bool:
         """A value inside a fused kernel, a constant that such kernels make, or one that is computed where it is packed."""
         kernel = self.kernel_of.get(node)
-        if kernel is not None and node in kernel.inner or is_inlined(node):
+        if (kernel is not None and node in kernel.inner) or is_inlined(node):
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 
