@@ -657,7 +657,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 2"  # another one when it changes
+            return f"mfsdp_compile {run.__name__} 3"  # another one when it changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -666,24 +666,28 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
-    """Before fusion: each start and wait depends on the one before.
+    """Before fusion: each start and wait depends on the one before, and so does what else depends on nothing.
 
     Inductor by itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
     something of each), and what both need is then computed first, waits included: gathers would start right before they are
-    awaited, and reductions be awaited all at the end. Fusions that would have collectives change places are cycles now,
-    which it refuses.
+    awaited, and reductions be awaited all at the end. A kernel of the beginning can also be joined with one of the end that
+    needs a constant from there: everything else that depends on nothing (the padding in buckets of gradients, say) would come
+    before it. Fusions that would have collectives change places are cycles now, which it refuses.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective, contains_wait
 
+    def follow(node: Any, other: Any) -> None:
+        for buffer in other.get_buffer_names():
+            node.add_fake_dep(WeakDep(buffer, mutating_buf=next(iter(node.get_buffer_names())), is_fake=True))
+
     before: Any = None
     computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
     for node in nodes:
-        if contains_collective(node) or contains_wait(node):
-            if before is not None:
-                mine = next(iter(node.get_buffer_names()))
-                for buffer in before.get_buffer_names():
-                    node.add_fake_dep(WeakDep(buffer, mutating_buf=mine, is_fake=True))
+        is_link = contains_collective(node) or contains_wait(node)
+        if before is not None and (is_link or not node.unmet_dependencies):
+            follow(node, before)
+        if is_link:
             before = node
         for dep in node.unmet_dependencies:
             if (source := computes.get(dep.name)) is not None:
@@ -708,7 +712,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
         for source in sources:
             readers[source].append(i)
     place = [-1 if node.is_extern() and node.get_device() is None else node.min_order for node in nodes]
-    for i in reversed(range(len(nodes))):  # what is needed early comes early, and nothing but that
+    for i in reversed(range(len(nodes))):  # what is needed early is early itself
         place[i] = min([place[i], *(place[reader] for reader in readers[i])])
     ready = [(place[i], i) for i, sources in enumerate(needs) if not sources]
     heapq.heapify(ready)

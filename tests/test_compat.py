@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,44 +201,6 @@ def test_passes_pickle_as_their_identity() -> None:
         identity = "identity"
         assert made.uuid() == "identity"
         assert pickle.loads(pickle.dumps(made)) == "identity"
-
-
-@dataclass
-class Scheduled:
-    """What the order of Inductor's nodes is found from."""
-
-    name: str
-    min_order: int
-    reads: tuple[str, ...] = ()
-    device: str | None = "cpu"
-    extern: bool = False
-
-    def get_buffer_names(self) -> set[str]:
-        return {self.name}
-
-    @property
-    def unmet_dependencies(self) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=name) for name in self.reads]
-
-    def is_extern(self) -> bool:
-        return self.extern
-
-    def get_device(self) -> str | None:
-        return self.device
-
-
-def test_what_a_fused_kernel_waits_for_comes_alone() -> None:
-    """A kernel of the beginning that is fused with one of the end needs what stands there, and nothing else that could run."""
-    first, start = Scheduled("first", 0), Scheduled("start", 7, device=None, extern=True)
-    others = [Scheduled(f"padding {i}", i) for i in (2, 3, 4)]
-    late = Scheduled("late", 5)
-    fused = Scheduled("fused", 1, ("first", "late"))
-    last = Scheduled("last", 6, ("fused", "padding 4"))
-    ordered = compat._in_order([first, *others, late, fused, last, start])
-    assert [node.name for node in ordered] == [
-        *("start", "first", "late", "fused"),
-        *("padding 2", "padding 3", "padding 4", "last"),
-    ]
 
 
 def test_aot_eager_compiles_forward_backward_and_inference() -> None:
