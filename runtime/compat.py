@@ -657,7 +657,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 3"  # another one when it changes
+            return f"mfsdp_compile {run.__name__} 4"  # another one when it changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -712,8 +712,6 @@ def _in_order(nodes: list[Any]) -> list[Any]:
         for source in sources:
             readers[source].append(i)
     place = [-1 if node.is_extern() and node.get_device() is None else node.min_order for node in nodes]
-    for i in reversed(range(len(nodes))):  # what is needed early is early itself
-        place[i] = min([place[i], *(place[reader] for reader in readers[i])])
     ready = [(place[i], i) for i, sources in enumerate(needs) if not sources]
     heapq.heapify(ready)
     found = []
