@@ -40,8 +40,8 @@ __all__ = [
     "Kernel",
     "Ring",
     "collective_seconds",
+    "inlined",
     "is_alias",
-    "is_inlined",
     "kernels",
     "origin",
     "readers",
@@ -227,10 +227,11 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
     regions: list[list[fx.Node]] = []
     sums: list[str | None] = []  # what the reductions of each of them sum
     count = 0
+    nowhere = inlined(graph) if fused else set()
     for node in graph.nodes:
         before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
         barrier[node] = before
-        if (not is_compute(node) and not _is_of_model(node)) or (fused and is_inlined(node)):
+        if (not is_compute(node) and not _is_of_model(node)) or node in nowhere:
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]
@@ -252,8 +253,8 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             continue
         count += 1
         barrier[node] = count
-        found.append(_kernel([node], fused))
-    found += [_kernel(region, fused) for region in regions]
+        found.append(_kernel([node], nowhere))
+    found += [_kernel(region, nowhere) for region in regions]
     order = {node: float(position) for position, node in enumerate(graph.nodes)}
     finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
     placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
@@ -326,11 +327,20 @@ _OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.
 _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
 
 
-def is_inlined(node: fx.Node) -> bool:
-    """Whether a node makes a constant that fused kernels compute wherever they need it, so that it is never in memory."""
-    if getattr(node.target, "overloadpacket", None) not in _CONSTANTS or node.all_input_nodes:
-        return False
-    return all(is_compute(reader) and _is_fusible(reader) for reader in readers(node))
+def inlined(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that make constants, and what is made of constants alone, where only fused kernels read it: these compute it wherever
+    they need it, so that it is never in memory."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_compute(node):
+            continue
+        if node.all_input_nodes:
+            constant = torch.Tag.pointwise in getattr(node.target, "tags", ()) and found.issuperset(_producers(node))
+        else:
+            constant = getattr(node.target, "overloadpacket", None) in _CONSTANTS
+        if constant and all(is_compute(reader) and _is_fusible(reader) for reader in readers(node)):
+            found.add(node)
+    return found
 
 
 def _is_of_model(node: fx.Node) -> bool:
@@ -350,7 +360,7 @@ def _collective(node: fx.Node) -> tuple[str, int, str]:
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def _kernel(nodes: Sequence[fx.Node], fused: bool) -> Kernel:
+def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
     if nodes[0].target is roles.PORTION:  # of what it copies it reads only a part
@@ -358,7 +368,7 @@ def _kernel(nodes: Sequence[fx.Node], fused: bool) -> Kernel:
     own = set(nodes)
     read: dict[fx.Node, int] = {}
     for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
-        if (whole := origin(source)) not in own and not (fused and is_inlined(whole)):
+        if (whole := origin(source)) not in own and whole not in nowhere:
             read[whole] = min(
                 read.get(whole, 0) + value_bytes(source), value_bytes(whole)
             )  # two views of it: read once

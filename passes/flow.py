@@ -24,7 +24,7 @@ from mfsdp_compile.runtime import compat
 
 from . import roles
 from .context import BucketInfo, Context, Kind, role_of
-from .costs import CostModel, Kernel, is_alias, is_inlined, kernels, origin, readers
+from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
@@ -153,6 +153,7 @@ class _Reader:
         self.user_outputs, self.before = user_outputs, saved
         self.place = {node: float(i) for i, node in enumerate(graph.nodes)}
         self.kernels = kernels(graph, costs.fused)
+        self.nowhere = inlined(graph) if costs.fused else set()
         self.kernel_of: dict[fx.Node, Kernel] = {}
         for kernel in self.kernels:
             for node in kernel.nodes:
@@ -259,7 +260,7 @@ class _Reader:
     def _is_stored_nowhere(self, node: fx.Node) -> bool:
         """A value inside a fused kernel, a constant that such kernels make, or one that is computed where it is packed."""
         kernel = self.kernel_of.get(node)
-        if (kernel is not None and node in kernel.inner) or is_inlined(node):
+        if (kernel is not None and node in kernel.inner) or node in self.nowhere:
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 
