@@ -31,7 +31,7 @@ from mfsdp_compile.passes.context import (
     set_phase,
     set_role,
 )
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, gradients
 from mfsdp_compile.runtime.bucket import Bucket, BucketPlan, Home
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
@@ -69,11 +69,11 @@ def mfsdp(
     compiled = _compile_inner(gm, inputs, chosen, record)
 
     def run(*args: Any) -> Any:
-        buckets, tensors, rest = call.exchange(args)
+        buckets, backwards, tensors, rest = call.exchange(args)
         owners = _owners(buckets)
         for owner in owners:
             owner.forget_old_code()
-        graphs = GraphRun(owners, [bucket.plan.name for bucket in buckets], str(chosen))
+        graphs = GraphRun(owners, backwards, str(chosen))
         try:
             with contextlib.ExitStack() as stack:
                 for owner in owners:
@@ -130,7 +130,8 @@ def prepare(
         owner.check_complete()
         owner.compiled_graphs.append(record)
     fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
-    shards = [fake_mode.from_tensor(t, static_shapes=True) for bucket in buckets for t in _tensors(bucket)]
+    tensors = [t for b in buckets for t in (b.flat.detach().requires_grad_(b.plan.requires_grad), *_beside_shard(b))]
+    shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     others = [value for position, value in enumerate(example_inputs) if position not in shells]
     return record, call, [*shards, *others]
 
@@ -152,8 +153,11 @@ class _Call:
         self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
         self._positions = frozenset(shells)
 
-    def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[Tensor], list[Any]]:
-        """The buckets that the shells among ``args`` belong to, what the graph gets of them, and the other arguments."""
+    def exchange(
+        self, args: Sequence[Any]
+    ) -> tuple[list[Bucket], dict[str, gradients.Backward], list[Tensor], list[Any]]:
+        """The buckets that the shells among ``args`` belong to, the backward to come by their names, what the graph gets of
+        them, and the other arguments."""
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
             home: Home = args[position].mfsdp_home
@@ -174,8 +178,13 @@ class _Call:
         for owner in _owners(buckets):
             owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
-        tensors = [t for b in buckets for t in _tensors(b)]
-        return buckets, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+        backwards = {bucket.plan.name: gradients.Backward() for bucket in buckets}
+        tensors = [
+            tensor
+            for bucket, backward in zip(buckets, backwards.values(), strict=True)
+            for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
+        ]
+        return buckets, backwards, tensors, [a for i, a in enumerate(args) if i not in self._positions]
 
 
 _SHOWN = 4
@@ -199,9 +208,9 @@ def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
     return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
 
 
-def _tensors(bucket: Bucket) -> list[Tensor]:
-    """What a graph gets for a bucket: its shard, its resident and its token, as far as it has these."""
-    tensors = [bucket.flat]
+def _beside_shard(bucket: Bucket) -> list[Tensor]:
+    """What a graph gets for a bucket behind its shard: its resident and its token, as far as it has these."""
+    tensors = []
     if bucket.has_resident:
         tensors.append(bucket.hold_resident())
     if bucket.pending is not None:

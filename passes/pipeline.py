@@ -319,7 +319,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
         if record.prediction.text is not None:
             _check_followed(phase, record, record.prediction.text)
         _predict(graph, phase, record, record.prediction)
-    announce.apply(graph, phase, collectives(graph, context))
+    announce.apply(graph, phase, collectives(graph, context), context)
 
 
 def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -167,9 +167,8 @@ class Bucket:
                 # The same memory, but a version of its own: gathers write to the resident whenever they like.
                 flat = mine.copy_(flat).data
             self._hold(resident)
-        self.flat = flat.requires_grad_(plan.requires_grad)
-        # Views of the detached shard: they share its memory and version, not its place in autograd graphs.
-        views = self.views(flat.detach())
+        self.flat = flat
+        views = self.views(flat)
         backing = (flat,) if self.resident is None else (flat, self.resident)
         self.params = tuple(
             nn.Parameter(
@@ -187,6 +186,10 @@ class Bucket:
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
+        self.provisional: set[int] = set()
+        """Parameters, by index, whose gradients are shown until it is known whether any rank has used them."""
+        self.clean: set[int] = set()
+        """Parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: Pending | None = None
         self.set_plan(plan)
 
@@ -210,7 +213,7 @@ class Bucket:
         if needs_token != (self.pending is not None):
             self.pending = Pending(self, plan.grad_dtype) if needs_token else None
         if self.pending is not None:
-            self.pending.wanted = True  # what a backward that has failed had noted is over
+            self.pending.asked = None  # what a backward that has failed had noted is over
 
     def _place(self, index: int) -> Place:
         layout = self.plan.layout
@@ -338,17 +341,23 @@ class Bucket:
 
     def show_unreduced(self) -> None:
         for param, attached in zip(self.params, self.gradients, strict=True):
-            if attached is None:
+            if attached is None and param.requires_grad:
                 setattr(param, self.plan.grad_attribute, UnreducedGradient.like(param))
 
     def forget_abandoned(self, total: Tensor) -> None:
-        # All of the bucket waits, or this rank's inner shard of it.
-        start = self.topology.inner.rank * total.numel() if total.numel() < self.plan.layout.numel else 0
-        for attached, slot in zip(self.gradients, self.plan.layout.slots, strict=True):
+        dropped = []
+        for index, attached in enumerate(self.gradients):
             if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
-                total[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
+                dropped.append(index)
                 if attached is not None:
                     attached.zeroed = False
+        self.zero_slices(total, dropped)
+
+    def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
+        # All of the bucket, or this rank's inner shard of it.
+        start = self.topology.inner.rank * packed.numel() if packed.numel() < self.plan.layout.numel else 0
+        for slot in (self.plan.layout.slots[index] for index in params):
+            packed[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
 
     def inspect(self, gradient: Tensor) -> None:
         self.owner.inspect(self, gradient)
@@ -394,7 +403,7 @@ class Bucket:
         return f"Bucket({self.plan.name!r}: {self.plan.layout})"
 
 
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home"}
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", "mfsdp_hooks"}
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:

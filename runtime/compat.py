@@ -21,6 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,10 +169,26 @@ def backward_id() -> int:
     return _current_graph_task_id()
 
 
-def will_accumulate(leaf: Tensor) -> bool:
-    """In backward: whether it computes the gradient of ``leaf``. ``torch.autograd.grad``, and ``backward(inputs=...)``, may
-    not, and compiled code cannot tell: it computes all of its gradients."""
-    return _will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+class Wanted(Enum):
+    """What a running backward does with the gradient of a leaf."""
+
+    NOT = "nothing"
+    ADDED = "adds it to .grad"
+    RETURNED = "returns it"  # torch.autograd.grad
+
+
+def wanted(leaf: Any) -> Wanted:
+    """In backward: what it does with the gradient of a leaf, given by its node. ``torch.autograd.grad`` and
+    ``backward(inputs=...)`` are asked for some gradients only."""
+    try:
+        return Wanted.ADDED if _will_engine_execute_node(leaf) else Wanted.NOT
+    except RuntimeError:  # what torch says of a leaf whose gradient torch.autograd.grad returns
+        return Wanted.RETURNED
+
+
+def counts_tensors(hook: Callable[..., Any]) -> bool:
+    """Whether a tensor hook is one that ``torch.autograd.graph.register_multi_grad_hook`` has made."""
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
@@ -332,6 +349,15 @@ def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     """
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
     return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
+
+
+def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
+    """The all-reduce of a tensor that is on the CPU, without waiting for the device where the group has a backend for the
+    CPU."""
+    devices = {device.type for device in _resolve_process_group(group)._device_types}
+    if "cpu" not in devices and devices:
+        tensor = tensor.to(next(iter(devices)))
+    return wait_tensor(all_reduce(tensor, op, group)).cpu()
 
 
 def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:

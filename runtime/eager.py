@@ -34,7 +34,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -108,6 +108,8 @@ class _Reduction:
     bucket: Bucket
     stage: int
     result: Tensor
+    used: frozenset[int]
+    """Parameters, by index, with a gradient in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,6 +207,12 @@ class BackwardOwner(Protocol):
 
     def touched(self, bucket: Bucket) -> None:
         """The bucket got gradients."""
+
+    def note_eager_use(self, bucket: Bucket) -> None:
+        """The bucket's gradient was computed eagerly."""
+
+    def used_anywhere(self, buckets: Sequence[Bucket], used: Sequence[Collection[int]]) -> list[set[int]]:
+        """Parameters of each bucket, by index, that some rank has used. Collective."""
 
     def check_complete(self) -> None:
         """Raise if the model has parameters that are in no bucket."""
@@ -381,13 +389,13 @@ class EagerRuntime:
         bucket = home.bucket
         view = self._gather(bucket).views[home.index]
         self._last_read = self._unit_of[bucket]
-        if torch.is_grad_enabled() and bucket.plan.requires_grad:
+        if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
             return _Attach.apply(view, self._anchors_of(bucket)[home.index])
         return view
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         if bucket not in self._anchors:
-            self._anchors[bucket] = _Reduce.apply(bucket.flat, bucket, self)
+            self._anchors[bucket] = _Reduce.apply(bucket, self, *bucket.params)
         return self._anchors[bucket]
 
     @_as_parameters
@@ -546,19 +554,34 @@ class EagerRuntime:
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
         self._owner.enter_backward()
-        self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange))
+        used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
+        gradients.note_use(bucket, used)
+        self._owner.note_eager_use(bucket)
+        self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange), used)
         self._release_bucket(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
             self._take_in()
 
-    def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor) -> None:
+    @compat.python_only
+    def reduce_now(
+        self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
+    ) -> Sequence[Tensor | None]:
+        """For ``torch.autograd.grad``: the bucket's gradients, reduced whether that is due or not, and accumulated nowhere."""
+        self._owner.enter_backward()
+        used = {index for index, gradient in enumerate(whole_gradients) if gradient is not None}
+        result = pack(whole_gradients, bucket.exchange)
+        self._release_bucket(bucket)
+        reduced = self._reduce_stages(bucket, 0, result, "for torch.autograd.grad")
+        return asked.select(bucket, reduced, self._owner.used_anywhere([bucket], [used])[0])
+
+    def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
         what = f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
         self._announce(what, bucket.topology.stages[stage].group if will_run else None)
         token = bucket.pending.token if bucket.pending is not None else None
         started = start_stage(gradient, stage, bucket.exchange, token)
-        self._reductions.append(_Reduction(bucket, stage, started))
+        self._reductions.append(_Reduction(bucket, stage, started, used))
 
     def _take_in(self) -> None:
         """Await the oldest stage under way. What it has reduced goes into the next stage, or is the gradient."""
@@ -566,10 +589,10 @@ class EagerRuntime:
         bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, self._await(reduction.result)
         following = reduction.stage + 1
         if following < len(exchange.groups):
-            self._start_stage(bucket, following, result)
+            self._start_stage(bucket, following, result, reduction.used)
             return
         if not bucket.gradient_waits:  # if it does, this is zeros
-            gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
+            gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype), reduction.used)
         self._owner.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:
@@ -577,13 +600,19 @@ class EagerRuntime:
         assert bucket.pending is not None
         exchange = bucket.exchange
         first = exchange.when.index(When.IF_DUE.value)
-        result = bucket.pending.take(exchange.comm_dtype)
+        waiting = bucket.pending.take(exchange.comm_dtype)
+        reduced = self._reduce_stages(bucket, first, waiting, "what waits")
+        used = set(range(len(bucket.params))) - bucket.provisional
+        gradients.accumulate(bucket, reduced, used)
+
+    def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
+        """The reduced gradient, ``[shard_numel]`` in the main dtype, from stage ``first`` on."""
+        exchange = bucket.exchange
         for stage in range(first, len(exchange.groups)):
-            what = f"reduce what waits of {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
+            what = f"reduce {bucket.plan.name}, {why}{f', stage {stage + 1}' if stage else ''}"
             self._announce(what, bucket.topology.stages[stage].group)
-            started = start_collective(result, stage, exchange)
-            result = self._await(started)
-        gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype))
+            gradient = self._await(start_collective(gradient, stage, exchange))
+        return exchange.finish(gradient, bucket.plan.main_dtype)
 
     def finish_reductions(self) -> None:
         while self._reductions:
@@ -607,28 +636,38 @@ class EagerRuntime:
 
 
 class _Reduce(torch.autograd.Function):
-    """From a shard to one anchor per parameter: full shape, no memory. Its backward has the bucket's gradients."""
+    """From a bucket's parameters, which autograd knows as leaves, to one anchor for each: full shape, no memory. Its backward
+    has the bucket's gradients."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, bucket: Bucket, runtime: EagerRuntime) -> tuple[Tensor, ...]:
+    @compat.python_only
+    def forward(ctx: Any, bucket: Bucket, runtime: EagerRuntime, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Python's garbage collector does not see through autograd nodes: the model must not be reachable from one that
         # it holds itself.
         ctx.bucket, ctx.runtime = weakref.ref(bucket), weakref.ref(runtime)
-        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=flat.device)
+        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
         return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
 
     @staticmethod
-    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[None, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True) through sharded parameters is not supported: reductions are not "
-                "differentiated again. Gradients of inputs (torch.autograd.grad(loss, x, create_graph=True)) are."
-            )
+    @compat.python_only
+    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[Any, ...]:
         bucket, runtime = ctx.bucket(), ctx.runtime()
-        if bucket is not None and runtime is not None and any(g is not None for g in whole_gradients):
+        asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
+        if bucket is None or runtime is None:
+            return None, None, *asked.nothing
+        gradients.tell_counting_hooks(bucket, [i for i in asked.added if whole_gradients[i] is None])
+        if all(gradient is None for gradient in whole_gradients):
+            return None, None, *asked.nothing
+        if torch.is_grad_enabled():
+            raise gradients.no_double_backward()
+        if asked.returned:
+            return None, None, *runtime.reduce_now(bucket, whole_gradients, asked)
+        if asked.left_out:
+            whole_gradients = tuple(None if i in asked.left_out else g for i, g in enumerate(whole_gradients))
+        if any(gradient is not None for gradient in whole_gradients):
             runtime.reduce(bucket, whole_gradients)
-        return None, None, None  # the gradient is added to the shard's when its reduction has arrived
+        return None, None, *asked.nothing  # gradients are added to the parameters' when their reduction has arrived
 
 
 class _Attach(torch.autograd.Function):

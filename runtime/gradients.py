@@ -1,12 +1,15 @@
 """The contract between the flat gradient of a bucket and the ``.grad`` of its parameters.
 
-Autograd, or the eager path, adds to one flat gradient per bucket. Users and optimizers see ``parameter.grad``, a DTensor
-view of it on every rank, also where the rank holds no row, so that loops over gradients take the same turns on every
-rank. Nothing but these views keeps the flat gradient alive: setting them to None frees it, as in plain torch.
+Parameters are the leaves of the autograd graph. A backward computes one flat gradient per bucket, whose reduction may still
+run when autograd has passed the parameters; so autograd passes them no gradient (but for ``torch.autograd.grad``), and it is
+added here when it has arrived. Users and optimizers see ``parameter.grad``, a DTensor view of the flat gradient on every
+rank, also where the rank holds no row, so that loops over gradients take the same turns on every rank. Nothing but these
+views keeps the flat gradient alive: setting them to None frees it, as in plain torch.
 
     before more is added    ``collect``   the flat gradient behind the parameters' ``.grad`` again; slices whose
                                           ``.grad`` was set to None start from zero, foreign tensors are copied in
     after                   ``install``   every parameter's ``.grad`` is a view of the flat gradient
+    at the end of backward  ``settle``    parameters that no rank used have no gradient: ``.grad`` is None again
 
 Variations
     * gradients are summed in another dtype than the parameters have (``main_grads_dtype``): ``.grad`` shows the sum in
@@ -19,7 +22,9 @@ Variations
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,63 +34,161 @@ from . import compat
 from .bucket import Bucket
 from .tensor import RowShardedTensor, UnreducedGradient, take_rows
 
-__all__ = ["accumulate", "add_back", "clear", "fill_missing", "flat_gradient", "put_aside", "watch"]
+__all__ = [
+    "Asked",
+    "Backward",
+    "accumulate",
+    "add_back",
+    "clear",
+    "flat_gradient",
+    "no_double_backward",
+    "note_use",
+    "put_aside",
+    "settle",
+    "shard_of",
+    "tell_counting_hooks",
+]
 
 
-def watch(bucket: Bucket, touched: Callable[[Bucket], None]) -> None:
-    """Keep the contract whenever autograd itself accumulates into ``bucket.flat``, which compiled graphs make it do.
+@dataclass(eq=False)
+class Backward:
+    """A backward through compiled code, and what it computes of one bucket.
 
-    ``touched`` is called after each accumulation, in backward.
+    Attributes:
+        leaves: the autograd nodes of the bucket's parameters, None for those that are frozen.
+        used: parameters, by index, that have a gradient in it; known when its graph begins.
     """
-    if not bucket.plan.requires_grad:
-        return
-    # Autograd holds the hooks where Python's garbage collector does not look.
-    the_bucket = weakref.ref(bucket)
-    the_touched = weakref.WeakMethod(touched)
 
+    leaves: Sequence[Any] = ()
+    used: frozenset[int] = frozenset()
+
+
+def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
+    """The bucket's shard, ``[shard_numel]``, as a function of its parameters: what compiled code takes. Its gradient, which
+    is reduced already, becomes theirs."""
+    shard: Tensor = _Shard.apply(bucket, backward, *bucket.params)
+    if shard.grad_fn is not None:
+        backward.leaves = [node for node, _ in shard.grad_fn.next_functions]
+    return shard
+
+
+class _Shard(torch.autograd.Function):
+    """From a bucket's parameters, which autograd knows as leaves, to their flat shard."""
+
+    @staticmethod
     @compat.python_only
-    def before(gradient: Tensor | None) -> Tensor | None:
-        bucket = the_bucket()
-        if gradient is None or bucket is None:
-            return None  # the eager path passes no gradient through autograd, but hooks run
-        if not _autograd_adds(bucket):
-            bucket.flat.grad = None
-            return None
-        bucket.flat.grad = collect(bucket)
-        return _run_tensor_hooks(bucket, gradient)
+    def forward(ctx: Any, bucket: Bucket, backward: Backward, *params: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        # Autograd holds this node where Python's garbage collector does not look.
+        ctx.bucket, ctx.backward_of = weakref.ref(bucket), backward
+        return bucket.flat.detach()
 
+    @staticmethod
     @compat.python_only
-    def after(flat: Tensor) -> None:
-        bucket, touched = the_bucket(), the_touched()
-        gradient, flat.grad = flat.grad, None
-        if gradient is None or bucket is None or touched is None:
-            return
-        if _autograd_adds(bucket):
-            install(bucket, gradient)
-        elif not bucket.gradient_waits:  # if it does, this is zeros
-            accumulate(bucket, gradient)
-        touched(bucket)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        bucket: Bucket | None = ctx.bucket()
+        asked = Asked.of(ctx.backward_of.leaves)
+        if bucket is None or gradient is None:
+            return None, None, *asked.nothing
+        if torch.is_grad_enabled():
+            raise no_double_backward()
+        used = ctx.backward_of.used
+        tell_counting_hooks(bucket, asked.added - used)
+        if asked.returned:
+            return None, None, *asked.select(bucket, gradient, used)
+        if not bucket.gradient_waits:  # if it does, this is zeros
+            if bucket.pending is None and (unasked := used & asked.left_out):  # Pending leaves them out itself
+                gradient = gradient.clone()
+                views = bucket.views(gradient)
+                for index in unasked:
+                    views[index].zero_()
+            accumulate(bucket, gradient, used - asked.left_out)
+        bucket.owner.touched(bucket)
+        return None, None, *asked.nothing
 
-    bucket.flat.register_hook(before)
-    bucket.flat.register_post_accumulate_grad_hook(after)
+
+@dataclass(frozen=True)
+class Asked:
+    """What the backward that is running wants of a bucket's parameters.
+
+    Args:
+        added: parameters, by index, whose gradients are added to ``.grad``: all that are trainable, or those that
+            ``backward(inputs=...)`` names.
+        returned: those whose gradients ``torch.autograd.grad`` returns.
+        left_out: those that are trainable, and neither.
+        count: of the bucket's parameters.
+    """
+
+    added: frozenset[int]
+    returned: frozenset[int]
+    left_out: frozenset[int]
+    count: int
+
+    @staticmethod
+    def of(leaves: Sequence[Any]) -> Asked:
+        """Args: leaves: the autograd nodes of parameters, None for frozen ones."""
+        found: dict[compat.Wanted, set[int]] = {wanted: set() for wanted in compat.Wanted}
+        for index, leaf in enumerate(leaves):
+            if leaf is not None:
+                found[compat.wanted(leaf)].add(index)
+        added, returned, left_out = (frozenset(found[w]) for w in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT))
+        return Asked(added, returned, left_out, len(leaves))
+
+    @property
+    def nothing(self) -> tuple[None, ...]:
+        return (None,) * self.count
+
+    def select(self, bucket: Bucket, gradient: Tensor, used: Collection[int]) -> list[Tensor | None]:
+        """For ``torch.autograd.grad``: of a reduced gradient, ``[shard_numel]``, what it returns, as DTensors."""
+        gradient = _run_tensor_hooks(bucket, gradient, self.returned & set(used))
+        views = bucket.local_views(gradient, backing=(gradient,))
+        return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
+
+
+def no_double_backward() -> RuntimeError:
+    return RuntimeError(
+        "backward(create_graph=True) through sharded parameters is not supported: reductions are not differentiated "
+        "again. Gradients of inputs (torch.autograd.grad(loss, x, create_graph=True)) are."
+    )
+
+
+def note_use(bucket: Bucket, used: Collection[int]) -> None:
+    """A backward has begun to compute gradients of ``used``, by index: before they are accumulated. The others' slices are
+    zeros, and whether these parameters get a gradient depends on what other ranks used; see :func:`settle`."""
+    for index, attached in enumerate(bucket.gradients):
+        if index in used:
+            bucket.provisional.discard(index)
+        elif attached is None:
+            bucket.provisional.add(index)
 
 
 @torch.no_grad()
-def accumulate(bucket: Bucket, gradient: Tensor) -> None:
-    """Add a reduced gradient, ``[shard_numel]`` in the main dtype, which may be kept."""
-    gradient = _run_tensor_hooks(bucket, gradient).to(bucket.plan.grad_dtype)
+def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
+    """Add a reduced gradient, ``[shard_numel]`` in the main dtype, which may be kept.
+
+    Args:
+        used: parameters, by index, that this rank has used: their hooks run.
+    """
+    gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = collect(bucket)
-    install(bucket, gradient if total is None else total.add_(gradient))
+    install(bucket, gradient if total is None else total.add_(gradient), used)
 
 
 @torch.no_grad()
-def fill_missing(bucket: Bucket) -> None:
-    """Zeros for parameters without gradient: on every rank, every trainable parameter has one after backward."""
-    if any(gradient is None for gradient in _attached(bucket)):
-        total = collect(bucket)
-        if total is None:
-            total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
-        install(bucket, total)
+def settle(bucket: Bucket, used: Collection[int]) -> None:
+    """Parameters that no rank has used have no gradient, as without sharding: an optimizer leaves them alone.
+
+    Args:
+        used: parameters, by index, that have a gradient on some rank.
+    """
+    for index in sorted(bucket.provisional):
+        param = bucket.params[index]
+        if index in used:
+            _run_accumulate_hooks(param)
+        else:
+            _attach(bucket, param, None)
+            bucket.clean.add(index)
+    bucket.provisional.clear()
 
 
 def clear(bucket: Bucket) -> None:
@@ -94,6 +197,7 @@ def clear(bucket: Bucket) -> None:
         bucket.pending.total = None
     for param in bucket.params:
         _attach(bucket, param, None)
+    bucket.provisional.clear()
 
 
 @torch.no_grad()
@@ -121,11 +225,13 @@ def collect(bucket: Bucket) -> Tensor | None:
         return None
     total = _shared_total(bucket, gradients)
     if total is not None:
-        if any(gradient is None for gradient in gradients):
+        dropped = [i for i, gradient in enumerate(gradients) if gradient is None and i not in bucket.clean]
+        if dropped:
             total = total.clone()  # somebody may keep a gradient that was taken off its parameter
-            for view, gradient in zip(bucket.views(total), gradients, strict=True):
-                if gradient is None:
-                    view.zero_()
+            views = bucket.views(total)
+            for index in dropped:
+                views[index].zero_()
+            bucket.clean |= set(dropped)
         return total
     total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
     parts = zip(bucket.views(total), gradients, bucket.sites, bucket.splits, strict=True)
@@ -158,24 +264,23 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
     return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
 
 
-def install(bucket: Bucket, total: Tensor) -> None:
+def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
+    """Show the flat gradient as the gradients of the bucket's parameters; frozen ones that have none get none."""
     shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
-    for param, view in zip(bucket.params, bucket.local_views(shown, backing=(shown,)), strict=True):
+    attached = bucket.gradients
+    for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
+        param = bucket.params[index]
+        if attached[index] is None and not param.requires_grad:
+            continue
         if shown is not total:
             view.__dict__["mfsdp_total"] = (total, shown._version)
         _attach(bucket, param, view)
-        # The parameter is no leaf of the autograd graph (the flat shard is), so nobody else runs these.
-        for hook in (param._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-            hook(param)
+        bucket.clean.discard(index)
+        if index in used:
+            _run_accumulate_hooks(param)
 
 
 # -- details ----------------------------------------------------------------------------------------------------------
-
-
-def _autograd_adds(bucket: Bucket) -> bool:
-    """Autograd adds in place to what is there, in the parameter's dtype; where that will not do, we add."""
-    plan = bucket.plan
-    return bucket.pending is None and plan.grad_dtype == plan.main_dtype and not plan.decoupled
 
 
 def _attached(bucket: Bucket) -> list[Tensor | None]:
@@ -221,17 +326,34 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
     return flat
 
 
-def _run_tensor_hooks(bucket: Bucket, gradient: Tensor) -> Tensor:
-    """``parameter.register_hook`` hooks, on what this backward adds."""
-    if not any(param._backward_hooks for param in bucket.params):
+def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> Tensor:
+    """``parameter.register_hook`` hooks, on what this backward adds to parameters that it uses."""
+    hooked = [index for index in used if bucket.params[index].tensor_hooks]
+    if not hooked:
         return gradient
     gradient = gradient.clone()
-    for param, view in zip(bucket.params, bucket.local_views(gradient), strict=True):
-        for hook in (param._backward_hooks or {}).values():
-            changed = hook(view.clone())
+    views = bucket.local_views(gradient)
+    for index in sorted(hooked):
+        for hook in list(bucket.params[index].tensor_hooks.values()):
+            changed = hook(views[index].clone())
             if changed is not None:
-                view.copy_(changed)
+                views[index].copy_(changed)
     return gradient
+
+
+def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
+    """``register_multi_grad_hook`` waits for a call of each tensor that the backward reaches, and it reaches all parameters of
+    a bucket. Those without a gradient have None, as it gives to its own hook."""
+    for index in sorted(unused):
+        for hook in list(bucket.params[index].tensor_hooks.values()):
+            if compat.counts_tensors(hook):
+                hook(None)
+
+
+def _run_accumulate_hooks(param: Tensor) -> None:
+    """``register_post_accumulate_grad_hook`` hooks: autograd, which passes no gradient to the parameter, runs none."""
+    for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+        hook(param)
 
 
 def _describe(gradient: Tensor) -> str:

@@ -225,6 +225,7 @@ class ShardedModel:
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
         self._reduced: set[Bucket] = set()  # since the last optimizer step
+        self._use_varies: set[Bucket] = set()  # see note_eager_use
         self._told_missing: set[str] = set()
         self.started = self.steps = 0
         self._microbatch = ""
@@ -245,7 +246,6 @@ class ShardedModel:
                 shared_by = self.topologies[plan.is_expert]
                 bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], shared_by, device, parts)
                 bucket.owner = self
-                gradients.watch(bucket, self.touched)
                 buckets.append(bucket)
                 for index, (original, sites) in enumerate(params):
                     for site in sites:
@@ -410,11 +410,20 @@ class ShardedModel:
                 self.enter_forward(what, details)
                 self.started += 1
 
-    def note_wanted(self, buckets: Collection[str]) -> None:
-        """A compiled backward begins, over ``buckets``: see which gradients are to be summed."""
+    def note_backward(self, backwards: Mapping[str, gradients.Backward]) -> None:
+        """A compiled backward is about to compute gradients of buckets: see what becomes of them.
+
+        Args:
+            backwards: by name of the bucket.
+        """
         for bucket in self.buckets:
-            if bucket.pending is not None and bucket.plan.name in buckets:
-                bucket.pending.wanted = compat.will_accumulate(bucket.flat)
+            if (backward := backwards.get(bucket.plan.name)) is None or not bucket.plan.requires_grad:
+                continue
+            asked = gradients.Asked.of(backward.leaves)
+            if bucket.pending is not None:
+                bucket.pending.asked = asked
+            if asked.added:
+                gradients.note_use(bucket, backward.used - asked.left_out)
 
     def check_parameters_are_everyones(self, what: str) -> None:
         """Raise NotImplementedError if ranks have parameters of different names. ``what`` takes them."""
@@ -669,6 +678,8 @@ class ShardedModel:
             self.synchronisation.microbatches += 1
             if self.reductions_are_due():
                 self.finish_synchronisation()
+            else:
+                self._settle([bucket for bucket in self.buckets if bucket in self._touched and not bucket.gradient_waits])
         self._touched.clear()
         self._backward = _BackwardIds()
         if self._found_nan:
@@ -681,16 +692,49 @@ class ShardedModel:
         return self.synchronisation.is_due()
 
     def finish_synchronisation(self) -> None:
-        """Reduce what still waits, and give every trainable parameter a gradient."""
+        """Reduce what still waits. Then every parameter that a rank has used has its gradient, on all ranks."""
         for bucket in self.buckets:
-            if not bucket.plan.requires_grad:
-                continue
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.forget_abandoned(bucket.pending.total)
                 self.eager.reduce_waiting(bucket)
-            gradients.fill_missing(bucket)
+        self._settle([bucket for bucket in self.buckets if any(g is not None for g in bucket.gradients)])
         self.synchronisation.microbatches = 0
         self.let_go()
+
+    def _settle(self, buckets: Sequence[Bucket]) -> None:
+        """Take gradients from parameters that no rank has used."""
+        varying = [bucket for bucket in buckets if bucket in self._use_varies]
+        used = self.used_anywhere(varying, [set(range(len(b.params))) - b.provisional for b in varying])
+        for bucket in buckets:
+            gradients.settle(bucket, used[varying.index(bucket)] if bucket in self._use_varies else ())
+        self._use_varies.clear()
+
+    def note_eager_use(self, bucket: Bucket) -> None:
+        """The bucket's gradient was computed eagerly: which parameters it uses may differ between ranks. (A compiled graph is
+        the same on all.)"""
+        self._use_varies.add(bucket)
+
+    @torch.no_grad()
+    def used_anywhere(self, buckets: Sequence[Bucket], used: Sequence[Collection[int]]) -> list[set[int]]:
+        """Parameters of each bucket, by index, that some rank has used: one all-reduce of a byte for each parameter, of
+        buckets that are spread over the same ranks. Collective.
+
+        Args:
+            used: on this rank.
+        """
+        found = [set(mine) for mine in used]
+        for topology in self.topologies:
+            group = topology.every
+            positions = [i for i, bucket in enumerate(buckets) if bucket.plan.is_expert == (topology is not self.topology)]
+            flags = [index in found[i] for i in positions for index in range(len(buckets[i].params))]
+            if group.size == 1 or not flags:
+                continue
+            self.start("find out which parameters were used", group=group)
+            result = compat.all_reduce_on_host(torch.tensor(flags, dtype=torch.uint8), "max", group.name).tolist()
+            for i in positions:
+                count = len(buckets[i].params)
+                found[i], result = {index for index in range(count) if result[index]}, result[count:]
+        return found
 
     def let_go(self) -> None:
         """Of parameters that stay gathered for a step only."""
@@ -783,7 +827,7 @@ class ShardedModel:
             self._told_missing.add(told)
             warnings.warn(
                 f"Step {self.steps} of {self._name}: backward has reduced gradients of {told}. Loss did not depend on the rest "
-                "on any rank; its gradients are zeros. (Told once.)",
+                "on any rank; it has no gradients, and optimizers leave it alone. (Told once.)",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -889,14 +933,13 @@ class ShardedModel:
         duplicate._schedules_replaced = self._schedules_replaced
         duplicate._backward = _BackwardIds()
         duplicate._touched, duplicate._reduced, duplicate._told_missing = set(), set(), set()
+        duplicate._use_varies = set()
         duplicate.compiled_graphs, duplicate._begun = [], {}
         duplicate.buckets = copy.deepcopy(self.buckets, memo)
         duplicate.eager = copy.deepcopy(self.eager, memo)
         module = self._module()
         assert module is not None
         duplicate._know(copy.deepcopy(module, memo))
-        for bucket in duplicate.buckets:
-            gradients.watch(bucket, duplicate.touched)
         return duplicate
 
 

@@ -17,7 +17,7 @@
 ``reduce_if_due(gradient, token, ...)``
     A collective that is left out when gradients are to be summed over microbatches first; see
     :mod:`mfsdp_compile.runtime.pending`. To be awaited like any other. Inductor treats it as a collective.
-``begin(phase, digest, schedule)``
+``begin(phase, digest, schedule, used)``
     The first node of a graph: what the graph is about to do; see :mod:`mfsdp_compile.runtime.running`.
 
 They take numbers and strings instead of layout and group objects, so that a graph that holds them prints as valid
@@ -54,7 +54,7 @@ _library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
 )
-_library.define("begin(str phase, str digest, str schedule) -> ()")
+_library.define("begin(str phase, str digest, str schedule, str used) -> ()")
 torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)
 
 
@@ -250,5 +250,5 @@ def _pack_gradients_fake(gradients: Sequence[Tensor], offsets: Sequence[int], nu
 
 
 @torch.library.impl(_library, "begin", "CompositeExplicitAutograd")
-def _begin(phase: str, digest: str, schedule: str) -> None:
-    running.begin(phase, digest, schedule)
+def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
+    running.begin(phase, digest, schedule, used)

@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .gradients import Asked
 
 __all__ = ["Holder", "Pending", "pending_of"]
 
@@ -36,6 +40,9 @@ class Holder(Protocol):
 
     def forget_abandoned(self, total: Tensor) -> None:
         """Start from zero where the user has dropped the gradient of a parameter."""
+
+    def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
+        """Zeros for these parameters, by index, in a gradient before its reduction, or in a sum of such."""
 
     def show_unreduced(self) -> None:
         """Gradients wait now."""
@@ -58,8 +65,9 @@ class Pending:
         self.total: Tensor | None = None
         self.kept = False
         """Whether the last gradient was kept, instead of reduced."""
-        self.wanted = True
-        """Whether the next gradient is one to be summed. Compiled code also computes those that nobody has asked for."""
+        self.asked: Asked | None = None
+        """What the backward under way wants of the next gradient; None: all of it. Compiled code computes all gradients,
+        whatever was asked for."""
         number = next(_numbers)
         _all[number] = self
         self.token = torch.tensor([number])
@@ -74,10 +82,17 @@ class Pending:
     @torch.no_grad()
     def exchange(self, gradient: Tensor) -> Tensor | None:
         """Take in a gradient. Returns what is to be reduced, in the gradient's dtype, or None if that is not due."""
-        wanted, self.wanted = self.wanted, True
+        asked, self.asked = self.asked, None
+        if asked is not None and asked.returned:  # by torch.autograd.grad: not a part of the sum
+            self.kept = False
+            return gradient
+        wanted = asked is None or bool(asked.added)
         self.kept = not (wanted and self.holder.reductions_are_due())
         if not wanted:
             return None
+        if asked is not None and asked.left_out:
+            gradient = gradient.clone()
+            self.holder.zero_slices(gradient, asked.left_out)
         if self.total is not None:
             self.holder.forget_abandoned(self.total)
             self.total.add_(gradient)

@@ -11,12 +11,15 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .compat import python_only
+
 if TYPE_CHECKING:
+    from .gradients import Backward
     from .model import ShardedModel
 
 __all__ = ["GraphRun", "begin", "named"]
@@ -29,13 +32,14 @@ class GraphRun:
 
     Args:
         owners: of the buckets.
-        buckets: names, in the order in which graphs number them.
+        buckets: by name, in the order in which graphs number them, what its backward computes of each.
         options: of the backend, in words, for ranks to compare.
     """
 
-    def __init__(self, owners: Sequence[ShardedModel], buckets: Sequence[str], options: str) -> None:
+    def __init__(self, owners: Sequence[ShardedModel], buckets: Mapping[str, Backward], options: str) -> None:
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._buckets = buckets
+        self._backwards = buckets
+        self._buckets = tuple(buckets)
         self._options = options
 
     def expect_graph(self) -> None:
@@ -47,20 +51,24 @@ class GraphRun:
         for node in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]):
             node.register_prehook(self._before_backward)
 
+    @python_only
     def _before_backward(self, gradients: Any) -> None:
         for reference in self._owners:
             if (owner := reference()) is not None:
                 owner.enter_backward()
-                owner.note_wanted(self._buckets)
         self.expect_graph()
 
-    def begin(self, phase: str, digest: str, schedule: str) -> None:
+    def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
+        for name, indices in zip(self._buckets, used.split(";"), strict=False):
+            self._backwards[name].used = frozenset(map(int, indices.split(","))) if indices else frozenset()
         for reference in self._owners:
             if (owner := reference()) is not None:
+                if phase == "backward":
+                    owner.note_backward(self._backwards)
                 owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
 
 
-def begin(phase: str, digest: str, schedule: str) -> None:
+def begin(phase: str, digest: str, schedule: str, used: str) -> None:
     """A graph begins on this thread: the operator ``mfsdp::begin``.
 
     Raises:
@@ -68,7 +76,7 @@ def begin(phase: str, digest: str, schedule: str) -> None:
     """
     run, _thread.expected = _thread.expected, None
     if run is not None:
-        run.begin(phase, digest, schedule)
+        run.begin(phase, digest, schedule, used)
 
 
 def named(schedule: str, buckets: Sequence[str]) -> list[str]:

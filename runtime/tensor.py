@@ -15,6 +15,7 @@ knows its rows, and that does one of four things with an operator:
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from . import compat
 from .layout import BucketLayout
@@ -215,6 +217,22 @@ class RowShardedTensor(DTensor):
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor.view_as(self._local_tensor)
         return _ToLocal.apply(self)
+
+    @property
+    def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
+        """Hooks on the gradient. Autograd does not know them: it passes parameters no gradient, see :mod:`.gradients`."""
+        hooks: dict[int, Callable[[Tensor], Tensor | None]] = vars(self).setdefault("mfsdp_hooks", OrderedDict())
+        return hooks
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
+        """As ``Tensor.register_hook``; of a parameter, the hook gets its reduced gradient, a DTensor."""
+        if not hasattr(self, "mfsdp_home"):
+            return super().register_hook(hook)
+        if not self.requires_grad:
+            raise RuntimeError(f"cannot register a hook on {self.split.name!r}, which does not require gradient")
+        handle = RemovableHandle(self.tensor_hooks)
+        self.tensor_hooks[handle.id] = hook
+        return handle
 
     def share_memory_(self) -> Tensor:
         raise RuntimeError(f"{self.split.name!r} is a part of a bucket: its memory cannot be shared between processes.")
