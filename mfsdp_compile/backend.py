@@ -33,6 +33,7 @@ from mfsdp_compile.passes.context import (
 )
 from mfsdp_compile.runtime import compat, gradients
 from mfsdp_compile.runtime.bucket import Bucket, BucketPlan, Home
+from mfsdp_compile.runtime.eager import as_gathered, write_in_forward
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
 from mfsdp_compile.runtime.topology import Topology
@@ -65,6 +66,7 @@ def mfsdp(
             )
         return _compile_inner(gm, example_inputs, chosen, None)
 
+    escaped = _escaped(gm, shells)
     record, call, inputs = prepare(gm, example_inputs, shells, chosen)
     compiled = _compile_inner(gm, inputs, chosen, record)
 
@@ -81,7 +83,7 @@ def mfsdp(
                 graphs.expect_graph()
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            return outputs
+            return [as_gathered(output, escaped[i]) if i in escaped else output for i, output in enumerate(outputs)]
         except BaseException as error:
             for owner in owners:
                 if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
@@ -99,6 +101,7 @@ def prepare(
     Returns:
         What passes know and say of the graph, how to call it, and example inputs.
     """
+    _refuse_writes(gm, shells)
     buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
@@ -213,9 +216,34 @@ def _beside_shard(bucket: Bucket) -> list[Tensor]:
     tensors = []
     if bucket.has_resident:
         tensors.append(bucket.hold_resident())
-    if bucket.pending is not None:
+    if bucket.has_token:
+        assert bucket.pending is not None
         tensors.append(bucket.pending.token)
     return tensors
+
+
+_MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+
+
+def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
+    """Parameters that a graph returns as they are, by position: to code behind a graph break, which may write to them."""
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    found = {}
+    for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target in _MARKERS:
+            home = shells[placeholders.index(node.args[0])]
+            found[position] = home.bucket.splits[home.index].name
+    return found
+
+
+def _refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
+    """Raise RuntimeError if forward writes to a parameter."""
+    if not (written := compat.written(gm, lambda node: node.target in _MARKERS)):
+        return
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
+    homes = [shells[position] for position in sources or shells]  # in a region it is not known which one it is
+    raise write_in_forward(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
 
 
 def find_shells(gm: fx.GraphModule) -> dict[int, Home]:

@@ -6,6 +6,8 @@ Before                                              After
     linear = linear(x, unshard)                         getitem = gather[0]
                                                         linear = linear(x, getitem)
 
+A parameter that is frozen in a bucket that trains is detached, so that its gradient is not computed.
+
 Needs: shell placeholders with their roles; every use of one is a marker, or passes it into a region (a checkpointed
 one, say) whose body has the marker. Leaves: no shell and no marker; the first placeholders are the shards, one per
 bucket in the context's order, each followed by the bucket's resident and token where it has these. Run as it stands, the
@@ -66,6 +68,10 @@ def apply(gm: fx.GraphModule, context: Context) -> Report:
         with graph.inserting_after(call):
             parameter = graph.call_function(operator.getitem, (call, role.index))
         parameter.meta["custom"] = {MARK: role.bucket}
+        if context.buckets[role.bucket].trainable and not compat.requires_grad(shell):
+            with graph.inserting_after(parameter):  # frozen since the model was sharded
+                parameter = graph.call_method("detach", (parameter,))
+            parameter.meta["custom"] = {MARK: role.bucket}
         shell.replace_all_uses_with(parameter)
         graph.erase_node(shell)
 

@@ -1,4 +1,5 @@
-"""A bucket: the parameters of one unit that share dtype, ``requires_grad`` and group, as one flat shard per rank.
+"""A bucket: the parameters of one unit that shared dtype, ``requires_grad`` and group when the model was sharded, as one
+flat shard per rank.
 
 originals     weight [6, 8]                          bias [6]
               |                                      |
@@ -57,7 +58,7 @@ class BucketPlan:
         layout: whose slot names are fully qualified parameter names.
         compute_dtype: of the gathered parameters; the dtype that the model was built with.
         main_dtype: of the shard, its gradients and the optimizer's state.
-        requires_grad: of all its parameters.
+        requires_grad: whether any of its parameters trains. They all do, or none does, when the model is sharded.
         grad_dtype: that gradients are summed in, over microbatches.
         comm_dtype: that gradients are reduced in.
         reduce_op: over data-parallel ranks, ``"avg"`` or ``"sum"``.
@@ -172,14 +173,15 @@ class Bucket:
         backing = (flat,) if self.resident is None else (flat, self.resident)
         self.params = tuple(
             nn.Parameter(
-                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=plan.requires_grad
+                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=original.requires_grad
             )
-            for view, split in zip(views, self.splits, strict=True)
+            for view, split, original in zip(views, self.splits, like, strict=True)
         )
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # making a Parameter detached it, from the version too
         self.shells = tuple(
-            _shell(split.part_shape, plan.compute_dtype, flat.device, plan.requires_grad) for split in self.splits
+            _shell(split.part_shape, plan.compute_dtype, flat.device, original.requires_grad)
+            for split, original in zip(self.splits, like, strict=True)
         )
         for index, original in enumerate(like):
             kept = {k: v for k, v in vars(original).items() if k not in _OWN_ATTRIBUTES}
@@ -206,14 +208,32 @@ class Bucket:
         self.exchange = plan.exchange(self.topology)
         # Buckets whose signatures are equal can run each other's compiled graphs.
         self.signature = (
-            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{not self.has_resident}:"
+            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
             f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}"
         )
-        needs_token = plan.requires_grad and self.exchange.needs_token
-        if needs_token != (self.pending is not None):
-            self.pending = Pending(self, plan.grad_dtype) if needs_token else None
+        if not self.exchange.needs_token:
+            self.pending = None
+        elif plan.requires_grad and self.pending is None:  # one that was frozen since may still hold a sum
+            self.pending = Pending(self, plan.grad_dtype)
         if self.pending is not None:
             self.pending.asked = None  # what a backward that has failed had noted is over
+
+    @property
+    def frozen(self) -> list[int]:
+        """Parameters, by index, that do not train, where others of the bucket do."""
+        return [i for i, param in enumerate(self.params) if not param.requires_grad] if self.plan.requires_grad else []
+
+    @property
+    def has_token(self) -> bool:
+        """Whether graphs take what stands for the sum of gradients that wait."""
+        return self.plan.requires_grad and self.exchange.needs_token
+
+    def toggled(self, index: int) -> None:
+        """A parameter has been frozen, or made trainable. Code is compiled once for each combination."""
+        self.shells[index].requires_grad_(self.params[index].requires_grad)  # Dynamo guards on it
+        trains = any(param.requires_grad for param in self.params)
+        self.set_plan(replace(self.plan, requires_grad=trains))
+        self.owner.label_modules_of(self)
 
     def _place(self, index: int) -> Place:
         layout = self.plan.layout
@@ -363,16 +383,8 @@ class Bucket:
         self.owner.inspect(self, gradient)
 
     def check_unchanged(self) -> None:
-        """Raise if somebody exchanged a parameter, or froze or thawed one, since the model was sharded."""
-        wanted = self.plan.requires_grad
+        """Raise if somebody replaced a parameter since the model was sharded."""
         for param, sites in zip(self.params, self.sites, strict=True):
-            if param.requires_grad != wanted:
-                now = "trainable" if param.requires_grad else "frozen"
-                raise RuntimeError(
-                    f"Parameter {sites[0].name!r} was made {now} after fully_shard_model: its bucket {self.plan.name!r} "
-                    f"was laid out for {'trainable' if wanted else 'frozen'} parameters. Call requires_grad_() before "
-                    "fully_shard_model, or shard the model anew."
-                )
             for site in sites:
                 if site.module._parameters.get(site.attribute) is not param:
                     raise RuntimeError(

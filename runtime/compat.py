@@ -57,13 +57,16 @@ try:
         DisableTorchFunctionSubclass,
         DispatchKey,
         _current_graph_task_id,
+        _disabled_torch_function_impl as no_torch_function,
         _will_engine_execute_node,
     )
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
+        _saved_tensors_hooks_is_enabled,
         _push_saved_tensors_default_hooks,
         _top_saved_tensors_default_hooks,
     )
+    from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed._functional_collectives import all_to_all_single_autograd
@@ -199,6 +202,27 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 def saved_tensor_hooks_active() -> bool:
     """Whether somebody (checkpointing, offloading) has default hooks on saved tensors on this thread."""
     return _top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether default hooks on saved tensors can be installed: not inside ``torch.func.grad`` and its like."""
+    return _saved_tensors_hooks_is_enabled()
+
+
+def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Inside, operators are not seen by the transforms of ``torch.func`` that are under way: to them, what is computed is a
+    constant."""
+    if _peek_functorch_interpreter() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same shape and dtype are equal, NaN to NaN."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
 
 
 @contextlib.contextmanager
@@ -495,6 +519,36 @@ def graph_argument(placeholder: fx.Node) -> Any:
     """The real object that a placeholder of a Dynamo graph stands for; None for symbolic sizes."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
+
+
+def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The nodes of a Dynamo graph, and of the regions in it, that ``marks`` picks and whose value something writes to: in place,
+    through a view, or through ``.data``."""
+    found: list[fx.Node] = []
+    values = {node: node.meta.get("example_value") for node in gm.graph.nodes}
+    storages: dict[int, fx.Node] = {}
+    for node, value in values.items():
+        if isinstance(value, Tensor) and marks(node):
+            storages[value.untyped_storage()._cdata] = node
+    changed = [value for value in values.values() if isinstance(value, Tensor) and value._version]
+    for node in gm.graph.nodes if storages else ():
+        # Operators on lists do not raise the versions of tensors without values.
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name.startswith("_foreach_") and name.endswith("_") and node.args:
+            changed += [values[each] for each in node.args[0] if isinstance(values.get(each), Tensor)]
+    for value in changed:
+        if (node := storages.get(value.untyped_storage()._cdata)) is not None and node not in found:
+            found.append(node)
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            found += written(child, marks)
+    return found
+
+
+def requires_grad(placeholder: fx.Node) -> bool:
+    """Whether the tensor that a placeholder of a Dynamo graph stands for requires a gradient; one that is made up does."""
+    argument = graph_argument(placeholder)
+    return argument is None or bool(argument.requires_grad)
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:

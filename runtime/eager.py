@@ -42,13 +42,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import compat, gradients
+from . import compat, gradients, guards
 from .bucket import Bucket, Home
 from .exchange import When
 from .ops import pack, start_collective, start_stage
 from .topology import Group
 
-__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "Window"]
+__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "write_in_forward"]
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,17 @@ def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def _below_function_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Gathered parameters are ordinary tensors, also inside ``torch.func.grad``, ``vmap`` and the like."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.below_function_transforms():
+            return function(*args)
+
+    return wrapped
+
+
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     """Gathers are not a part of what a user's selective checkpointing saves and counts: which of them run in a block depends on
     what is gathered already."""
@@ -252,6 +263,7 @@ class EagerRuntime:
         self._reductions: deque[_Reduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
+        self._content_checked: set[Bucket] = set()
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -325,9 +337,10 @@ class EagerRuntime:
             if window.is_root:
                 self._owner.check_complete()
             self._owner.enter_forward(window.describe())
-        if not compat.saved_tensor_hooks_active():
+        if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
             # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
-            # to decide. Ours on top would hide tensors from a recomputation that counts them.
+            # to decide. Ours on top would hide tensors from a recomputation that counts them. Inside torch.func.grad
+            # there can be none: gathered parameters stay in memory until the backward then.
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
     def _close(self, keep_last: bool) -> None:
@@ -335,6 +348,8 @@ class EagerRuntime:
         if compat.in_backward():
             return
         written = [bucket for bucket, state in self._gathered.items() if self._is_written(state)]
+        for bucket, state in list(self._gathered.items()):
+            self._check_content(bucket, state)
         for unit in self.units:
             if not keep_last or unit is not self._last_read:
                 self._release(unit)
@@ -390,7 +405,8 @@ class EagerRuntime:
         view = self._gather(bucket).views[home.index]
         self._last_read = self._unit_of[bucket]
         if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
-            return _Attach.apply(view, self._anchors_of(bucket)[home.index])
+            with compat.below_function_transforms():  # a parameter is a constant to them, as an ordinary one is
+                return as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
         return view
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -399,6 +415,7 @@ class EagerRuntime:
         return self._anchors[bucket]
 
     @_as_parameters
+    @_below_function_transforms
     def _start(self, unit: EagerUnit) -> None:
         for bucket in unit.buckets:
             state = self._gathered.get(bucket)
@@ -416,6 +433,7 @@ class EagerRuntime:
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
     @_as_parameters
+    @_below_function_transforms
     def _gather(self, bucket: Bucket) -> _Gathered:
         state = self._gathered.get(bucket)
         if state is not None and state.full is not None and state.version == bucket.flat._version:
@@ -435,7 +453,10 @@ class EagerRuntime:
         else:
             state.full = bucket.source().to(bucket.plan.compute_dtype)
         state.content = state.full._version
-        state.views = [state.full[slot.offset : slot.end].view(slot.shape) for slot in bucket.plan.layout.slots]
+        state.views = [
+            as_gathered(state.full[slot.offset : slot.end].view(slot.shape), slot.name)
+            for slot in bucket.plan.layout.slots
+        ]
         if address := compat.storage_address(state.full):
             self._by_storage[address] = bucket
         in_backward = compat.in_backward()
@@ -475,8 +496,11 @@ class EagerRuntime:
                 continue
             state = self._gathered.get(bucket)
             self._release_bucket(bucket)
-            if state is not None and self._depth > 0 and self._is_written(state):
-                self._refuse_writes(bucket)
+            if state is not None and self._depth > 0:
+                if self._is_written(state):
+                    self._refuse_writes(bucket)
+                if state.version == bucket.flat._version:
+                    self._check_content(bucket, state)
 
     def _release_bucket(self, bucket: Bucket) -> None:
         state = self._gathered.pop(bucket, None)
@@ -491,12 +515,18 @@ class EagerRuntime:
         return state.full is not None and state.full._version != state.content
 
     def _refuse_writes(self, bucket: Bucket) -> None:
-        names = ", ".join(sites[0].name for sites in bucket.sites[:4])
-        raise RuntimeError(
-            f"Forward has written to a parameter of {bucket.plan.unit!r} ({names}{', ...' if len(bucket.sites) > 4 else ''}"
-            "): what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under "
-            "torch.no_grad()), or hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
-        )
+        raise write_in_forward(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+
+    def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
+        """Writes that leave no trace, through ``.data`` of a part of a parameter, are looked for in the first forward: each
+        rank compares the rows that it has sent."""
+        group = bucket.topology.gather_group
+        if state.full is None or group is None or bucket in self._content_checked or not guards.enabled():
+            return
+        self._content_checked.add(bucket)
+        mine = state.full.view(group.size, -1)[group.rank]
+        if not compat.equal_bits(mine, bucket.source().to(bucket.plan.compute_dtype)):
+            self._refuse_writes(bucket)
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
         pairs = list(itertools.pairwise(order))
@@ -633,6 +663,38 @@ class EagerRuntime:
         for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
             duplicate.add_window(window)
         return duplicate
+
+
+def write_in_forward(unit: str, names: Sequence[str]) -> RuntimeError:
+    """The error for a forward that writes to a parameter of ``unit``, one of ``names``."""
+    return RuntimeError(
+        f"Forward has written to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): "
+        "what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
+        "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
+    )
+
+
+class GatheredParameter(nn.Parameter):
+    """What ``module.weight`` is inside a forward: an ordinary tensor, but that writes through ``.data`` do not go unseen. (A
+    tensor's own ``.data`` does not share its version.)"""
+
+    __torch_function__ = compat.no_torch_function
+    mfsdp_name: str
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        raise write_in_forward(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+
+
+def as_gathered(tensor: Tensor, name: str) -> Any:
+    """``tensor``, as a :class:`GatheredParameter`."""
+    tensor.__class__ = GatheredParameter
+    vars(tensor)["mfsdp_name"] = name
+    return tensor
 
 
 class _Reduce(torch.autograd.Function):

@@ -891,7 +891,11 @@ class ShardedModel:
 
     def _label_modules(self) -> None:
         self._schedules_replaced = self._order.schedules_replaced
-        for module in {site.module for bucket in self.buckets for sites in bucket.sites for site in sites}:
+        self.label_modules_of(*self.buckets)
+
+    def label_modules_of(self, *buckets: Bucket) -> None:
+        """Tell Dynamo's guards what has changed about buckets."""
+        for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
             label_module(module, self._schedules_replaced)
 
     # -- parameters ---------------------------------------------------------------------------------------------------

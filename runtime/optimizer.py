@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from . import compat
 from .bucket import Home
 from .flat import FlatStep
 from .muon import ShardedMuon
@@ -103,6 +104,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     if by_name:
         name_state(optimizer)
 
+    @compat.python_only
     @functools.wraps(step)
     def extended_step(
         self: torch.optim.Optimizer,
@@ -127,6 +129,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 owner.refresh(ahead=True)
         return result
 
+    @compat.python_only
     @functools.wraps(zero_grad)
     def extended_zero_grad(
         self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True

@@ -219,6 +219,21 @@ class RowShardedTensor(DTensor):
         return _ToLocal.apply(self)
 
     @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RowShardedTensor:  # type: ignore[override]
+        """As ``Tensor.requires_grad_``: a parameter can be frozen, and made trainable, between steps. All ranks do the same."""
+        super().requires_grad_(requires_grad)
+        if (home := vars(self).get("mfsdp_home")) is not None:
+            home.bucket.toggled(home.index)
+        return self
+
+    @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Hooks on the gradient. Autograd does not know them: it passes parameters no gradient, see :mod:`.gradients`."""
         hooks: dict[int, Callable[[Tensor], Tensor | None]] = vars(self).setdefault("mfsdp_hooks", OrderedDict())

@@ -56,10 +56,10 @@ def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) 
 @torch.no_grad()
 def _wholes(bucket: Bucket) -> list[nn.Parameter]:
     found = []
-    for split, part in zip(bucket.splits, bucket.gather_shards(), strict=True):
+    for param, split, part in zip(bucket.params, bucket.splits, bucket.gather_shards(), strict=True):
         partition = split.partition
         whole = part if partition is None or partition.bare else partition.of_part(part)
-        found.append(nn.Parameter(whole, requires_grad=bucket.plan.requires_grad))
+        found.append(nn.Parameter(whole, requires_grad=param.requires_grad))
     return found
 
 
