@@ -3,18 +3,23 @@
 The first thing that a graph with collectives runs is ``mfsdp::begin(phase, digest, schedule, used)``. That is part of the
 graph, so code that comes out of a compile cache says it too, of whatever process it came from. What is made of it at run time
 (agreement between ranks, a record for reports of hangs) is :mod:`mfsdp_compile.runtime.running`'s. ``used`` lists the
-parameters that a backward has gradients for, ``"0,1;;0,2"`` for three buckets: the others have none, on any rank.
+parameters that a backward has gradients for: the others have none, on any rank. AOTAutograd computes a gradient for every
+parameter that some output depends on, zeros where the loss depends on another output; so it says of which outputs, too.
 
 Runs last. Changes nothing that is computed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import fx
+
+from mfsdp_compile.runtime import compat
 
 from .context import Context, Phase
 from .roles import reductions
@@ -28,20 +33,30 @@ def apply(graph: fx.Graph, phase: Phase, collectives: Sequence[str], context: Co
         return
     schedule = "\n".join(collectives)
     digest = hashlib.sha256(schedule.encode()).hexdigest()[:16]
-    used = ";".join(",".join(map(str, indices)) for indices in _used(graph, context)) if phase is Phase.BACKWARD else ""
+    used = _used(graph, context) if phase is Phase.BACKWARD else ""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         graph.call_function(torch.ops.mfsdp.begin.default, (phase.value, digest, schedule, used))
 
 
-def _used(graph: fx.Graph, context: Context) -> list[list[int]]:
-    """For each bucket, the indices of parameters whose gradients a backward graph packs."""
-    found: list[set[int]] = [set() for _ in context.buckets]
+def _used(graph: fx.Graph, context: Context) -> str:
+    """The parameters that a backward graph has gradients for, as :func:`mfsdp_compile.runtime.running.parse_used` reads it."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
+    everything = (1 << len(tangents)) - 1
+    needs = {node: 1 << position for position, node in enumerate(tangents)}
+    for node in graph.nodes:
+        if node not in needs:
+            needs[node] = functools.reduce(operator.or_, (needs[source] for source in node.all_input_nodes), 0)
+    found: list[dict[int, int]] = [{} for _ in context.buckets]
     for reduction in reductions(graph):
         gradients, offsets = reduction.pack.args[:2]
         slots = context.buckets[reduction.bucket].layout.slots
         for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
             # Parameters without elements have the place of the next one.
-            shape = tuple(gradient.meta["val"].shape)
-            found[reduction.bucket] |= {i for i, slot in enumerate(slots) if (slot.offset, slot.shape) == (offset, shape)}
-    return [sorted(indices) for indices in found]
+            place = (offset, tuple(gradient.meta["val"].shape))
+            found[reduction.bucket] |= {i: needs[gradient] for i, s in enumerate(slots) if (s.offset, s.shape) == place}
+    buckets = [
+        ",".join(f"{index}" if mask == everything else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
+        for params in found
+    ]
+    return f"{len(tangents)}|{';'.join(buckets)}"

@@ -57,13 +57,15 @@ try:
         DisableTorchFunctionSubclass,
         DispatchKey,
         _current_graph_task_id,
-        _disabled_torch_function_impl as no_torch_function,
         _will_engine_execute_node,
+    )
+    from torch._C import (
+        _disabled_torch_function_impl as no_torch_function,
     )
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
-        _saved_tensors_hooks_is_enabled,
         _push_saved_tensors_default_hooks,
+        _saved_tensors_hooks_is_enabled,
         _top_saved_tensors_default_hooks,
     )
     from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
@@ -690,6 +692,11 @@ def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry.get(operator.overloadpacket)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of a backward graph is the gradient of an output of the forward."""
+    return "tangents" in str(node.target)  # as torch's partitioner asks
 
 
 def is_backward_node(node: fx.Node) -> bool:

@@ -131,7 +131,9 @@ class Asked:
         for index, leaf in enumerate(leaves):
             if leaf is not None:
                 found[compat.wanted(leaf)].add(index)
-        added, returned, left_out = (frozenset(found[w]) for w in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT))
+        added, returned, left_out = (
+            frozenset(found[w]) for w in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
+        )
         return Asked(added, returned, left_out, len(leaves))
 
     @property

@@ -679,7 +679,9 @@ class ShardedModel:
             if self.reductions_are_due():
                 self.finish_synchronisation()
             else:
-                self._settle([bucket for bucket in self.buckets if bucket in self._touched and not bucket.gradient_waits])
+                self._settle(
+                    [bucket for bucket in self.buckets if bucket in self._touched and not bucket.gradient_waits]
+                )
         self._touched.clear()
         self._backward = _BackwardIds()
         if self._found_nan:
@@ -725,7 +727,9 @@ class ShardedModel:
         found = [set(mine) for mine in used]
         for topology in self.topologies:
             group = topology.every
-            positions = [i for i, bucket in enumerate(buckets) if bucket.plan.is_expert == (topology is not self.topology)]
+            positions = [
+                i for i, bucket in enumerate(buckets) if bucket.plan.is_expert == (topology is not self.topology)
+            ]
             flags = [index in found[i] for i in positions for index in range(len(buckets[i].params))]
             if group.size == 1 or not flags:
                 continue

@@ -8,6 +8,7 @@ a hook on the autograd node before a backward.
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import weakref
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .gradients import Backward
     from .model import ShardedModel
 
-__all__ = ["GraphRun", "begin", "named"]
+__all__ = ["GraphRun", "begin", "named", "parse_used"]
 
 
 class GraphRun:
@@ -41,6 +42,7 @@ class GraphRun:
         self._backwards = buckets
         self._buckets = tuple(buckets)
         self._options = options
+        self._given: Sequence[bool] = ()
 
     def expect_graph(self) -> None:
         """The next graph that begins on this thread is this one's."""
@@ -48,24 +50,45 @@ class GraphRun:
 
     def watch_backward(self, outputs: Any) -> None:
         """``outputs`` are those of the forward: their backward begins with a word to the model."""
-        for node in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]):
-            node.register_prehook(self._before_backward)
+        for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
+            node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
     @python_only
-    def _before_backward(self, gradients: Any) -> None:
+    def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Args: numbers: of the node's outputs that have gradients."""
+        self._given = [gradients[number] is not None for number in numbers]
         for reference in self._owners:
             if (owner := reference()) is not None:
                 owner.enter_backward()
         self.expect_graph()
 
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
-        for name, indices in zip(self._buckets, used.split(";"), strict=False):
-            self._backwards[name].used = frozenset(map(int, indices.split(","))) if indices else frozenset()
+        if phase == "backward":
+            for name, found in zip(self._buckets, parse_used(used, self._given), strict=True):
+                self._backwards[name].used = found
         for reference in self._owners:
             if (owner := reference()) is not None:
                 if phase == "backward":
                     owner.note_backward(self._backwards)
                 owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+
+
+def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:
+    """For each bucket, the parameters, by index, that have a gradient in a backward.
+
+    Args:
+        text: ``"2|0,1/2;"``: of two outputs' gradients, that of parameter 0 of the first bucket depends on both, that of
+            parameter 1 on the second (a mask in hexadecimal), and the second bucket has none.
+        given: for each output, whether it has a gradient. Those that have none count as zeros. Where outputs are views of
+            one another it is not known which is which: then all gradients count, as they do for ``torch.compile``.
+    """
+    count, buckets = text.split("|")
+    mask = sum(has << position for position, has in enumerate(given)) if len(given) == int(count) else -1
+    found = []
+    for params in buckets.split(";"):
+        parts = [part.split("/") for part in params.split(",")] if params else []
+        found.append(frozenset(int(index) for index, *needs in parts if not needs or int(needs[0], 16) & mask))
+    return found
 
 
 def begin(phase: str, digest: str, schedule: str, used: str) -> None:
@@ -94,10 +117,16 @@ _DEPTH = 3
 """Views that AOTAutograd may put between an output and the node of the compiled code."""
 
 
-def _compiled_nodes(outputs: Iterable[Any]) -> set[Any]:
-    found: set[Any] = set()
-    level = {output.grad_fn for output in outputs if isinstance(output, Tensor)} - {None}
+def _compiled_nodes(outputs: Iterable[Any]) -> dict[Any, set[int]]:
+    """The nodes of compiled code behind outputs, and which of each one's outputs these are."""
+    found: dict[Any, set[int]] = {}
+    level = {(o.grad_fn, o.output_nr) for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
     for _ in range(_DEPTH):
-        found |= {node for node in level if "CompiledFunction" in type(node).__name__}
-        level = {following for node in level - found for following, _ in node.next_functions} - {None}
+        above = set()
+        for node, number in level:
+            if "CompiledFunction" in type(node).__name__:
+                found.setdefault(node, set()).add(number)
+            else:
+                above |= {edge for edge in node.next_functions if edge[0] is not None}
+        level = above
     return found

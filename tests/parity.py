@@ -155,7 +155,9 @@ def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = Tr
     for x, y in zip(run.losses, alone.losses, strict=True):
         assert abs(x - y) <= relative * max(abs(y), 1e-3), f"losses {run.losses} and {alone.losses}"
     for step, (mine, its) in enumerate(zip(run.gradients, alone.gradients, strict=True)):
-        assert mine.keys() == its.keys(), f"step {step}: gradients of {sorted(mine.keys() ^ its.keys())} on one side only"
+        assert mine.keys() == its.keys(), (
+            f"step {step}: gradients of {sorted(mine.keys() ^ its.keys())} on one side only"
+        )
         largest = max((g.abs().max().item() for g in its.values() if g.numel()), default=0.0)
         for name, gradient in its.items():
             _close(f"gradient of {name}, step {step}", mine[name], gradient, relative, largest)

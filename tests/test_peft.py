@@ -1,0 +1,108 @@
+"""Fine-tuning with peft: adapters train, the frozen model is the reference, numbers are those of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parity import AOT_EAGER, EAGER
+from pool import on_ranks
+from torch import Tensor, nn
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(**settings: Any) -> nn.Module:
+    """A small Llama with LoRA on its projections; half of the adapters start away from zero."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, **settings)
+    model = peft.get_peft_model(families.ready(families.llama()), config)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return F.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None]).sum((-1, -2))
+
+
+def preference_loss(model: Any, adapters: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Of DPO. The reference policy is the model without its adapters."""
+    with torch.no_grad(), adapters.disable_adapter():
+        reference = log_probabilities(model, chosen) - log_probabilities(model, rejected)
+    margin = log_probabilities(model, chosen) - log_probabilities(model, rejected)
+    return -F.logsigmoid(0.5 * (margin - reference)).mean()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_preferences_with_adapters(mode: str) -> None:
+    """LoRA trained with DPO: every step freezes the adapters, runs without gradients, and makes them trainable again."""
+    whole, alone = adapted(), adapted()
+    layer = type(whole.base_model.model.model.layers[0])
+    model = fully_shard_model(whole, fsdp_unit_modules=[layer])
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    optimizer = fully_shard_optimizer(parity.sgd([p for p in model.parameters() if p.requires_grad]))
+    its = parity.sgd([p for p in alone.parameters() if p.requires_grad])
+    for step in range(3):
+        tokens = torch.randint(0, 100, (2, 2, 2, 8), generator=torch.Generator().manual_seed(step))
+        preference_loss(call, whole, *tokens[dist.get_rank()]).backward()
+        (sum(preference_loss(alone, alone, *each) for each in tokens) / 2).backward()  # type: ignore[union-attr]
+        for name, param in whole.named_parameters():
+            expected = alone.get_parameter(name)
+            assert param.requires_grad == expected.requires_grad, name
+            assert (param.grad is None) == (expected.grad is None), name
+            if param.grad is not None:
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6)
+        for each in (optimizer, its):
+            each.step()
+            each.zero_grad()
+    for name, param in whole.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-4, atol=1e-5)
+
+
+class Quantised(nn.Module):
+    """A frozen linear layer of 8-bit integers, dequantised when it runs, as QLoRA's base: integers in a buffer, scales in a
+    parameter; and LoRA beside it."""
+
+    def __init__(self, width: int, rank: int = 4) -> None:
+        super().__init__()
+        whole = torch.randn(width, width)
+        scale = whole.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("codes", (whole / scale).round().to(torch.int8))
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.codes_of_bias = nn.Parameter(torch.randint(-9, 9, (width,), dtype=torch.int8), requires_grad=False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.to(x.dtype) * self.scale
+        return F.linear(x, weight, self.codes_of_bias.to(x.dtype) * 0.01) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_adapters_on_a_quantised_model(mode: str) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Quantised(12) for _ in range(3)))
+
+    model, alone = fully_shard_model(build(), fsdp_unit_modules=[Quantised]), build()
+    call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    optimizers = [parity.sgd([p for p in each.parameters() if p.requires_grad]) for each in (model, alone)]
+    for batch in parity.batches(2, shape=(4, 12)):
+        call(batch[dist.get_rank()]).pow(2).mean().backward()
+        (sum(alone(x).pow(2).mean() for x in batch) / 2).backward()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.module.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-4, atol=1e-5)
