@@ -156,10 +156,8 @@ class _Call:
         self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
         self._positions = frozenset(shells)
 
-    def exchange(
-        self, args: Sequence[Any]
-    ) -> tuple[list[Bucket], dict[str, gradients.Backward], list[Tensor], list[Any]]:
-        """The buckets that the shells among ``args`` belong to, the backward to come by their names, what the graph gets of
+    def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[gradients.Backward], list[Tensor], list[Any]]:
+        """The buckets that the shells among ``args`` belong to, the backward to come through each, what the graph gets of
         them, and the other arguments."""
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
@@ -181,10 +179,10 @@ class _Call:
         for owner in _owners(buckets):
             owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
-        backwards = {bucket.plan.name: gradients.Backward() for bucket in buckets}
+        backwards = [gradients.Backward.through(bucket) for bucket in buckets]
         tensors = [
             tensor
-            for bucket, backward in zip(buckets, backwards.values(), strict=True)
+            for bucket, backward in zip(buckets, backwards, strict=True)
             for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
         ]
         return buckets, backwards, tensors, [a for i, a in enumerate(args) if i not in self._positions]

@@ -415,7 +415,8 @@ class Bucket:
         return f"Bucket({self.plan.name!r}: {self.plan.layout})"
 
 
-_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", "mfsdp_hooks"}
+_HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", *_HOOKS}
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:

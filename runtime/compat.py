@@ -59,9 +59,6 @@ try:
         _current_graph_task_id,
         _will_engine_execute_node,
     )
-    from torch._C import (
-        _disabled_torch_function_impl as no_torch_function,
-    )
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
@@ -107,6 +104,7 @@ try:
     all_reduce = torch.ops._c10d_functional.all_reduce.default
     all_to_all = torch.ops._c10d_functional.all_to_all_single.default
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+    no_torch_function = torch._C._disabled_torch_function_impl
     _execution_engine = torch.autograd.Variable._execution_engine
     _eval_frame: Any = torch._C._dynamo.eval_frame
     _run_as_is = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)

@@ -54,18 +54,28 @@ __all__ = [
 class Backward:
     """A backward through compiled code, and what it computes of one bucket.
 
+    Args:
+        bucket: not kept alive: autograd holds this where Python's garbage collector does not look.
+        name: of the bucket.
+
     Attributes:
         leaves: the autograd nodes of the bucket's parameters, None for those that are frozen.
         used: parameters, by index, that have a gradient in it; known when its graph begins.
     """
 
+    bucket: weakref.ref[Bucket]
+    name: str
     leaves: Sequence[Any] = ()
     used: frozenset[int] = frozenset()
+
+    @staticmethod
+    def through(bucket: Bucket) -> Backward:
+        return Backward(weakref.ref(bucket), bucket.plan.name)
 
 
 def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
     """The bucket's shard, ``[shard_numel]``, as a function of its parameters: what compiled code takes. Its gradient, which
-    is reduced already, becomes theirs."""
+    is reduced already, becomes theirs in ``backward``."""
     shard: Tensor = _Shard.apply(bucket, backward, *bucket.params)
     if shard.grad_fn is not None:
         backward.leaves = [node for node, _ in shard.grad_fn.next_functions]
@@ -79,14 +89,13 @@ class _Shard(torch.autograd.Function):
     @compat.python_only
     def forward(ctx: Any, bucket: Bucket, backward: Backward, *params: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        # Autograd holds this node where Python's garbage collector does not look.
-        ctx.bucket, ctx.backward_of = weakref.ref(bucket), backward
+        ctx.backward_of = backward
         return bucket.flat.detach()
 
     @staticmethod
     @compat.python_only
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        bucket: Bucket | None = ctx.bucket()
+        bucket = ctx.backward_of.bucket()
         asked = Asked.of(ctx.backward_of.leaves)
         if bucket is None or gradient is None:
             return None, None, *asked.nothing
@@ -352,9 +361,9 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
                 hook(None)
 
 
-def _run_accumulate_hooks(param: Tensor) -> None:
-    """``register_post_accumulate_grad_hook`` hooks: autograd, which passes no gradient to the parameter, runs none."""
-    for hook in list((param._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+def _run_accumulate_hooks(param: RowShardedTensor) -> None:
+    """``parameter.register_post_accumulate_grad_hook`` hooks."""
+    for hook in list(param.accumulate_hooks.values()):
         hook(param)
 
 

@@ -410,14 +410,11 @@ class ShardedModel:
                 self.enter_forward(what, details)
                 self.started += 1
 
-    def note_backward(self, backwards: Mapping[str, gradients.Backward]) -> None:
-        """A compiled backward is about to compute gradients of buckets: see what becomes of them.
-
-        Args:
-            backwards: by name of the bucket.
-        """
-        for bucket in self.buckets:
-            if (backward := backwards.get(bucket.plan.name)) is None or not bucket.plan.requires_grad:
+    def note_backward(self, backwards: Sequence[gradients.Backward]) -> None:
+        """A compiled backward is about to compute gradients of buckets, ours among them: see what becomes of these."""
+        for backward in backwards:
+            bucket = backward.bucket()
+            if bucket is None or bucket.owner is not self or not bucket.plan.requires_grad:
                 continue
             asked = gradients.Asked.of(backward.leaves)
             if bucket.pending is not None:

@@ -12,7 +12,7 @@ import functools
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -33,14 +33,14 @@ class GraphRun:
 
     Args:
         owners: of the buckets.
-        buckets: by name, in the order in which graphs number them, what its backward computes of each.
+        backwards: what its backward computes of each bucket, in the order in which graphs number them.
         options: of the backend, in words, for ranks to compare.
     """
 
-    def __init__(self, owners: Sequence[ShardedModel], buckets: Mapping[str, Backward], options: str) -> None:
+    def __init__(self, owners: Sequence[ShardedModel], backwards: Sequence[Backward], options: str) -> None:
         self._owners = [weakref.ref(owner) for owner in owners]
-        self._backwards = buckets
-        self._buckets = tuple(buckets)
+        self._backwards = backwards
+        self._buckets = [backward.name for backward in backwards]
         self._options = options
         self._given: Sequence[bool] = ()
 
@@ -64,8 +64,8 @@ class GraphRun:
 
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
         if phase == "backward":
-            for name, found in zip(self._buckets, parse_used(used, self._given), strict=True):
-                self._backwards[name].used = found
+            for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
+                backward.used = found
         for reference in self._owners:
             if (owner := reference()) is not None:
                 if phase == "backward":

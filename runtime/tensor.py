@@ -233,20 +233,39 @@ class RowShardedTensor(DTensor):
             home.bucket.toggled(home.index)
         return self
 
+    # Autograd passes parameters no gradient (see :mod:`.gradients`): it must not run their hooks, which would get None.
+
     @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        """Hooks on the gradient. Autograd does not know them: it passes parameters no gradient, see :mod:`.gradients`."""
+        """Of a parameter: called with its reduced gradient, a DTensor."""
         hooks: dict[int, Callable[[Tensor], Tensor | None]] = vars(self).setdefault("mfsdp_hooks", OrderedDict())
         return hooks
 
+    @property
+    def accumulate_hooks(self) -> dict[int, Callable[[Tensor], None]]:
+        """Of a parameter: called with it when its gradient has been added."""
+        hooks: dict[int, Callable[[Tensor], None]] = vars(self).setdefault("mfsdp_accumulate_hooks", OrderedDict())
+        return hooks
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As ``Tensor.register_hook``; of a parameter, the hook gets its reduced gradient, a DTensor."""
-        if not hasattr(self, "mfsdp_home"):
-            return super().register_hook(hook)
+        """As ``Tensor.register_hook``."""
+        return self._register(hook, self.tensor_hooks) if self._is_parameter else super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """As ``Tensor.register_post_accumulate_grad_hook``."""
+        if not self._is_parameter:
+            return super().register_post_accumulate_grad_hook(hook)
+        return self._register(hook, self.accumulate_hooks)
+
+    @property
+    def _is_parameter(self) -> bool:
+        return "mfsdp_home" in vars(self)
+
+    def _register(self, hook: Any, hooks: dict[int, Any]) -> RemovableHandle:
         if not self.requires_grad:
-            raise RuntimeError(f"cannot register a hook on {self.split.name!r}, which does not require gradient")
-        handle = RemovableHandle(self.tensor_hooks)
-        self.tensor_hooks[handle.id] = hook
+            raise RuntimeError(f"{self.split.name!r} is frozen: a hook on its gradient would never run.")
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
         return handle
 
     def share_memory_(self) -> Tensor:

@@ -250,9 +250,9 @@ def test_writes_to_parameters_in_forward_are_refused(mode: str) -> None:
         torch._dynamo.reset()
         model, call = parity.shard(parity.build(functools.partial(Model, layers=1)), mode, units=[Writes])
         before = model.module.blocks[0].up.weight.full_tensor()
-        with torch.set_grad_enabled(number % 2 == 0):
-            with parity.raises_everywhere(Exception, "written to a parameter", "up.weight"):
-                call(torch.randn(4, 8))
+        refused = parity.raises_everywhere(Exception, "written to a parameter", "up.weight")
+        with torch.set_grad_enabled(number % 2 == 0), refused:
+            call(torch.randn(4, 8))
         assert torch.equal(model.module.blocks[0].up.weight.full_tensor(), before)
 
 
@@ -293,7 +293,8 @@ def test_a_discriminator_frozen_in_turn(mode: str) -> None:
         torch.manual_seed(0)
         made.append((nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8)), zoo.Plain()))
     (generator, judge), (alone_generator, alone_judge) = made
-    models = [fully_shard_model(each, fsdp_unit_modules="auto" if each is judge else [nn.Linear]) for each in made[0]]
+    units = {generator: [nn.Linear], judge: [zoo.Block]}
+    models = [fully_shard_model(each, fsdp_unit_modules=of) for each, of in units.items()]
     calls: Any = models
     if mode != EAGER:
         calls = [torch.compile(each, backend="mfsdp", options={"inner": mode}) for each in models]

@@ -421,9 +421,8 @@ def _assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
     expected = dict(alone.named_parameters())
     scale = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None and p.grad.numel())
     for name, param in model.named_parameters():
-        if param.requires_grad:
-            assert param.grad is not None, name
-            other = expected[name].grad
-            other = torch.zeros_like(expected[name]) if other is None else other
+        other = expected[name].grad
+        assert (param.grad is None) == (other is None), name
+        if other is not None:
             difference = (param.grad.full_tensor() - other).abs()
             assert not difference.numel() or difference.max().item() <= 1e-5 * scale, name
