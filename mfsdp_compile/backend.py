@@ -33,7 +33,7 @@ from mfsdp_compile.passes.context import (
 )
 from mfsdp_compile.runtime import compat, gradients
 from mfsdp_compile.runtime.bucket import Bucket, BucketPlan, Home
-from mfsdp_compile.runtime.eager import as_gathered, write_in_forward
+from mfsdp_compile.runtime.eager import as_gathered, refuse_write
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
 from mfsdp_compile.runtime.topology import Topology
@@ -241,7 +241,7 @@ def _refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
     homes = [shells[position] for position in sources or shells]  # in a region it is not known which one it is
-    raise write_in_forward(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
+    refuse_write(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
 
 
 def find_shells(gm: fx.GraphModule) -> dict[int, Home]:

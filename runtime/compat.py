@@ -209,6 +209,11 @@ def saved_tensor_hooks_allowed() -> bool:
     return _saved_tensors_hooks_is_enabled()
 
 
+def refuses_saved_tensor_hooks(error: BaseException) -> bool:
+    """Whether a transform of ``torch.func`` has raised this because there are default hooks on saved tensors."""
+    return "torch.func" in str(error) and "saved tensor hooks" in str(error)
+
+
 def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
     """Inside, operators are not seen by the transforms of ``torch.func`` that are under way: to them, what is computed is a
     constant."""
@@ -521,6 +526,14 @@ def graph_argument(placeholder: fx.Node) -> Any:
     return argument.example if argument is not None else None
 
 
+def _storage_of(value: Tensor) -> int:
+    """A number for a storage; 0 for a value that has none, inside a transform of ``torch.func``."""
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0
+
+
 def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Node]:
     """The nodes of a Dynamo graph, and of the regions in it, that ``marks`` picks and whose value something writes to: in place,
     through a view, or through ``.data``."""
@@ -529,7 +542,7 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
     storages: dict[int, fx.Node] = {}
     for node, value in values.items():
         if isinstance(value, Tensor) and marks(node):
-            storages[value.untyped_storage()._cdata] = node
+            storages[_storage_of(value)] = node
     changed = [value for value in values.values() if isinstance(value, Tensor) and value._version]
     for node in gm.graph.nodes if storages else ():
         # Operators on lists do not raise the versions of tensors without values.
@@ -537,7 +550,7 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
         if node.op == "call_function" and name.startswith("_foreach_") and name.endswith("_") and node.args:
             changed += [values[each] for each in node.args[0] if isinstance(values.get(each), Tensor)]
     for value in changed:
-        if (node := storages.get(value.untyped_storage()._cdata)) is not None and node not in found:
+        if (node := storages.get(_storage_of(value))) is not None and node not in found:
             found.append(node)
     for child in gm.children():
         if isinstance(child, fx.GraphModule):

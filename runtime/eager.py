@@ -36,7 +36,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ from .exchange import When
 from .ops import pack, start_collective, start_stage
 from .topology import Group
 
-__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "write_in_forward"]
+__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "refuse_write"]
 
 
 @dataclass(frozen=True)
@@ -324,6 +324,13 @@ class EagerRuntime:
             self.leave(window)  # somebody may catch it
         elif self._depth == 1:
             self._owner.failed(error)
+        if compat.refuses_saved_tensor_hooks(error):
+            raise RuntimeError(
+                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside of an eager forward of a "
+                "sharded model: gathered parameters are kept out of what autograd saves by hooks, and torch.func allows "
+                "none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the transform to "
+                "the model from outside, or compile the model."
+            ) from error
 
     def _open(self, window: Window) -> None:
         if compat.in_backward():
@@ -515,7 +522,7 @@ class EagerRuntime:
         return state.full is not None and state.full._version != state.content
 
     def _refuse_writes(self, bucket: Bucket) -> None:
-        raise write_in_forward(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
         """Writes that leave no trace, through ``.data`` of a part of a parameter, are looked for in the first forward: each
@@ -665,9 +672,9 @@ class EagerRuntime:
         return duplicate
 
 
-def write_in_forward(unit: str, names: Sequence[str]) -> RuntimeError:
-    """The error for a forward that writes to a parameter of ``unit``, one of ``names``."""
-    return RuntimeError(
+def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
+    """Raise RuntimeError: forward has written to a parameter of ``unit``, one of ``names``."""
+    raise RuntimeError(
         f"Forward has written to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): "
         "what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
         "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
@@ -687,7 +694,7 @@ class GatheredParameter(nn.Parameter):
 
     @data.setter
     def data(self, values: Tensor) -> None:
-        raise write_in_forward(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+        refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
 
 
 def as_gathered(tensor: Tensor, name: str) -> Any:
@@ -722,7 +729,7 @@ class _Reduce(torch.autograd.Function):
         if all(gradient is None for gradient in whole_gradients):
             return None, None, *asked.nothing
         if torch.is_grad_enabled():
-            raise gradients.no_double_backward()
+            gradients.refuse_double_backward()
         if asked.returned:
             return None, None, *runtime.reduce_now(bucket, whole_gradients, asked)
         if asked.left_out:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -41,9 +41,9 @@ __all__ = [
     "add_back",
     "clear",
     "flat_gradient",
-    "no_double_backward",
     "note_use",
     "put_aside",
+    "refuse_double_backward",
     "settle",
     "shard_of",
     "tell_counting_hooks",
@@ -100,7 +100,7 @@ class _Shard(torch.autograd.Function):
         if bucket is None or gradient is None:
             return None, None, *asked.nothing
         if torch.is_grad_enabled():
-            raise no_double_backward()
+            refuse_double_backward()
         used = ctx.backward_of.used
         tell_counting_hooks(bucket, asked.added - used)
         if asked.returned:
@@ -156,8 +156,8 @@ class Asked:
         return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
 
 
-def no_double_backward() -> RuntimeError:
-    return RuntimeError(
+def refuse_double_backward() -> NoReturn:
+    raise RuntimeError(
         "backward(create_graph=True) through sharded parameters is not supported: reductions are not differentiated "
         "again. Gradients of inputs (torch.autograd.grad(loss, x, create_graph=True)) are."
     )

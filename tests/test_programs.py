@@ -320,40 +320,6 @@ def test_a_discriminator_frozen_in_turn(mode: str) -> None:
                 optimizer.zero_grad()
 
 
-# -- torch.func -------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_transforms_over_inputs() -> None:
-    """torch.func.grad, vmap, jvp, jacrev and jacfwd of a sharded model; and a loss made of them trains it."""
-
-    class Net(zoo.Plain):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(self.trunk(self.enter(x))))
-
-    model, alone = fully_shard_model(parity.build(Net), fsdp_unit_modules=[zoo.Block]), parity.build(Net)
-    x = torch.randn(8, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    def results(net: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        return [
-            torch.func.grad(lambda x: net(x).sum())(x),
-            torch.func.vmap(net)(x.expand(3, 8)),
-            torch.func.jvp(net, (x,), (torch.ones(8),))[1],
-            torch.func.jacrev(net)(x),
-            torch.func.jacfwd(net)(x),
-            torch.func.vmap(torch.func.jacrev(net))(x.expand(3, 8)),
-        ]
-
-    for found, expected in zip(results(model), results(alone), strict=True):
-        torch.testing.assert_close(found, expected)
-
-    (batch,) = parity.batches(1, shape=(8,))
-    torch.func.jacrev(model)(mine(batch)).pow(2).sum().backward()
-    for each in batch:
-        (torch.func.jacrev(alone)(each).pow(2).sum() / 2).backward()
-    assert_gradients(model, alone)
-
-
 # -- one function for a whole step ------------------------------------------------------------------------------------
 
 
