@@ -231,8 +231,8 @@ def fully_shard_optimizer(
 
     ``optimizer.step(closure=None, *, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)``
     returns what the optimizer's own ``step`` does. ``optimizer.zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    clears, with ``zero_grad_buffer``, also gradients of the model that the optimizer does not hold. Optimizers that are
-    not extended train the same.
+    clears, with ``zero_grad_buffer``, also gradients of the model that no optimizer holds; those of another optimizer, extended
+    or not, it leaves alone. Optimizers that are not extended train the same.
 
     Args:
         optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step

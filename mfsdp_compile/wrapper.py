@@ -273,9 +273,7 @@ class MegatronFSDP(nn.Module):
 
     def synchronize_param_gather(self) -> None:
         """Wait for gathers that have been started and are not in use yet."""
-        for bucket in self.sharded.buckets:
-            if bucket.resident is not None:
-                bucket.await_resident()
+        self.sharded.await_gathers()
 
     def broadcast_params(self) -> None:
         """Give ranks that hold the same values those of the first of them: all ranks with ``no_shard``, outer ranks with HSDP.

@@ -221,6 +221,7 @@ class Bucket:
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:
         """Copy this rank's rows of every parameter, or of the part of it that the bucket holds."""
+        self.await_gather()
         self._copy_rows(parts, self.flat.detach())
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
@@ -287,6 +288,11 @@ class Bucket:
         shard = self.flat.detach().to(self.plan.compute_dtype)
         compat.all_gather_out(shard, group.size, group.name, out=resident)
         self._resident_of, self._resident_awaited = self.flat._version, False
+
+    def await_gather(self) -> None:
+        """Before the shard is written to: it may be a part of the resident, which may be gathered at the time."""
+        if self.resident is not None:
+            self.await_resident()
 
     def await_resident(self) -> Tensor:
         assert self.resident is not None

@@ -19,7 +19,7 @@ Variations
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -88,12 +88,19 @@ def fill_missing(bucket: Bucket) -> None:
         install(bucket, total)
 
 
-def clear(bucket: Bucket) -> None:
-    """Forget all gradients."""
-    if bucket.pending is not None:
+def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
+    """Forget gradients.
+
+    Args:
+        kept: ``id`` of parameters that keep theirs. What the others wait with is dropped before more is added, or reduced,
+            parameter by parameter; the sum stays, so that ranks that differ in this still start the same reductions. None:
+            forget all.
+    """
+    if bucket.pending is not None and kept is None:
         bucket.pending.total = None
     for param in bucket.params:
-        _attach(bucket, param, None)
+        if kept is None or id(param) not in kept:
+            _attach(bucket, param, None)
 
 
 @torch.no_grad()

@@ -116,6 +116,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 owner.finish_synchronisation_if_needed()
         for owner in owners:
             owner.before_step()
+            owner.await_gathers()  # another optimizer's step may have started some
         if over_runs is not None:
             result = over_runs(step, closure)
         else:
@@ -134,11 +135,14 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         zero_grad(set_to_none)
         if zero_grad_buffer:
             for owner in owners:
-                owner.zero_gradients(set_to_none)
+                params = [param for bucket in owner.buckets for param in bucket.params]
+                owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
 
     # On the instance, as learning-rate schedulers do: theirs may be there already, or come later.
     optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    for owner in owners:
+        owner.optimizers.add(optimizer)
     return optimizer
 
 

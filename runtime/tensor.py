@@ -129,8 +129,9 @@ class RowShardedTensor(DTensor):
     split: RowSplit
     topology: Topology
     backing: tuple[Tensor, ...]
-    """The flat tensors whose memory the rows are, if any. Operators on this class run below autograd, which therefore does not
-    see that they change these; it is told, so that a backward through changed weights is still an error."""
+    """The flat tensors whose memory the rows are, if any: of a parameter the shard, and the resident that the shard is a part
+    of. Operators on this class run below autograd, which therefore does not see that they change these; it is told, so that a
+    backward through changed weights is still an error."""
 
     @classmethod
     def wrap(
@@ -212,6 +213,8 @@ class RowShardedTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's rows; gradients of what is computed from them are gradients of these rows alone."""
+        for resident in self.backing[1:]:
+            compat.wait_tensor(resident)  # who is given the rows may write to them
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor.view_as(self._local_tensor)
         return _ToLocal.apply(self)
@@ -234,7 +237,7 @@ class RowShardedTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         # Asked before a checkpoint is read into these rows, by every rank, whether it has rows or not.
         if self.backing:
-            torch.autograd.graph.increment_version(self.backing[0])
+            _before_write(self.backing)
         chunk = self._chunk()
         return [chunk] if chunk is not None else []
 
@@ -512,15 +515,23 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The shards that ``func`` is about to change get a new version."""
     if not func._schema.is_mutable:
         return
-    written: dict[int, Tensor] = {}
+    written: dict[int, Sequence[Tensor]] = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
-                    written |= {id(flat): flat for flat in leaf.backing}
-    if written:
-        torch.autograd.graph.increment_version(list(written.values()))
+                    written[id(leaf.backing)] = leaf.backing
+    for backing in written.values():
+        _before_write(backing)
+
+
+def _before_write(backing: Sequence[Tensor]) -> None:
+    """Rows that lie in these tensors are about to be written to. A gather of the resident that is under way, as an optimizer's
+    step starts one, would send them half written, and put back what they were."""
+    for resident in backing[1:]:
+        compat.wait_tensor(resident)
+    torch.autograd.graph.increment_version(list(backing))
 
 
 def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor:
