@@ -81,7 +81,8 @@ def fully_shard_model(
     Args:
         module: the model, whole and with the same values on every rank. Freeze parameters, and change its dtype,
             before.
-        device_mesh: the ranks to shard over; None: all ranks, on the device type of the default process group.
+        device_mesh: the ranks to shard over; None: all ranks, on devices of the type that ``device`` says, or that the model's
+            parameters are on, if the default process group has a backend for it; else on GPUs, if it has one for those.
         dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
         dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
             or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
@@ -182,7 +183,14 @@ def fully_shard_model(
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
-        device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, strategy, outer_strategy, fsdp_group_ag
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        hybrid_fsdp_group,
+        strategy,
+        outer_strategy,
+        fsdp_group_ag,
+        device_type=_device_type(device, module),
     )
 
     def experts() -> Experts:
@@ -412,11 +420,23 @@ def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:
     return init_fn if isinstance(init_fn, Initialiser) else ByFunction(init_fn)
 
 
-def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:
+def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:
+    """That is asked for, or that all parameters with values are on; None: neither."""
+    if device is not None:
+        return _known_device(device).type
+    types = {param.device.type for param in module.parameters() if not param.is_meta}
+    return types.pop() if len(types) == 1 else None
+
+
+def _known_device(device: torch.device | str) -> torch.device:
     try:
-        chosen = torch.device(device if device is not None else mesh.device_type)
+        return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device={device!r} is no device that this torch knows: {error}") from error
+
+
+def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:
+    chosen = _known_device(device if device is not None else mesh.device_type)
     if chosen.type != mesh.device_type:
         raise ValueError(
             f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}: parameters are gathered "
