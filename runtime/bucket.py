@@ -28,7 +28,7 @@ from .exchange import Exchange
 from .layout import BucketLayout
 from .partition import Partition, local_part
 from .pending import Pending
-from .tensor import RowShardedTensor, RowSplit, UnreducedGradient
+from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient
 from .topology import Topology
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
@@ -170,7 +170,7 @@ class Bucket:
         self.flat = flat.requires_grad_(plan.requires_grad)
         # Views of the detached shard: they share its memory and version, not its place in autograd graphs.
         views = self.views(flat.detach())
-        backing = (flat,) if self.resident is None else (flat, self.resident)
+        backing = Backing((flat,) if self.resident is None else (flat, self.resident))
         self.params = tuple(
             nn.Parameter(
                 RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=plan.requires_grad

@@ -29,7 +29,7 @@ from .layout import BucketLayout
 from .partition import Partition, whole_tensor
 from .topology import Group, Topology
 
-__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
+__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
 
 aten = torch.ops.aten
 
@@ -47,6 +47,9 @@ class RowSplit:
     layout: BucketLayout
     index: int
     partition: Partition | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
+        return self
 
     @property
     def name(self) -> str:
@@ -115,6 +118,14 @@ class RowSplit:
         return (count, *self.part_shape[1:])
 
 
+class Backing(tuple[Tensor, ...]):
+    """The flat tensors whose memory some rows are: of a parameter the shard, and the resident that the shard is a part of.
+    Rows that are copied have memory of their own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
+        return Backing()
+
+
 _T = TypeVar("_T", bound="RowShardedTensor")
 
 
@@ -128,10 +139,9 @@ class RowShardedTensor(DTensor):
 
     split: RowSplit
     topology: Topology
-    backing: tuple[Tensor, ...]
-    """The flat tensors whose memory the rows are, if any: of a parameter the shard, and the resident that the shard is a part
-    of. Operators on this class run below autograd, which therefore does not see that they change these; it is told, so that a
-    backward through changed weights is still an error."""
+    backing: Backing
+    """Operators on this class run below autograd, which therefore does not see that they change these tensors; it is told, so
+    that a backward through changed weights is still an error."""
 
     @classmethod
     def wrap(
@@ -158,7 +168,7 @@ class RowShardedTensor(DTensor):
         wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
         wrapped.topology = topology
-        wrapped.backing = backing
+        wrapped.backing = backing if isinstance(backing, Backing) else Backing(backing)
         return wrapped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -181,6 +191,16 @@ class RowShardedTensor(DTensor):
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
+
+    # Torch adds where the rows begin in their storage to an address of none, and takes that for memory.
+
+    def data_ptr(self) -> int:
+        """0: the memory is that of the local rows."""
+        return 0
+
+    def storage_offset(self) -> int:
+        """0, see :meth:`data_ptr`."""
+        return 0
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
@@ -228,7 +248,7 @@ class RowShardedTensor(DTensor):
         rows = self.split.rows_of_whole(self.topology.shard)
         if not self.split.shape:
             return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
-        if not rows:
+        if not rows and (self.numel() or self.topology.shard):  # what has no elements is in the checkpoint all the same
             return None
         return compat.ChunkStorageMetadata(
             torch.Size([rows.start, *self.split.offsets[1:]]), torch.Size([len(rows), *self.split.part_shape[1:]])

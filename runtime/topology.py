@@ -161,6 +161,9 @@ class Topology:
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Topology:
+        return self  # copies talk over the same groups
+
     def accumulating(self, accumulation: Accumulation) -> Topology:
         """The same ranks and strategy, with another way to accumulate.
 
