@@ -19,6 +19,7 @@ import zoo
 from parity import raises_everywhere
 from pool import on_ranks
 from test_checkpoint import make, shared_folder, train
+from test_tensor import SHAPES, Bag
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -457,25 +458,12 @@ def test_async_save_of_torch() -> None:
     """Parameters without rows on a rank, 0-d ones, several in one flat tensor; with their optimizer's state. What is saved is
     what was there when the save began."""
 
-    class Bag(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shapes = {
-                "matrix": (7, 5),
-                "vector": (11,),
-                "scalar": (),
-                "row": (1, 6),
-                "empty": (0, 3),
-                "cube": (3, 4, 2),
-            }
-            for name, shape in shapes.items():
-                setattr(self, name, nn.Parameter(torch.randn(shape)))
-
+    class Summed(Bag):
         def forward(self, x: Tensor) -> Tensor:
-            return sum(((getattr(self, name) * x) ** 2).sum() for name in shapes)  # type: ignore[return-value]
+            return sum(((getattr(self, name) * x) ** 2).sum() for name in SHAPES)  # type: ignore[return-value]
 
     def build(strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = fully_shard_model(parity.build(Bag), zero_dp_strategy=strategy)
+        model = fully_shard_model(parity.build(Summed), zero_dp_strategy=strategy)
         return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -483,6 +471,7 @@ def test_async_save_of_torch() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
+    apart = dist.new_group()  # its thread talks while the model trains
     for strategy in (0, 1, 3):
         model, optimizer = build(strategy)
         for _ in range(2):  # the second time into memory of the first
@@ -493,7 +482,7 @@ def test_async_save_of_torch() -> None:
             }
             folder = shared_folder()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            pending = dcp.async_save(state, checkpoint_id=folder)
+            pending = dcp.async_save(state, checkpoint_id=folder, process_group=apart)
             step(model, optimizer)
             pending.result()
         fresh, its_optimizer = build(strategy)
