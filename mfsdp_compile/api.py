@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ def fully_shard_model(
     Args:
         module: the model, whole and with the same values on every rank. Freeze parameters, and change its dtype,
             before.
-        device_mesh: the ranks to shard over; None: all ranks, on the device type of the default process group.
+        device_mesh: the ranks to shard over; None: all ranks, on devices of the type that ``device`` says, or that the model's
+            parameters are on, if the default process group has a backend for it; else on GPUs, if it has one for those.
         dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
         dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
             or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
@@ -161,6 +163,7 @@ def fully_shard_model(
         ValueError, TypeError: an argument is wrong; the model is as it was.
     """
     given = dict(locals())
+    _refuse_wrong_types(given)
     _refuse_unimplemented(given)
     if expt_device_mesh is None:
         _refuse_without_experts(given)
@@ -168,7 +171,8 @@ def fully_shard_model(
         raise ValueError(
             "calculate_per_token_loss sums gradients and average_in_collective averages them: give one of them."
         )
-    precision = _precision(mixed_precision_policy, preserve_fp32_weights, grad_reduce_in_fp32)
+    policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
+    precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
         raise ValueError(
             "The model is sharded already: it is a MegatronFSDP. Pass the module that is inside only once."
@@ -179,7 +183,14 @@ def fully_shard_model(
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
-        device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, strategy, outer_strategy, fsdp_group_ag
+        device_mesh,
+        dp_shard_dim,
+        dp_outer_dim,
+        hybrid_fsdp_group,
+        strategy,
+        outer_strategy,
+        fsdp_group_ag,
+        device_type=_device_type(device, module),
     )
 
     def experts() -> Experts:
@@ -220,7 +231,7 @@ def fully_shard_model(
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initialiser(init_fn) if init_model_with_meta_device else None,
     )
-    sharded.synchronisation.automatic = bool(sync_model_each_microbatch)
+    sharded.synchronisation.automatic = sync_model_each_microbatch
     return MegatronFSDP(module, sharded)
 
 
@@ -231,8 +242,8 @@ def fully_shard_optimizer(
 
     ``optimizer.step(closure=None, *, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)``
     returns what the optimizer's own ``step`` does. ``optimizer.zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    clears, with ``zero_grad_buffer``, also gradients of the model that the optimizer does not hold. Optimizers that are
-    not extended train the same.
+    clears, with ``zero_grad_buffer``, also gradients of the model that no optimizer holds; those of another optimizer, extended
+    or not, it leaves alone. Optimizers that are not extended train the same.
 
     Args:
         optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step
@@ -249,8 +260,12 @@ def fully_shard_optimizer(
         The same optimizer.
 
     Raises:
-        ValueError: it has no parameters, or some that are not sharded; or ``flat`` does not suit it.
+        TypeError: it is no optimizer.
+        ValueError: it has no parameters, or some that are not sharded; it is extended already; or ``flat`` does not suit it.
     """
+    _check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
+    _check_flag("flat", flat)
+    optimizers.check(optimizer, "fully_shard_optimizer", flat)
     return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt)
 
 
@@ -273,9 +288,16 @@ def fully_shard(
         The wrapped model and the same optimizer, extended as by :func:`fully_shard_optimizer`.
 
     Raises:
-        ValueError: the optimizer holds other parameters, or state that cannot be cut; otherwise as
-            :func:`fully_shard_model`. Nothing is changed then.
+        ValueError: the optimizer holds other parameters, or state that cannot be cut, or ``flat_optimizer`` does not suit it;
+            otherwise as :func:`fully_shard_model`. Nothing is changed then.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"fully_shard takes an nn.Module and its optimizer, in this order, got a {type(module).__name__} and a "
+            f"{type(optimizer).__name__}"
+        )
+    _check_flag("flat_optimizer", flat_optimizer)
+    optimizers.check(optimizer, "fully_shard", flat_optimizer)
     names = optimizers.named_groups(optimizer, module)
     if isinstance(optimizer, torch.optim.Muon):
         kwargs.setdefault("whole_params", lambda _, param: param in names)
@@ -304,6 +326,49 @@ def _refuse_unimplemented(given: Mapping[str, Any]) -> None:
             raise NotImplementedError(
                 f"{name}={given[name]!r}: {what} is not implemented yet; leave {name} at its default, {default!r}."
             )
+
+
+_FLAGS = (
+    "init_model_with_meta_device",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "sync_model_each_microbatch",
+    "preproc_state_dict_for_dcp_ckpt",
+    "report_nan_in_param_grad",
+    "average_in_collective",
+    "calculate_per_token_loss",
+    "use_decoupled_grad",
+    "check_values",
+)
+
+
+def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
+    """What would count as true, or fail in the middle of something."""
+    for name in _FLAGS:
+        _check_flag(name, given[name])
+    for name in ("preserve_fp32_weights", "grad_reduce_in_fp32"):
+        if given[name] is not None:
+            _check_flag(name, given[name])
+    for name in ("optimizer_block_size", "bucket_bytes", "unit_bytes"):
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise TypeError(f"{name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}")
+    if given["whole_params"] is not None and not callable(given["whole_params"]):
+        raise TypeError(
+            "whole_params takes a function of a parameter's name and the parameter that tells whether it is to lie whole on one "
+            f"rank, got {reprlib.repr(given['whole_params'])}"
+        )
+    units = given["fsdp_unit_modules"]
+    if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
+        raise TypeError(
+            "fsdp_unit_modules takes nn.Module classes, not modules, in a list, or import paths of classes, 'auto', or None; got "
+            f"a {type(units).__name__}"
+        )
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
 
 
 def _refuse_without_experts(given: Mapping[str, Any]) -> None:
@@ -355,8 +420,23 @@ def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:
     return init_fn if isinstance(init_fn, Initialiser) else ByFunction(init_fn)
 
 
+def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:
+    """That is asked for, or that all parameters with values are on; None: neither."""
+    if device is not None:
+        return _known_device(device).type
+    types = {param.device.type for param in module.parameters() if not param.is_meta}
+    return types.pop() if len(types) == 1 else None
+
+
+def _known_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device that this torch knows: {error}") from error
+
+
 def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:
-    chosen = torch.device(device if device is not None else mesh.device_type)
+    chosen = _known_device(device if device is not None else mesh.device_type)
     if chosen.type != mesh.device_type:
         raise ValueError(
             f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}: parameters are gathered "

@@ -34,3 +34,22 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} takes a floating-point torch.dtype or None, got {dtype!r}")
+
+    @staticmethod
+    def of(value: object, argument: str) -> MixedPrecisionPolicy:
+        """The value itself.
+
+        Raises:
+            TypeError: it is something else. Policies of torch's FSDP and FSDP2 have other fields.
+        """
+        if isinstance(value, MixedPrecisionPolicy):
+            return value
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        hint = "It has main_params_dtype (of shards), main_grads_dtype (of sums over microbatches) and grad_comm_dtype."
+        if kind.startswith("torch.distributed.fsdp."):
+            hint = (
+                "Its param_dtype is the dtype that the model has: call model.to(param_dtype) before sharding, shards are "
+                "float32 all the same (main_params_dtype). Its reduce_dtype is grad_comm_dtype. Casts of inputs, outputs and "
+                "buffers belong into the model's forward."
+            )
+        raise TypeError(f"{argument} takes a mfsdp_compile.MixedPrecisionPolicy, got a {kind}. {hint}")

@@ -39,7 +39,13 @@ class MegatronFSDP(nn.Module):
         sharded: what owns its buckets.
     """
 
-    def __init__(self, module: nn.Module, sharded: ShardedModel) -> None:
+    def __init__(self, module: nn.Module, sharded: ShardedModel | None = None, *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(module, nn.Module) and isinstance(sharded, ShardedModel)) or args or kwargs:
+            raise TypeError(
+                "MegatronFSDP(...) shards nothing: it is what fully_shard_model returns. Call mfsdp_compile.fully_shard_model("
+                "module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...]); instead of a dist_index it takes the mesh, "
+                "the names of its dimensions and, with two of them, hybrid_fsdp_group."
+            )
         super().__init__()
         self.module = module
         self.sharded = sharded
@@ -273,9 +279,7 @@ class MegatronFSDP(nn.Module):
 
     def synchronize_param_gather(self) -> None:
         """Wait for gathers that have been started and are not in use yet."""
-        for bucket in self.sharded.buckets:
-            if bucket.resident is not None:
-                bucket.await_resident()
+        self.sharded.await_gathers()
 
     def broadcast_params(self) -> None:
         """Give ranks that hold the same values those of the first of them: all ranks with ``no_shard``, outer ranks with HSDP.
@@ -351,8 +355,10 @@ class MegatronFSDP(nn.Module):
         """Reduce gradients in ``policy.grad_comm_dtype`` inside. Compiled graphs are compiled once for each dtype.
 
         Raises:
+            TypeError: it is no policy.
             ValueError: the policy differs from the model's in something else.
         """
+        policy = MixedPrecisionPolicy.of(policy, "mixed_precision_context")
         before = self.sharded.precision
         wanted = Precision(policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype)
         if replace(wanted, grad_comm_dtype=before.grad_comm_dtype) != before:

@@ -217,7 +217,7 @@ def _reports(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[str]:
 
 def has_others(group: dist.ProcessGroup) -> bool:
     """Whether there is anybody to agree with: not in a group of one rank, nor where the others are simulated."""
-    return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    return dist.get_world_size(group) > 1 and not compat.is_simulated(group)
 
 
 def _verdict(

@@ -29,7 +29,7 @@ from .exchange import Exchange
 from .layout import BucketLayout
 from .partition import Partition, local_part
 from .pending import Pending
-from .tensor import RowShardedTensor, RowSplit, UnreducedGradient
+from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient
 from .topology import Topology
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
@@ -170,7 +170,7 @@ class Bucket:
             self._hold(resident)
         self.flat = flat
         views = self.views(flat)
-        backing = (flat,) if self.resident is None else (flat, self.resident)
+        backing = Backing((flat,) if self.resident is None else (flat, self.resident))
         self.params = tuple(
             nn.Parameter(
                 RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=original.requires_grad
@@ -244,6 +244,7 @@ class Bucket:
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:
         """Copy this rank's rows of every parameter, or of the part of it that the bucket holds."""
+        self.await_gather()
         self._copy_rows(parts, self.flat.detach())
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
@@ -310,6 +311,11 @@ class Bucket:
         shard = self.flat.detach().to(self.plan.compute_dtype)
         compat.all_gather_out(shard, group.size, group.name, out=resident)
         self._resident_of, self._resident_awaited = self.flat._version, False
+
+    def await_gather(self) -> None:
+        """Before the shard is written to: it may be a part of the resident, which may be gathered at the time."""
+        if self.resident is not None:
+            self.await_resident()
 
     def await_resident(self) -> Tensor:
         assert self.resident is not None

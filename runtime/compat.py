@@ -249,18 +249,30 @@ def profiler_runs() -> bool:
     return torch.autograd._profiler_enabled()
 
 
-def device_type(group: dist.ProcessGroup | None = None) -> str:
-    """Of the tensors that a group, or the default one, communicates."""
-    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
+    """Of the tensors that a group, or the default one, communicates; GPUs first. It may have a backend for each
+    (``init_process_group()`` makes such a group where there are GPUs). Gloo also takes some collectives of CUDA tensors, not
+    those that are needed here: where nothing but gloo is there for them, they do not count."""
+    group = group or _get_default_group()
+    types = {device.type for device in group._device_types}
+    if "cuda" in types and (not torch.cuda.is_available() or "gloo" in group._get_backend(torch.device("cuda")).name()):
+        types -= {"cuda"}
+    return sorted(types & {"cpu", "cuda"}, reverse=True)
+
+
+def device_type(group: dist.ProcessGroup | None = None, preferred: str | None = None) -> str:
+    """Of the tensors to communicate with a group, or the default one: ``preferred`` if it can, else CUDA if it can."""
+    types = device_types(group)
+    return preferred if preferred in types else next(iter(types), "cpu")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After which a collective of the group fails."""
-    try:
-        timeout: timedelta = group._get_backend(torch.device(device_type(group))).options._timeout
-        return timeout
-    except (RuntimeError, AttributeError):  # a backend without options
-        return dist.default_pg_timeout
+    """After which a collective of the group fails, whatever backend runs it."""
+    timeouts = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without options
+            timeouts.append(group._get_backend(device).options._timeout)
+    return max(timeouts, default=dist.default_pg_timeout)
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -278,13 +290,24 @@ def collectives_started(group: dist.ProcessGroup) -> int:
     """On a process group, by this rank, since it was made; 0 for backends that do not count."""
     try:
         return group._get_sequence_number_for_group()
-    except RuntimeError:
-        return 0
+    except RuntimeError:  # it has several backends, or one that does not count
+        pass
+    counts: dict[Any, int] = {}
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            backend = group._get_backend(device)
+            counts[backend] = backend._get_sequence_number_for_group()
+    return sum(counts.values())
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether the other ranks of a process group do not exist."""
+    return {backend.rpartition(":")[2] for backend in dist.get_backend(group).split(",")} == {"fake"}
 
 
 def is_real_group(name: str) -> bool:
     """Whether the ranks of a process group exist."""
-    return dist.get_backend(_resolve_process_group(name)) != "fake"
+    return not is_simulated(_resolve_process_group(name))
 
 
 @contextlib.contextmanager

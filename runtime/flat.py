@@ -26,7 +26,7 @@ from . import gradients
 from .bucket import Bucket, Home
 from .tensor import RowShardedTensor
 
-__all__ = ["FlatStep"]
+__all__ = ["FlatStep", "check_elementwise"]
 
 _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
 
@@ -92,10 +92,7 @@ class FlatStep:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, _NOT_ELEMENTWISE):
-            raise ValueError(
-                f"flat=True: a {type(optimizer).__name__} does not work element by element; it has to see parameters."
-            )
+        check_elementwise(optimizer)
         self._optimizer = optimizer
         self._runs: dict[tuple[int, ...], list[_Run]] = {}
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
@@ -224,6 +221,14 @@ class FlatStep:
                             "together (flat=True): it cannot be told apart by parameter, so that a checkpoint would "
                             "lack it."
                         )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer is known to need more than the elements."""
+    if isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise ValueError(
+            f"flat=True: a {type(optimizer).__name__} does not work element by element; it has to see parameters."
+        )
 
 
 def _find_runs(params: list[Any]) -> list[_Run]:

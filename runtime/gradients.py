@@ -202,13 +202,20 @@ def settle(bucket: Bucket, used: Collection[int]) -> None:
     bucket.provisional.clear()
 
 
-def clear(bucket: Bucket) -> None:
-    """Forget all gradients."""
-    if bucket.pending is not None:
+def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
+    """Forget gradients.
+
+    Args:
+        kept: ``id`` of parameters that keep theirs. What the others wait with is dropped before more is added, or reduced,
+            parameter by parameter; the sum stays, so that ranks that differ in this still start the same reductions. None:
+            forget all.
+    """
+    if bucket.pending is not None and kept is None:
         bucket.pending.total = None
     for param in bucket.params:
-        _attach(bucket, param, None)
-    bucket.provisional.clear()
+        if kept is None or id(param) not in kept:
+            _attach(bucket, param, None)
+    bucket.provisional = {i for i in bucket.provisional if kept is not None and id(bucket.params[i]) in kept}
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from .experts import Experts, marked
 from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
+from .optimizers import Optimizers
 from .order import Details, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, Peers, local_part
 from .running import named
@@ -233,6 +234,7 @@ class ShardedModel:
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
+        self.optimizers = Optimizers()
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         homes: dict[nn.Module, dict[str, Home]] = {}
         originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # without values
@@ -851,13 +853,14 @@ class ShardedModel:
         names = (slot.name for bucket in self.buckets if bucket.plan.is_expert for slot in _slots(bucket))
         return _shared_buffers(module, frozenset(names))
 
-    def zero_gradients(self, set_to_none: bool = True) -> None:
+    def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
+        """Of all parameters, except those whose ``id`` is in ``kept``; see :func:`.gradients.clear`."""
         for bucket in self.buckets:
             if set_to_none:
-                gradients.clear(bucket)
+                gradients.clear(bucket, kept)
                 continue
-            for gradient in bucket.gradients:
-                if gradient is not None:
+            for param, gradient in zip(bucket.params, bucket.gradients, strict=True):
+                if gradient is not None and (kept is None or id(param) not in kept):
                     gradient.zero_()
 
     def inspect(self, bucket: Bucket, packed: Tensor) -> None:
@@ -912,9 +915,15 @@ class ShardedModel:
                 self.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
                 bucket.start_refresh()
 
+    def await_gathers(self) -> None:
+        """Wait for what :meth:`refresh` has started."""
+        for bucket in self.buckets:
+            bucket.await_gather()
+
     @torch.no_grad()
     def broadcast(self) -> None:
         """Give ranks that hold the same pieces of parameters those of the first of them. Collective."""
+        self.await_gathers()
         for bucket in self.buckets:
             if (group := bucket.topology.replicas) is not None:
                 self.start(f"broadcast {bucket.plan.name}", group=group)
@@ -940,6 +949,7 @@ class ShardedModel:
         duplicate._touched, duplicate._reduced, duplicate._told_missing = set(), set(), set()
         duplicate._use_varies = set()
         duplicate.compiled_graphs, duplicate._begun = [], {}
+        duplicate.optimizers = Optimizers()
         duplicate.buckets = copy.deepcopy(self.buckets, memo)
         duplicate.eager = copy.deepcopy(self.eager, memo)
         module = self._module()

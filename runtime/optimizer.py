@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from . import compat
 from .bucket import Home
-from .flat import FlatStep
+from .flat import FlatStep, check_elementwise
 from .muon import ShardedMuon
 from .optimizer_state import cut_loaded_state, name_state, shard_state
 
 if TYPE_CHECKING:
     from .model import ShardedModel
 
-__all__ = ["extend", "named_groups", "rebind"]
+__all__ = ["check", "extend", "named_groups", "rebind"]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
@@ -73,6 +73,40 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
                 }
 
 
+def check(optimizer: object, what: str, flat: bool) -> None:
+    """Look whether :func:`extend` can be called, before anything is changed.
+
+    Args:
+        what: takes the optimizer, for messages.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it is extended already, its ``step`` was wrapped, or ``flat`` does not suit it.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind, hint = type(optimizer).__name__, "Build it from the model's parameters"
+        if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+            hint = "Pass the scheduler's optimizer (scheduler.optimizer)"
+        elif isinstance(optimizer, nn.Module):
+            hint = "The model goes to fully_shard_model, or first to fully_shard"
+        elif isinstance(optimizer, (list, tuple)):
+            hint = "Pass several one by one"
+        elif isinstance(optimizer, type):
+            kind, hint = f"class, {optimizer.__name__}", "Make an instance of it, from the model's parameters"
+        raise TypeError(f"{what} takes a torch.optim.Optimizer, got a {kind}. {hint}.")
+    if vars(optimizer).get("mfsdp_extended"):
+        raise ValueError(
+            f"The {type(optimizer).__name__} is extended already: fully_shard and fully_shard_optimizer do so, once."
+        )
+    if flat:
+        check_elementwise(optimizer)
+    if type(optimizer) is torch.optim.Muon and "step" in vars(optimizer):
+        raise ValueError(
+            "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
+            "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
+        )
+
+
 def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True) -> torch.optim.Optimizer:
     """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
 
@@ -81,15 +115,10 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         by_name: state dicts go by the names of parameters, see :mod:`mfsdp_compile.runtime.optimizer_state`.
 
     Raises:
-        ValueError: the optimizer holds parameters that are not sharded, or is a Muon whose ``step`` was wrapped.
+        ValueError: the optimizer holds parameters that are not sharded.
     """
     owners = _owners(optimizer)
     if type(optimizer) is torch.optim.Muon:
-        if "step" in vars(optimizer):
-            raise ValueError(
-                "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
-                "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
-            )
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if param.split.groups:
                 raise NotImplementedError(
@@ -118,6 +147,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 owner.finish_synchronisation_if_needed()
         for owner in owners:
             owner.before_step()
+            owner.await_gathers()  # another optimizer's step may have started some
         if over_runs is not None:
             result = over_runs(step, closure)
         else:
@@ -137,11 +167,15 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         zero_grad(set_to_none)
         if zero_grad_buffer:
             for owner in owners:
-                owner.zero_gradients(set_to_none)
+                params = [param for bucket in owner.buckets for param in bucket.params]
+                owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
 
     # On the instance, as learning-rate schedulers do: theirs may be there already, or come later.
     optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    vars(optimizer)["mfsdp_extended"] = True
+    for owner in owners:
+        owner.optimizers.add(optimizer)
     return optimizer
 
 

@@ -31,7 +31,7 @@ from .layout import BucketLayout
 from .partition import Partition, whole_tensor
 from .topology import Group, Topology
 
-__all__ = ["RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
+__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
 
 aten = torch.ops.aten
 
@@ -49,6 +49,9 @@ class RowSplit:
     layout: BucketLayout
     index: int
     partition: Partition | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowSplit:
+        return self
 
     @property
     def name(self) -> str:
@@ -117,6 +120,14 @@ class RowSplit:
         return (count, *self.part_shape[1:])
 
 
+class Backing(tuple[Tensor, ...]):
+    """The flat tensors whose memory some rows are: of a parameter the shard, and the resident that the shard is a part of.
+    Rows that are copied have memory of their own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
+        return Backing()
+
+
 _T = TypeVar("_T", bound="RowShardedTensor")
 
 
@@ -130,9 +141,9 @@ class RowShardedTensor(DTensor):
 
     split: RowSplit
     topology: Topology
-    backing: tuple[Tensor, ...]
-    """The flat tensors whose memory the rows are, if any. Operators on this class run below autograd, which therefore does not
-    see that they change these; it is told, so that a backward through changed weights is still an error."""
+    backing: Backing
+    """Operators on this class run below autograd, which therefore does not see that they change these tensors; it is told, so
+    that a backward through changed weights is still an error."""
 
     @classmethod
     def wrap(
@@ -159,7 +170,7 @@ class RowShardedTensor(DTensor):
         wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
         wrapped.topology = topology
-        wrapped.backing = backing
+        wrapped.backing = backing if isinstance(backing, Backing) else Backing(backing)
         return wrapped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -182,6 +193,16 @@ class RowShardedTensor(DTensor):
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
+
+    # Torch adds where the rows begin in their storage to an address of none, and takes that for memory.
+
+    def data_ptr(self) -> int:
+        """0: the memory is that of the local rows."""
+        return 0
+
+    def storage_offset(self) -> int:
+        """0, see :meth:`data_ptr`."""
+        return 0
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
@@ -214,6 +235,8 @@ class RowShardedTensor(DTensor):
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's rows; gradients of what is computed from them are gradients of these rows alone."""
+        for resident in self.backing[1:]:
+            compat.wait_tensor(resident)  # who is given the rows may write to them
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor.view_as(self._local_tensor)
         return _ToLocal.apply(self)
@@ -277,7 +300,7 @@ class RowShardedTensor(DTensor):
         rows = self.split.rows_of_whole(self.topology.shard)
         if not self.split.shape:
             return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
-        if not rows:
+        if not rows and (self.numel() or self.topology.shard):  # what has no elements is in the checkpoint all the same
             return None
         return compat.ChunkStorageMetadata(
             torch.Size([rows.start, *self.split.offsets[1:]]), torch.Size([len(rows), *self.split.part_shape[1:]])
@@ -286,7 +309,7 @@ class RowShardedTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         # Asked before a checkpoint is read into these rows, by every rank, whether it has rows or not.
         if self.backing:
-            torch.autograd.graph.increment_version(self.backing[0])
+            _before_write(self.backing)
         chunk = self._chunk()
         return [chunk] if chunk is not None else []
 
@@ -564,15 +587,23 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """The shards that ``func`` is about to change get a new version."""
     if not func._schema.is_mutable:
         return
-    written: dict[int, Tensor] = {}
+    written: dict[int, Sequence[Tensor]] = {}
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
-                    written |= {id(flat): flat for flat in leaf.backing}
-    if written:
-        torch.autograd.graph.increment_version(list(written.values()))
+                    written[id(leaf.backing)] = leaf.backing
+    for backing in written.values():
+        _before_write(backing)
+
+
+def _before_write(backing: Sequence[Tensor]) -> None:
+    """Rows that lie in these tensors are about to be written to. A gather of the resident that is under way, as an optimizer's
+    step starts one, would send them half written, and put back what they were."""
+    for resident in backing[1:]:
+        compat.wait_tensor(resident)
+    torch.autograd.graph.increment_version(list(backing))
 
 
 def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor:

@@ -161,6 +161,9 @@ class Topology:
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Topology:
+        return self  # copies talk over the same groups
+
     def accumulating(self, accumulation: Accumulation) -> Topology:
         """The same ranks and strategy, with another way to accumulate.
 
@@ -359,8 +362,12 @@ def build_topology(
     outer_strategy: ShardingStrategy,
     gathers: dist.ProcessGroup | None = None,
     called: Arguments = DENSE_ARGUMENTS,
+    device_type: str | None = None,
 ) -> tuple[Topology, dist.ProcessGroup]:
     """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
+
+    Args:
+        device_type: for a mesh of all ranks, if the process group can communicate tensors on such devices.
 
     Raises:
         RuntimeError: there is no process group.
@@ -394,7 +401,8 @@ def build_topology(
     if mesh is None:
         if outer_dim is not None:
             raise ValueError("dp_outer_dim needs a device_mesh that has this dimension.")
-        mesh = init_device_mesh(compat.device_type(), (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
+        device_type = compat.device_type(preferred=device_type)
+        mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
             f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "

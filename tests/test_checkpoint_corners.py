@@ -19,6 +19,7 @@ import zoo
 from parity import raises_everywhere
 from pool import on_ranks
 from test_checkpoint import make, shared_folder, train
+from test_tensor import SHAPES, Bag
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -450,3 +451,46 @@ def test_without_looking_at_digests() -> None:
     dist.barrier()
     restored = load(path, model, optimizer, verify=False)
     assert (restored.step, restored.generators) == (None, False)
+
+
+@on_ranks(2)
+def test_async_save_of_torch() -> None:
+    """Parameters without rows on a rank, 0-d ones, several in one flat tensor; with their optimizer's state. What is saved is
+    what was there when the save began."""
+
+    class Summed(Bag):
+        def forward(self, x: Tensor) -> Tensor:
+            return sum(((getattr(self, name) * x) ** 2).sum() for name in SHAPES)  # type: ignore[return-value]
+
+    def build(strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fully_shard_model(parity.build(Summed), zero_dp_strategy=strategy)
+        return model, fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.tensor(1.0 + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    apart = dist.new_group()  # its thread talks while the model trains
+    for strategy in (0, 1, 3):
+        model, optimizer = build(strategy)
+        for _ in range(2):  # the second time into memory of the first
+            step(model, optimizer)
+            saved = {name: param.full_tensor() for name, param in model.named_parameters()}
+            moments = {
+                name: optimizer.state[param]["exp_avg"].full_tensor() for name, param in model.named_parameters()
+            }
+            folder = shared_folder()
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            pending = dcp.async_save(state, checkpoint_id=folder, process_group=apart)
+            step(model, optimizer)
+            pending.result()
+        fresh, its_optimizer = build(strategy)
+        step(fresh, its_optimizer)
+        state = {"model": fresh.state_dict(), "optimizer": its_optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        fresh.load_state_dict(state["model"])
+        its_optimizer.load_state_dict(state["optimizer"])
+        for name, param in fresh.named_parameters():
+            assert torch.equal(param.full_tensor(), saved[name]), name
+            assert torch.equal(its_optimizer.state[param]["exp_avg"].full_tensor(), moments[name]), name

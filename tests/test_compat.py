@@ -8,16 +8,19 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp_compile
+from mfsdp_compile import fully_shard_model
 from mfsdp_compile.runtime import compat, ops
 from mfsdp_compile.runtime.exchange import Exchange
 
@@ -468,6 +471,54 @@ def test_fake_groups_are_told_from_others_and_leave_nothing() -> None:
         assert dist.get_world_size() == 16
         assert not compat.is_real_group(dist.group.WORLD.group_name)
     assert not dist.is_initialized()
+
+
+def test_groups_of_several_devices() -> None:
+    """``init_process_group()`` makes them where there are GPUs; the model's parameters say which device is meant."""
+    dist.init_process_group("cpu:fake,cuda:fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        world = dist.group.WORLD
+        assert compat.is_simulated(world)
+        assert not compat.is_real_group(world.group_name)
+        assert compat.timeout_of(world) == dist.default_pg_timeout
+        assert compat.device_types() == ["cpu"]  # no GPU here
+        with mock.patch("torch.cuda.is_available", return_value=True):
+            assert compat.device_types() == ["cuda", "cpu"]
+            assert [compat.device_type(world, wanted) for wanted in ("cpu", "cuda", None, "xpu")] == [
+                "cpu",
+                *["cuda"] * 3,
+            ]
+            model = fully_shard_model(nn.Linear(4, 4))
+            assert model.module.weight.device_mesh.device_type == model.module.weight.to_local().device.type == "cpu"
+            asked = mock.Mock(side_effect=InterruptedError)
+            with compat.fake_mode():
+                on_gpu = nn.ParameterList([torch.empty(4, 4, device="cuda")])
+            for module, device in ((on_gpu, None), (nn.Linear(4, 4, device="meta"), None), (nn.Linear(4, 4), "cuda")):
+                with (
+                    mock.patch("mfsdp_compile.runtime.topology.init_device_mesh", asked),
+                    pytest.raises(InterruptedError),
+                ):
+                    fully_shard_model(module, device=device, init_model_with_meta_device=True)
+            assert [call.args[0] for call in asked.call_args_list] == ["cuda"] * 3
+    finally:
+        dist.destroy_process_group()
+
+
+@on_ranks(2)
+def test_training_over_a_group_of_several_devices() -> None:
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo", timeout=timedelta(seconds=50))
+    assert compat.timeout_of(group) == timedelta(seconds=50)
+    assert not compat.is_simulated(group)
+    with mock.patch("torch.cuda.is_available", return_value=True):
+        assert compat.device_type(group) == "cpu"  # gloo has no reduce-scatter for GPUs
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    model = fully_shard_model(nn.Linear(4, 4), device_mesh=mesh)
+    before = compat.collectives_started(group)
+    model(torch.ones(2, 4)).sum().backward()
+    assert compat.collectives_started(group) > before, "they are counted"
+    assert torch.equal(model.module.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+    model.reset()
+    assert compat.device_types(model.sharded.group) == ["cpu"]
 
 
 def test_sizes_have_numbers() -> None:

@@ -16,8 +16,10 @@ from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from mfsdp_compile import (
+    MegatronFSDP,
     MixedPrecisionPolicy,
     fully_shard,
     fully_shard_model,
@@ -100,6 +102,29 @@ def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) 
         ({"dp_outer_dim": "outer"}, ValueError, "dp_outer_dim and hybrid_fsdp_group belong together"),
         ({"calculate_per_token_loss": True, "average_in_collective": True}, ValueError, "give one of them"),
         ({"device": "meta"}, ValueError, "device='meta'.*cpu"),
+        ({"device": "gpu"}, ValueError, "device='gpu' is no device"),
+        (
+            {"mixed_precision_policy": TorchPolicy(torch.bfloat16)},
+            TypeError,
+            r"torch.distributed.fsdp.*param_dtype.*grad_comm_dtype",
+        ),
+        ({"mixed_precision_policy": (torch.float32,)}, TypeError, "got a tuple.*main_params_dtype"),
+        ({"mixed_precision_policy": None}, TypeError, "got a NoneType"),
+        ({"device_mesh": 4}, TypeError, "device_mesh takes .*DeviceMesh, got a int"),
+        (
+            {"fsdp_unit_modules": zoo.Block()},
+            TypeError,
+            "fsdp_unit_modules takes nn.Module classes, not modules.*a Block",
+        ),
+        ({"fsdp_unit_modules": [zoo.Block()]}, TypeError, "fsdp_unit_modules takes nn.Module classes"),
+        ({"fsdp_unit_modules": 3}, TypeError, "fsdp_unit_modules takes nn.Module classes.*a int"),
+        ({"zero_dp_strategy": None}, TypeError, "zero_dp_strategy.*NoneType"),
+        ({"sync_model_each_microbatch": "no"}, TypeError, "sync_model_each_microbatch takes True or False, got 'no'"),
+        ({"overlap_param_gather": None}, TypeError, "overlap_param_gather takes True or False"),
+        ({"preserve_fp32_weights": torch.float32}, TypeError, "preserve_fp32_weights takes True or False"),
+        ({"bucket_bytes": "1GiB"}, TypeError, "bucket_bytes takes a whole number, got '1GiB'"),
+        ({"optimizer_block_size": True}, TypeError, "optimizer_block_size takes a whole number"),
+        ({"whole_params": ["head.weight"]}, TypeError, "whole_params takes a function"),
         (
             {
                 "preserve_fp32_weights": True,
@@ -111,8 +136,22 @@ def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) 
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], match: str) -> None:
+    model = zoo.Plain()
+    weight = model.head.weight
     with pytest.raises(error, match=match):
-        fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto", **arguments)
+        fully_shard_model(model, **({"fsdp_unit_modules": "auto"} | arguments))
+    assert model.head.weight is weight
+    assert type(model) is zoo.Plain
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_the_wrapper_shards_nothing() -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    for given in ((zoo.Plain(), mesh), (zoo.Plain(),), (mesh, zoo.Plain())):
+        with pytest.raises(TypeError, match=r"MegatronFSDP.*fully_shard_model\(module.*dist_index"):
+            MegatronFSDP(*given)
+    with pytest.raises(TypeError, match="shards nothing"):
+        MegatronFSDP(zoo.Plain(), dist_index=mesh)
 
 
 def test_precision_policy_checks_its_fields() -> None:
@@ -172,6 +211,31 @@ def test_optimizers_that_do_not_fit() -> None:
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"group 0.*not one of the model's"):
         fully_shard(zoo.Plain(), other)
+    model = zoo.Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(TypeError, match="in this order, got a SGD and a Plain"):
+        fully_shard(optimizer, model)  # type: ignore[arg-type]
+    others = {
+        "scheduler.optimizer": scheduler,
+        "one by one": [optimizer],
+        "class, SGD": torch.optim.SGD,
+        "model goes to fully_shard_model": model,
+        "from the model's parameters": None,
+    }
+    for words, given in others.items():
+        with pytest.raises(TypeError, match=f"fully_shard takes a torch.optim.Optimizer.*{words}"):
+            fully_shard(model, given)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"fully_shard_optimizer takes.*{words}"):
+            fully_shard_optimizer(given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="flat=True: a LBFGS"):
+        fully_shard(model, torch.optim.LBFGS(model.parameters()), flat_optimizer=True, fsdp_unit_modules="auto")
+    assert type(model) is zoo.Plain
+    with pytest.raises(TypeError, match="preproc_state_dict_for_dcp_ckpt takes True or False"):
+        fully_shard_optimizer(optimizer, model)  # type: ignore[arg-type]
+    fully_shard(model, optimizer, fsdp_unit_modules="auto")
+    with pytest.raises(ValueError, match="extended already"):
+        fully_shard_optimizer(optimizer)
 
 
 @pytest.mark.usefixtures("fake_world")

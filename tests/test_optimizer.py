@@ -634,3 +634,98 @@ def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
             assert param.grad.dtype == param.dtype
             empty += not param.to_local().numel()
         assert empty > 0  # there are such
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_two_optimizers_over_one_model(mode: str) -> None:
+    """One clears its gradients before the other one steps, which does so every other time. They share buckets."""
+    cells = ((0, 2, True), (0, 1, False), (1, 1, True), (1, 2, False), (2, 2, True), (3, 1, False))
+    for strategy, extended, marked in cells:
+        data = parity.batches(4, (2, 6, 8))
+        alone = parity.build(zoo.Plain)
+        mine = two_optimizers(alone)
+        for step, batch in enumerate(data):
+            for micro in batch.transpose(0, 1):
+                (sum(alone(each) for each in micro) / dist.get_world_size()).backward()
+            step_in_turn(mine, step)
+        model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], zero_dp_strategy=strategy)
+        model.set_model_auto_sync(not marked)
+        call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+        its = two_optimizers(model.module)
+        for optimizer in its[:extended]:
+            fully_shard_optimizer(optimizer)
+        for step, batch in enumerate(data):
+            for i, micro in enumerate(batch[dist.get_rank()]):
+                if marked:
+                    model.is_last_microbatch = i == 1 if step else False  # the first step reduces by itself
+                call(micro).backward()
+            step_in_turn(its, step)
+        for name, param in params_of(model).items():
+            # Sums over ranks and microbatches in another order.
+            torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_writes_between_an_extended_step_and_the_next_forward() -> None:
+    """With ``optim``, the step starts to gather into memory that shards are a part of: writes wait for that."""
+    for name in ("in place", "to_local", "flat"):
+        model = fully_shard_model(nn.Linear(512, 2048), zero_dp_strategy="optim")
+        first = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        second = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), flat=True)
+        for value in range(8):
+            model(torch.ones(2, 512)).sum().backward()
+            for param in model.parameters():
+                param.grad.copy_(param - value)
+            first.step()
+            with torch.no_grad():
+                for param in model.parameters():
+                    if name == "in place":
+                        param.fill_(value)
+                    elif name == "to_local":
+                        param.to_local().fill_(value)
+            if name == "flat":
+                second.step()
+            first.zero_grad()
+            second.zero_grad()
+            assert all((param - value).abs().max() < 1e-6 for param in model.parameters()), (name, value)
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    weights, others = ([p for p in model.parameters() if (p.ndim == 2) == matrix] for matrix in (True, False))
+    return [torch.optim.SGD(weights, lr=0.05, momentum=0.9), torch.optim.SGD(others, lr=0.05, momentum=0.9)]
+
+
+def step_in_turn(optimizers: list[torch.optim.Optimizer], step: int) -> None:
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    if step % 2:
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+
+@on_ranks(2)
+def test_what_one_optimizer_clears() -> None:
+    """Its own gradients, and those of parameters that no optimizer holds at the time."""
+    model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
+    head, norm, enter = (list(getattr(model.module, name).parameters()) for name in ("head", "norm", "enter"))
+
+    def cleared(optimizer: torch.optim.Optimizer) -> list[bool]:
+        model(torch.randn(2, 8)).backward()
+        optimizer.zero_grad()
+        return [params[0].grad is None for params in (head, norm, enter)]
+
+    first = fully_shard_optimizer(torch.optim.SGD(head, lr=0.1))
+    assert cleared(first) == [True, True, True]
+    second = fully_shard_optimizer(torch.optim.SGD(norm, lr=0.1))
+    assert cleared(first) == [True, False, True]
+    assert cleared(second) == [False, True, True]
+    plain = torch.optim.SGD(enter, lr=0.1)
+    assert cleared(first) == [True, False, False]
+    del plain
+    assert cleared(first) == [True, False, True]
+    second = fully_shard_optimizer(torch.optim.SGD(enter, lr=0.1))  # in place of the one before
+    assert cleared(first) == [True, True, False]
+    assert cleared(second) == [False, True, True]
+    model.zero_grad_buffer()
+    assert all(param.grad is None for param in model.parameters())

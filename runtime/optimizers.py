@@ -1,0 +1,60 @@
+"""Which optimizers hold which parameters of a model.
+
+``zero_grad`` of one optimizer leaves the gradients of another one alone: a step may come between
+(``first.step(); first.zero_grad(); second.step()``).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["Optimizers"]
+
+
+class Optimizers:
+    """Those over the parameters of one model, as long as they live.
+
+    Extended ones say so themselves. Torch keeps no list of the others: they are looked for among all objects, which takes
+    a tenth of a second, and only for parameters that no known optimizer holds and that have more references than when
+    they were last looked for. Training a part of a model does not pay for it in each step.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_new = False
+        self._references: dict[int, int] = {}
+        """Of parameters that no optimizer held, by ``id``."""
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was extended; it may stand in for one that is not used any more."""
+        self._known.add(optimizer)
+        self._has_new = True
+
+    def others_hold(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> set[int]:
+        """The ``id`` of each of the model's ``params`` that another optimizer holds, and ``optimizer`` does not."""
+        if self._has_new:
+            gc.collect()  # an extended optimizer refers to itself: one that nobody uses is not gone before
+            self._has_new = False
+        free = self._free(params)
+        if any(count > self._references.get(key, 0) for key, count in free.items()):
+            for found in gc.get_objects():
+                if issubclass(type(found), torch.optim.Optimizer) and not free.keys().isdisjoint(_held(found)):
+                    self._known.add(found)
+            self._references = self._free(params)
+        others = {key for other in self._known if other is not optimizer for key in _held(other)}
+        return others - _held(optimizer)
+
+    def _free(self, params: Sequence[nn.Parameter]) -> dict[int, int]:
+        """How many references there are to each trainable parameter that no known optimizer holds, by ``id``."""
+        held = {key for known in self._known for key in _held(known)}
+        return {id(param): sys.getrefcount(param) for param in params if param.requires_grad and id(param) not in held}
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
