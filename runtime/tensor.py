@@ -176,6 +176,7 @@ class RowShardedTensor(DTensor):
 
     def over_pieces(self, value: Tensor, op: str) -> Tensor:
         """Reduce what each rank has computed of its rows to what the whole tensor would have; the same on every rank."""
+        self.topology.announce(f"a {op} over {self.split.name!r}")
         value = self.topology.sum(value, op)
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
@@ -733,6 +734,7 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
     row_numel = split.layout.slots[split.index].row_numel
     gathered = local.new_empty(longest * row_numel)
     gathered[: local.numel()].copy_(local.reshape(-1))
+    topology.announce(f"full_tensor() of {split.name!r}")
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
