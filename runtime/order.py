@@ -275,7 +275,7 @@ class Order:
             ) from None
 
 
-_ROWS = 3
+_ROWS = 2
 _PASTS = 20_000
 """To remember, of one place."""
 

@@ -101,3 +101,140 @@ def test_one_rank_evaluates(mode: str) -> None:
     training.evaluate()
     training.step(3)
     training.stalls(program, RANK, "forward without gradients")
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_one_rank_leaves_out_its_backward(mode: str) -> None:
+    """``if loss.isnan(): continue``: the other one stands still in its backward."""
+    training = Training(mode)
+    training.step(3)
+
+    def program() -> None:
+        for step in range(2):
+            loss = training.call(training.x)
+            if (dist.get_rank(), step) == (1, 0):
+                continue
+            loss.backward()
+
+    training.stalls(program, "Rank 1 comes to a forward with gradients", "rank 0", "Branches #1")
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_one_rank_takes_another_branch(mode: str) -> None:
+    training = Training(mode)
+    training.step(3)
+    skipped = "blocks.1" if mode == EAGER else "compiled code"
+
+    def program() -> None:
+        training.step(without=(0,) if dist.get_rank() == 1 else ())
+
+    training.stalls(program, "Rank 1 comes to", "rank 0", skipped)
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_uses_parameters_at_rest() -> None:
+    training = Training()
+    param = next(training.model.parameters())
+    training.step(3)
+
+    def norm() -> None:
+        if dist.get_rank() == 0:
+            param.norm()
+        training.step()
+
+    training.stalls(norm, "Rank 0 comes to a norm", "enter.weight")
+    for known in range(2):
+        training = Training()
+        param = next(training.model.parameters())
+        training.step(2)
+        for _ in range(known):
+            param.full_tensor()
+        training.step(2)
+
+        def whole(param: Any = param, training: Training = training) -> None:
+            if dist.get_rank() == 1:
+                param.full_tensor()
+            training.step()
+
+        training.stalls(whole, "Rank 1 comes to full_tensor() of", "enter.weight")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_falls_back_from_the_compiler() -> None:
+    """At Dynamo's limit of recompilations."""
+    training = Training(AOT_EAGER)
+    training.step(3)
+
+    def program() -> None:
+        if dist.get_rank() == 1:
+            training.call = training.model
+        training.step()
+
+    training.stalls(program, "Rank 1 comes to a forward with gradients of the model", "rank 0")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_runs_another_batch() -> None:
+    training = Training()
+    training.evaluate()
+    training.step(3)
+
+    def program() -> None:
+        if dist.get_rank() == 1:
+            training.step()
+        training.evaluate()
+
+    training.stalls(program, "Rank 0 comes to a forward without gradients", "rank 1")
+
+
+@on_ranks(2, timeout=120)
+def test_the_others_wait_for_one_that_evaluates() -> None:
+    """``if rank == 0: evaluate()``, then a barrier, in the default process group and in that of the model."""
+    for group in (None, "model"):
+        training = Training()
+        training.step(2)
+        over = training.model.sharded.group if group else dist.new_group(timeout=timedelta(minutes=30))
+
+        def program(over: Any = over, training: Training = training) -> None:
+            if dist.get_rank() == 0:
+                training.evaluate()
+            dist.barrier(over)
+
+        training.stalls(program, "Rank 0 comes to a forward without gradients")
+
+
+@on_ranks(4, timeout=120)
+def test_two_of_four_ranks() -> None:
+    for ways in ({1: (0,), 3: (0,)}, {1: (0,), 3: (1,)}):
+        training = Training()
+        training.step(3)
+
+        def program(ways: Any = ways, training: Training = training) -> None:
+            training.step(without=ways.get(dist.get_rank(), ()))
+
+        training.stalls(program, "Rank ", "blocks.")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_fails() -> None:
+    """The others have its error, and wait for no time-out."""
+    training = Training()
+    training.step(2)
+
+    def program() -> None:
+        handle = None
+        if dist.get_rank() == 1:
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("a bad batch (test_stalls.py: model.reset())")
+
+            handle = training.model.module.blocks[1].register_forward_pre_hook(fail)
+        try:
+            training.step()
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    training.stalls(program, "a bad batch")
