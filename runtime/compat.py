@@ -303,7 +303,9 @@ _groups_made: Counter[tuple[int, ...]] = Counter()
 
 def another_connection(store: dist.Store) -> dist.Store:
     """To the same store. One that is waiting in it is locked for other threads."""
-    return store.clone()
+    another: dist.Store = store.clone()
+    another.set_timeout(timedelta(seconds=30))
+    return another
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
@@ -333,7 +335,9 @@ def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> 
         except OSError:  # no socket, or closed in the meantime
             continue
         with connection, contextlib.suppress(OSError):  # not connected
-            ends = [_as_gloo_tells(connection.family, end) for end in (connection.getsockname(), connection.getpeername())]
+            ends = [
+                _as_gloo_tells(connection.family, end) for end in (connection.getsockname(), connection.getpeername())
+            ]
             if any(end is not None and end in told for end in ends for told in listening):
                 connection.shutdown(socket.SHUT_RDWR)
 
@@ -346,6 +350,12 @@ def _as_gloo_tells(family: int, address: Any) -> bytes | None:
         flow = struct.pack("!I", address[2])
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + flow + socket.inet_pton(family, address[0])
     return None
+
+
+def is_generated(file: str) -> bool:
+    """Whether it is code that Inductor has written."""
+    cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return cache is not None and file.startswith(cache.cache_dir())
 
 
 def waits_in(frame: FrameType | None) -> str | None:

@@ -260,7 +260,7 @@ def program_line(frame: FrameType | None) -> str | None:
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:
     """The innermost line of the program itself."""
-    own = [frame for frame in stack if not frame.filename.startswith(_OWN) and "torchinductor_" not in frame.filename]
+    own = [f for f in stack if not f.filename.startswith(_OWN) and not compat.is_generated(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
 
 

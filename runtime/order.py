@@ -13,7 +13,7 @@ alike is always allowed; what one rank does alone raises, before its collective 
 Which kind of phase comes next is not a fork: a program evaluates now and then, prints a norm every hundred steps, and
 accumulates over microbatches. Ranks expect there what followed the last time, after the same phases, and agree on what
 they did not expect. So training asks nothing, and neither does a program with a rhythm (rollouts and training, a teacher and
-a student, a generator and a discriminator, an evaluation after every thousandth step) once it has gone through it twice; one
+a student, a generator and a discriminator, an evaluation after every thousandth step) after three rounds of it; one
 without pays for each change, there and back. Whether a backward accumulates is free either way. An agreement takes about a
 millisecond on one machine.
 

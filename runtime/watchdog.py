@@ -27,9 +27,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -38,7 +37,7 @@ from . import compat
 from .journal import journal, program_line
 from .order import ADVICE, Order, orders
 
-__all__ = ["ORDER", "Asking", "Watched", "Watchdog", "watchdog"]
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
 
 ORDER = "Order of collectives"
 """The topic of agreements about what comes next."""
@@ -179,7 +178,7 @@ class Watchdog:
         store.set(f"{_of(group)}/notice", "")
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
-        store.delete_key(f"{_of(group)}/failed")
+        store.set(f"{_of(group)}/failed", "null")
 
     def explain(self) -> RuntimeError | None:
         """The error to raise in the place of the one that a wait for a collective has ended with; None: that one.
@@ -190,7 +189,7 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
                     store = compat.default_store()
                     if (over := _found(store, f"{_of(order.group)}/over")) and over["epoch"] == order.epoch:
-                        order.stalled = over["text"]
+                        order.stalled = f"{over['text']} {ADVICE}"
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
                 return RuntimeError(order.stalled)
@@ -257,7 +256,9 @@ class Watchdog:
         if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
             return
         is_past = order.events >= ask["number"]
-        is_elsewhere = any_of_mine is not None and any_of_mine.place != ask["place"] and ask["rank"] in any_of_mine.ranks
+        is_elsewhere = (
+            any_of_mine is not None and any_of_mine.place != ask["place"] and ask["rank"] in any_of_mine.ranks
+        )
         wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
             return  # what this rank has visited is read last: it was asked before it could begin more
@@ -282,7 +283,9 @@ class Watchdog:
                 "visit": mine.visit,
                 "is last resort": mine.is_last_resort,
                 "ranks": list(mine.ranks),
-                "counts": {name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()},
+                "counts": {
+                    name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()
+                },
             },
         )
         store.set(f"{_of(order.group)}/notice", "")
@@ -293,7 +296,7 @@ class Watchdog:
         store, key = self._connection(), f"{_of(asked.group)}/ask"
         ask = _found(store, key)
         if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
-            store.delete_key(key)
+            store.set(key, "null")
 
     def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
         """The process group of a collective of the program's own in which this rank waits for one that asks, and that has not
@@ -378,6 +381,7 @@ def _of(group: str) -> str:
 
 
 def _found(store: dist.Store, key: str) -> Any:
+    # What is over is not deleted but set to null: a get of what has gone in the meantime would wait for it.
     return json.loads(store.get(key)) if store.check([key]) else None
 
 

@@ -32,7 +32,7 @@ class Training:
     """A model, and steps of it that are the same on all ranks."""
 
     def __init__(self, mode: str = EAGER, **arguments: Any) -> None:
-        self.arguments = arguments
+        self.mode, self.arguments = mode, arguments
         self.model: Any = fully_shard_model(
             parity.build(lambda: Branches(2)), mesh(), fsdp_unit_modules=[zoo.Block], **arguments
         )
@@ -55,8 +55,12 @@ class Training:
     def values(self) -> list[torch.Tensor]:
         return [param.to_local().clone() for param in self.model.parameters()]
 
-    def stalls(self, program: Callable[[], None], *fragments: str) -> None:
-        """``program`` raises on all ranks, soon; then a reset makes the model usable again."""
+    def stalls(self, program: Callable[[], None], *fragments: str, unexplained: tuple[int, ...] = ()) -> None:
+        """``program`` raises on all ranks, soon; then a reset makes the model usable again.
+
+        Args:
+            unexplained: ranks whose error is torch's own, as it comes out of a collective of the program's.
+        """
         before, begun, message = self.values(), time.monotonic(), "nothing"
         try:
             program()
@@ -65,9 +69,10 @@ class Training:
         took = time.monotonic() - begun
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (took, message))
-        for its, text in everyone:
+        for rank, (its, text) in enumerate(everyone):
             assert its < SECONDS, everyone
-            for fragment in (*fragments, "test_stalls.py:", "model.reset()"):
+            assert text != "nothing", everyone
+            for fragment in (*fragments, "test_stalls.py:", "model.reset()") if rank not in unexplained else ():
                 assert fragment in text, f"{fragment!r} is not in {everyone}"
         assert all(torch.equal(a, b) for a, b in zip(before, self.values(), strict=True))
         self.model.reset()
@@ -78,7 +83,11 @@ class Training:
             for param, value in zip(fresh.model.parameters(), before, strict=True):
                 param.to_local().copy_(value)
         fresh.step()
-        assert all(torch.equal(a, b) for a, b in zip(after, fresh.values(), strict=True))
+        for mine, expected in zip(after, fresh.values(), strict=True):
+            if self.mode == INDUCTOR:  # which rounds in other places
+                torch.testing.assert_close(mine, expected)
+            else:
+                assert torch.equal(mine, expected)
 
 
 RANK = "Rank 0"
@@ -125,7 +134,7 @@ def test_one_rank_leaves_out_its_backward(mode: str) -> None:
 def test_one_rank_takes_another_branch(mode: str) -> None:
     training = Training(mode)
     training.step(3)
-    skipped = "blocks.1" if mode == EAGER else "compiled code"
+    skipped = "blocks." if mode == EAGER else "compiled code"
 
     def program() -> None:
         training.step(without=(0,) if dist.get_rank() == 1 else ())
@@ -168,9 +177,7 @@ def test_one_rank_falls_back_from_the_compiler() -> None:
     training.step(3)
 
     def program() -> None:
-        if dist.get_rank() == 1:
-            training.call = training.model
-        training.step()
+        (training.model if dist.get_rank() == 1 else training.call)(training.x).backward()
 
     training.stalls(program, "Rank 1 comes to a forward with gradients of the model", "rank 0")
 
@@ -202,7 +209,7 @@ def test_the_others_wait_for_one_that_evaluates() -> None:
                 training.evaluate()
             dist.barrier(over)
 
-        training.stalls(program, "Rank 0 comes to a forward without gradients")
+        training.stalls(program, "Rank 0 comes to a forward without gradients", unexplained=(1,))
 
 
 @on_ranks(4, timeout=120)
