@@ -382,7 +382,11 @@ def _compare(
 ) -> dict[str, Any]:
     if (absent := _missing(store, key, ranks, timeout, look)) is not None:
         return absent
-    outcomes = {rank: json.loads(store.get(f"{key}/{rank}")) for rank in ranks}
+    keys = [f"{key}/{rank}" for rank in ranks]
+    told = (
+        store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    )  # in one request, if that can be had
+    outcomes = {rank: json.loads(outcome) for rank, outcome in zip(ranks, told, strict=True)}
     for rank, outcome in outcomes.items():
         if "astray" in outcome:  # somebody has found out that it will not come
             return dict(outcome["astray"])

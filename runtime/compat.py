@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import struct
 import sys
 import traceback
@@ -330,16 +331,19 @@ def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> 
         listening += [store.get(f"{prefix}/{number}/{other}") for other in range(size)]
         number += 1
     for name in os.listdir("/dev/fd"):
-        try:
-            connection = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # no socket, or closed in the meantime
-            continue
-        with connection, contextlib.suppress(OSError):  # not connected
-            ends = [
-                _as_gloo_tells(connection.family, end) for end in (connection.getsockname(), connection.getpeername())
-            ]
-            if any(end is not None and end in told for end in ends for told in listening):
+        with contextlib.suppress(OSError):  # closed in the meantime, or not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                _shut_down(os.dup(int(name)), listening)
+
+
+def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
+    """The connection, if one of its ends is among what ranks have told."""
+    with socket.socket(fileno=descriptor) as connection:
+        for end in (connection.getsockname(), connection.getpeername()):
+            address = _as_gloo_tells(connection.family, end)
+            if address is not None and any(address in told for told in listening):
                 connection.shutdown(socket.SHUT_RDWR)
+                return
 
 
 def _as_gloo_tells(family: int, address: Any) -> bytes | None:

@@ -29,7 +29,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["ADVICE", "AT_REST", "Agree", "Details", "Order", "Phase", "no_details", "order_of_group", "orders"]
+__all__ = [
+    "ADVICE",
+    "AT_REST",
+    "Agree",
+    "Details",
+    "Order",
+    "Phase",
+    "no_details",
+    "order_of_group",
+    "orders",
+    "standstill",
+]
 
 ADVICE = (
     "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
@@ -103,6 +114,11 @@ class _Place:
             self.last_after[past] = what
         else:
             self.last_after.pop(past, None)
+
+
+def standstill(why: str) -> RuntimeError:
+    """The error of a rank that others will never come to meet."""
+    return RuntimeError(f"This rank would wait for others for good. {why} {ADVICE}")
 
 
 def order_of_group(name: str) -> Order:
@@ -186,7 +202,7 @@ class Order:
     def check(self) -> None:
         """Raise RuntimeError if nothing can follow."""
         if self.stalled is not None:
-            raise RuntimeError(self.stalled)
+            raise standstill(self.stalled)
 
     def enter(self, phase: Phase, agree: Agree, details: Details = no_details) -> None:
         """A phase begins.
@@ -195,7 +211,7 @@ class Order:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
         """
         if self.stalled is not None:
-            raise RuntimeError(self.stalled)
+            raise standstill(self.stalled)
         if self._places > self._limit:
             at = self._at.after
             self.forget()
@@ -242,7 +258,7 @@ class Order:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
         """
         if self.stalled is not None:
-            raise RuntimeError(self.stalled)
+            raise standstill(self.stalled)
         here = self._at
         if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
             if not self._is_usual(collective, here):

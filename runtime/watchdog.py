@@ -19,6 +19,7 @@ program that moves nothing, and one that stands still a request per process ever
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -35,7 +36,7 @@ import torch.distributed as dist
 
 from . import compat
 from .journal import journal, program_line
-from .order import ADVICE, Order, orders
+from .order import Order, orders, standstill
 
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
 
@@ -112,6 +113,7 @@ class Watchdog:
         self._due: dict[Order, tuple[float, float]] = {}
         self._explained: set[str] = set()
         self._done: list[Asking] = []
+        self._ends = threading.Event()
 
     # -- the program's threads ----------------------------------------------------------------------------------------
 
@@ -124,6 +126,17 @@ class Watchdog:
                 self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
                 compat.on_failed_waits(self.explain)
                 self._thread.start()
+                atexit.register(self.end)
+
+    def end(self) -> None:
+        """The program ends. A thread that came back from the store while Python is being taken down would abort the process."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the store's process has ended before
+                for order in self._live():
+                    self._tell_end(compat.default_store(), order, "had ended its program")
 
     def leave(self, model: Watched) -> None:
         """It gets other process groups, which are not to be closed."""
@@ -159,23 +172,20 @@ class Watchdog:
 
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
         """This rank's forward or backward has failed: it starts nothing more."""
-        order = orders().get(group)
-        if order is None:
-            return
-        place = program_line(sys._current_frames().get(order.thread))
-        _offer(
-            store,
-            f"{_of(group)}/failed",
-            {
-                "epoch": order.epoch,
-                "number": order.events,
-                "rank": dist.get_rank(),
-                "error": error,
-                "after": order.latest,
-                "line": place,
-            },
-        )
-        store.set(f"{_of(group)}/notice", "")
+        if (order := orders().get(group)) is not None:
+            self._tell_end(store, order, f"had failed with {error}")
+
+    def _tell_end(self, store: dist.Store, order: Order, how: str) -> None:
+        told = {
+            "epoch": order.epoch,
+            "number": order.events,
+            "rank": dist.get_rank(),
+            "how": how,
+            "after": order.latest,
+            "line": program_line(sys._current_frames().get(order.thread)),
+        }
+        _offer(store, f"{_of(order.group)}/failed", told)
+        store.set(f"{_of(order.group)}/notice", "")
 
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
@@ -189,20 +199,23 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
                     store = compat.default_store()
                     if (over := _found(store, f"{_of(order.group)}/over")) and over["epoch"] == order.epoch:
-                        order.stalled = f"{over['text']} {ADVICE}"
+                        order.stalled = over["text"]
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
-                return RuntimeError(order.stalled)
+                return standstill(order.stalled)
         return None
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            time.sleep(TICK)
+        while not self._ends.wait(TICK):
             try:
                 self.look()
-            except RuntimeError:  # the store's process is gone, or the program is about to end
+            except (
+                RuntimeError,
+                ValueError,
+                KeyError,
+            ):  # the store's process is gone, or a process group was destroyed
                 self._store = self._store_of = None
 
     def look(self) -> None:
@@ -352,8 +365,8 @@ class Watchdog:
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """The wait of this rank."""
-        order.stalled = f"{text} {ADVICE}"
-        _log.error("Rank %d: %s", dist.get_rank(), order.stalled)
+        order.stalled = text
+        _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
         with self._lock:
             models = self._live().get(order, [])
             for name in more.union(*(model.communicators for model in models)):
@@ -394,15 +407,15 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have gone different ways, and would wait for each other for good. Rank {ask['rank']} comes to "
+        f"Ranks have gone different ways. Rank {ask['rank']} comes to "
         f"{ask['what']}{_at(ask)}, and waits for the others to do the same; {here}."
     )
 
 
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
     return (
-        f"Rank {failed['rank']} had failed with {failed['error']} (after {failed['after']}{_at(failed)}), and does not start what "
-        f"other ranks wait for; {here}."
+        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and does not start what other ranks "
+        f"wait for; {here}."
     )
 
 
