@@ -276,7 +276,7 @@ class Watchdog:
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
             return  # what this rank has visited is read last: it was asked before it could begin more
         keys = own | {f"{ask['place']}/{ask['visit']}": (ask["ranks"], ask["is last resort"])}
-        text = _text(ask, self._here(order, any_of_mine))
+        text = _text(ask, self._here(order, any_of_mine, wait))
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
     def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
@@ -321,13 +321,18 @@ class Watchdog:
         is_ahead = compat.collectives_started(group) > ask["counts"][name]
         return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
 
-    def _here(self, order: Order, mine: Asking | None) -> str:
-        """What this rank is doing."""
-        frames = sys._current_frames()
-        line = program_line(frames.get(order.thread))
-        doing = f"waits in {mine.what!r}" if mine is not None else "went on"
-        at = "" if mine is not None else f", and waits since {journal.doing() or order.latest}"
-        return f"rank {dist.get_rank()} {doing} after {order.latest}{at}{f', at {line}' if line else ''}"
+    def _here(self, order: Order, mine: Asking | None, wait: str | None = None) -> str:
+        """What this rank is doing: it waits in an agreement, in a collective of the program's own over a process group, or in one
+        of the model."""
+        if mine is not None:
+            what = mine.what if mine.is_next else repr(mine.what)
+        elif wait is not None:
+            what = f"a collective over process group {wait}"
+        else:
+            what = journal.doing() or order.latest
+        line = program_line(sys._current_frames().get(order.thread))
+        at = f", at {line}" if line else ""
+        return f"rank {dist.get_rank()} has come as far as {order.latest}, and waits in {what}{at}"
 
     def _conclude(
         self,

@@ -169,7 +169,7 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
         call(x).backward()
     loss = call(x)
     if dist.get_rank() == 1:
-        with raises_everywhere(RuntimeError, "rank 0 did not come", "skip a batch"):
+        with raises_everywhere(RuntimeError, "rank 0 has come as far as", "skip a batch"):
             call(x)
     else:
         with raises_everywhere(RuntimeError):
