@@ -66,7 +66,7 @@ def compare_step(
             runs.append(_tensors_of_step(model, call, args, kwargs, loss))
     differences = list(_differences(*runs, tolerance=tolerance, exact=exact))
     mine = next((text for _, _, text in differences if text), None)
-    everyone = everyones(mine, sharded.group)
+    everyone = everyones(mine, sharded.group, "steps")
     ranks = dist.get_process_group_ranks(sharded.group)
     if told := [f"rank {rank}: {text}" for rank, text in zip(ranks, everyone, strict=True) if text]:
         raise RuntimeError(

@@ -20,10 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import compat
+from .order import AT_REST, Phase, orders
+from .watchdog import ORDER, watchdog
 
 __all__ = [
     "Within",
     "agree",
+    "agree_on_order",
+    "announce",
     "conclude",
     "errors_for_all",
     "everyones",
@@ -53,6 +57,8 @@ def agree(
     epoch: int = 0,
     within: Within | None = None,
     heeds_refusals: bool = False,
+    what: str | None = None,
+    is_last_resort: bool = False,
 ) -> None:
     """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
 
@@ -66,6 +72,8 @@ def agree(
         within: what only some ranks hold in common, asked for when ``describe`` has returned: some of the group's ranks,
             and lines that must be the same on those. None: nothing.
         heeds_refusals: do not wait for ranks that have failed :func:`telling_others`; their error is quoted.
+        what: for messages on ranks that do not come; None: the topic.
+        is_last_resort: nobody answers for ranks that have gone another way: they will come, with an error behind them.
 
     Raises:
         RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
@@ -87,11 +95,40 @@ def agree(
         if failure is not None:
             outcome = {"error": f"{type(failure).__name__}: {failure}"}
         place = f"{topic}/{epoch}" if epoch else topic
-        verdict = _verdict(group, ranks, place, outcome, timeout, heeds_refusals=heeds_refusals)
+        verdict = _verdict(
+            group,
+            ranks,
+            place,
+            outcome,
+            timeout,
+            heeds_refusals=heeds_refusals,
+            what=what or topic,
+            is_next=topic == ORDER,
+            is_last_resort=is_last_resort,
+        )
         if failure is None and verdict["kind"] != "same":
             raise RuntimeError(_explain(verdict, group, topic, [*lines, *some[1]], timeout))
     if failure is not None:
         raise failure
+
+
+def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -> None:
+    """All ranks come to the same next thing; the last line says what it is. As :func:`agree`."""
+    what = lines[-1].rpartition(" (place ")[0]
+    agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=what)
+
+
+def announce(what: str, group: str) -> None:
+    """An operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none. For those that no
+    sharded model has, nothing.
+
+    Raises:
+        RuntimeError: other ranks do something else.
+    """
+    if (order := orders().get(group)) is not None:
+        order.enter(
+            Phase(AT_REST, what), lambda lines, epoch: agree_on_order(compat.process_group(group), lines, epoch)
+        )
 
 
 def conclude(
@@ -117,7 +154,8 @@ def conclude(
     """
     ranks = dist.get_process_group_ranks(group)
     try:
-        verdict = _verdict(group, ranks, topic, {"digest": _digest(lines), "offer": offer}, timeout, combine)
+        outcome = {"digest": _digest(lines), "offer": offer}
+        verdict = _verdict(group, ranks, topic, outcome, timeout, combine, what=topic)
         if verdict["kind"] == "same":
             return verdict["result"]
         raise RuntimeError(_explain(verdict, group, topic, lines, timeout))
@@ -174,21 +212,33 @@ def _refusal_of(rank: int) -> str:
     return f"mfsdp/refusal/{rank}"
 
 
-def everyones(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank of ``group`` has given, in their order. Collective; values are pickled."""
+def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
+    """What each rank of ``group`` has given, in their order. Collective; values are pickled.
+
+    Args:
+        what: is compared, for ranks that do something else.
+    """
+    announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
-def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
-    """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why."""
+def report_failure(group: dist.ProcessGroup, error: BaseException, is_certain: bool = True) -> None:
+    """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why.
+
+    Args:
+        is_certain: else it may yet be avoided: ranks that wait for this one go on doing so.
+    """
     if not has_others(group):
         return
     try:
         me = dist.get_rank()
         reports = _reports(group, [rank for rank in dist.get_process_group_ranks(group) if rank != me])
-        compat.default_store().set(_failure_of(group, me), f"{type(error).__name__}: {error}"[:1000])
+        store, told = compat.default_store(), f"{type(error).__name__}: {error}"[:1000]
+        store.set(_failure_of(group, me), told)
+        if is_certain:
+            watchdog.tell_failure(store, group.group_name, told)
     except RuntimeError:  # the store's process is gone; the error at hand matters more
         return
     if reports and hasattr(error, "add_note"):  # Python 3.11
@@ -198,7 +248,9 @@ def report_failure(group: dist.ProcessGroup, error: BaseException) -> None:
 def forget_failure(group: dist.ProcessGroup) -> None:
     """What this rank has reported is over."""
     if has_others(group):
-        compat.default_store().delete_key(_failure_of(group, dist.get_rank()))
+        store = compat.default_store()
+        store.delete_key(_failure_of(group, dist.get_rank()))
+        watchdog.forget_failure(store, group.group_name)
 
 
 def _failure_of(group: dist.ProcessGroup, rank: int) -> str:
@@ -228,6 +280,9 @@ def _verdict(
     timeout: timedelta,
     combine: Callable[[Sequence[Any]], Any] | None = None,
     heeds_refusals: bool = False,
+    what: str = "",
+    is_next: bool = False,
+    is_last_resort: bool = False,
 ) -> dict[str, Any]:
     store, me = compat.default_store(), dist.get_rank()
     # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
@@ -238,19 +293,20 @@ def _verdict(
     key = f"{place}/{visit}"
     store.set(f"{key}/{me}", json.dumps(outcome))
     look = _Look(store, place, visit) if heeds_refusals else None
-    if me == ranks[0]:
-        verdict = _compare(store, key, ranks, timeout, combine, look)
-        store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
-        if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
-            for name in ("verdict", *ranks):
-                store.delete_key(f"{place}/{visit - 1}/{name}")
-    if (absent := _missing(store, key, ranks[:1], timeout, look)) is not None:
-        return absent
-    try:
-        store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others
-    except RuntimeError:  # DistStoreError
-        return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
-    return json.loads(store.get(f"{key}/verdict"))
+    with watchdog.asking(group, ranks, place, visit, what, is_next, is_last_resort):
+        if me == ranks[0]:
+            verdict = _compare(store, key, ranks, timeout, combine, look)
+            store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
+            if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
+                for name in ("verdict", *ranks):
+                    store.delete_key(f"{place}/{visit - 1}/{name}")
+        if (absent := _missing(store, key, ranks[:1], timeout, look)) is not None:
+            return absent
+        try:
+            store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others
+        except RuntimeError:  # DistStoreError
+            return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
+        return json.loads(store.get(f"{key}/verdict"))
 
 
 class _Look:
@@ -326,8 +382,14 @@ def _compare(
 ) -> dict[str, Any]:
     if (absent := _missing(store, key, ranks, timeout, look)) is not None:
         return absent
-    outcomes = {rank: json.loads(store.get(f"{key}/{rank}")) for rank in ranks}
+    keys = [f"{key}/{rank}" for rank in ranks]
+    told = (
+        store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    )  # in one request, if that can be had
+    outcomes = {rank: json.loads(outcome) for rank, outcome in zip(ranks, told, strict=True)}
     for rank, outcome in outcomes.items():
+        if "astray" in outcome:  # somebody has found out that it will not come
+            return dict(outcome["astray"])
         if "error" in outcome:
             return {"kind": "failed", "ranks": [rank], "error": outcome["error"]}
     for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
@@ -353,6 +415,8 @@ def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
 def _explain(
     verdict: dict[str, Any], group: dist.ProcessGroup, topic: str, lines: Sequence[str], timeout: timedelta
 ) -> str:
+    if verdict["kind"] == "astray":
+        return str(verdict["text"])
     ranks = dist.get_process_group_ranks(group)
     culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
     if verdict["kind"] == "missing":

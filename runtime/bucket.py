@@ -342,6 +342,7 @@ class Bucket:
         """Every parameter, or the part of it that the bucket holds, in the main dtype; views of one tensor of the bucket's
         size. Every rank must."""
         whole = self.flat.detach()
+        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
         if not self.topology.shard_groups:

@@ -14,7 +14,11 @@ import hashlib
 import heapq
 import importlib.util
 import logging
+import os
 import re
+import socket
+import stat
+import struct
 import sys
 import traceback
 import weakref
@@ -23,6 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -366,6 +371,77 @@ def new_group(
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
+def another_connection(store: dist.Store) -> dist.Store:
+    """To the same store. One that is waiting in it is locked for other threads."""
+    another: dist.Store = store.clone()
+    another.set_timeout(timedelta(seconds=30))
+    return another
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Have everything that waits for other ranks in this process group fail, here and there, at once. It cannot be used any more.
+
+    Gloo cannot abort what it waits for (its ``abort()`` does nothing), but notices when a connection is closed. Which of the
+    process's connections are the group's is known from where its ranks told each other to connect to: in its store.
+    """
+    store = _world.pg_map[group][1]
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == "gloo":
+            _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
+        else:
+            backend.abort()
+
+
+def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> None:
+    listening: list[bytes] = []  # what each rank has told, of which the addresses that it listens at are a part
+    number = 0
+    while store.check([f"{prefix}/{number}/{rank}"]):
+        listening += [store.get(f"{prefix}/{number}/{other}") for other in range(size)]
+        number += 1
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed in the meantime, or not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                _shut_down(os.dup(int(name)), listening)
+
+
+def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
+    """The connection, if one of its ends is among what ranks have told."""
+    with socket.socket(fileno=descriptor) as connection:
+        for end in (connection.getsockname(), connection.getpeername()):
+            address = _as_gloo_tells(connection.family, end)
+            if address is not None and any(address in told for told in listening):
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+
+
+def _as_gloo_tells(family: int, address: Any) -> bytes | None:
+    """The beginning of the system's structure for an address."""
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_pton(family, address[0])
+    if family == socket.AF_INET6:
+        flow = struct.pack("!I", address[2])
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + flow + socket.inet_pton(family, address[0])
+    return None
+
+
+def is_generated(file: str) -> bool:
+    """Whether it is code that Inductor has written."""
+    cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return cache is not None and file.startswith(cache.cache_dir())
+
+
+def waits_in(frame: FrameType | None) -> str | None:
+    """Name of the process group of the collective of ``torch.distributed`` that a thread is in, from its innermost frame; None:
+    it is in none."""
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
+            group = frame.f_locals["group"] or _get_default_group()
+            return group.group_name if isinstance(group, dist.ProcessGroup) else None
+        frame = frame.f_back
+    return None
+
+
 def stand_around_collectives(
     names: Iterable[str], around: Callable[[str], contextlib.AbstractContextManager[Any]]
 ) -> torch.library.Library:
@@ -388,6 +464,7 @@ def stand_around_collectives(
 
 
 _ON_CPU = torch._C.DispatchKeySet(DispatchKey.CPU)
+_WAITS_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
 _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
 
@@ -410,6 +487,20 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
     if "cpu" not in devices and devices:
         tensor = tensor.to(next(iter(devices)))
     return wait_tensor(all_reduce(tensor, op, group)).cpu()
+
+
+def on_failed_waits(explain: Callable[[], BaseException | None]) -> None:
+    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, raise what ``explain`` returns, with
+    torch's error as its cause. Once per process."""
+
+    @torch.library.impl(_gloo, "wait_tensor", "CPU")
+    def wait(tensor: Tensor) -> Tensor:
+        try:
+            return wait_tensor.redispatch(_WAITS_ON_CPU, tensor)
+        except RuntimeError as error:
+            if (explained := explain()) is not None:
+                raise explained from error
+            raise
 
 
 def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:

@@ -99,10 +99,15 @@ class Experts:
         holders = self.holders
         if holders is None:
             own = self.topology.mesh.mesh.tolist()
-            holders = check_holders(map(torch.tensor, everyones(own, every)), dist.get_process_group_ranks(every))
+            holders = check_holders(
+                map(torch.tensor, everyones(own, every, "ranks of experts")), dist.get_process_group_ranks(every)
+            )
         if len(holders) == 1:
             return replace(self, holders=holders)
-        alike = not compat.is_real_group(every.group_name) or len({*map(tuple, everyones(names, every))}) == 1
+        alike = (
+            not compat.is_real_group(every.group_name)
+            or len({*map(tuple, everyones(names, every, "names of experts"))}) == 1
+        )
         if (holders.flatten(1).diff(dim=0) <= 0).any():
             raise ValueError(
                 f"expt_device_mesh divides experts over {holders.tolist()}, in which ranks that hold other experts are not in "

@@ -73,7 +73,7 @@ def check_first_step(
         "not finite": not_finite,
         "buffers": _digests(buffers),
     }
-    everyone = everyones(mine, group)
+    everyone = everyones(mine, group, "gradients and buffers before the first step")
     ranks = dist.get_process_group_ranks(group)
     for rank, its in zip(ranks, everyone, strict=True):
         if its["torn"]:
@@ -102,7 +102,7 @@ def check_first_step(
 def compare_buffers(buffers: Mapping[str, Tensor], group: dist.ProcessGroup, when: str) -> None:
     """Warn if buffers differ between ranks. Collective."""
     if enabled() and buffers:
-        _warn_of_buffers(everyones(_digests(buffers), group), dist.get_process_group_ranks(group), when)
+        _warn_of_buffers(everyones(_digests(buffers), group, "buffers"), dist.get_process_group_ranks(group), when)
 
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from . import compat
 
-__all__ = ["Entry", "Journal", "directory", "journal"]
+__all__ = ["Entry", "Journal", "directory", "journal", "program_line"]
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -107,6 +107,16 @@ class Journal:
                 self._watch()
             counts[name] = compat.collectives_started(group)
         self._entries.append(Entry(time.time(), step, model, what, launches, counts))
+
+    def doing(self) -> str | None:
+        """The last thing that was noted, and the last collective that it has started."""
+        last = self._entries[-1] if self._entries else None
+        if last is None:
+            return None
+        now = {name: count for name in self._groups if (count := _started(name)) is not None}
+        started = [launch["what"] for launch in _written(last, now)["launches"] if launch["started"]]
+        what = f"{started[-1]}, " if started and started[-1] != last.what else ""
+        return f"{what}{last.what} of {last.model}, step {last.step}"
 
     # -- writing it down ----------------------------------------------------------------------------------------------
 
@@ -233,17 +243,24 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
     return {"at": entry.at, "step": entry.step, "model": entry.model, "what": entry.what, "launches": launches}
 
 
-_OWN = (str(Path(__file__).parent), compat.TORCH_FOLDER, "<")
-"""Where frames lie that are not the program's."""
+_RUNTIME, _PACKAGE = Path(__file__).parent, Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
+_FOLDERS = (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes", Path(compat.TORCH_FOLDER))
+_OWN = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<")
+"""Where frames lie that are not the program's. A checkout has passes and runtime beside the package."""
 
 
 def _main_stack() -> traceback.StackSummary:
     return traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])  # type: ignore[index]
 
 
+def program_line(frame: FrameType | None) -> str | None:
+    """The innermost line of the program itself, from a frame outwards."""
+    return _place(traceback.extract_stack(frame)) if frame is not None else None
+
+
 def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:
     """The innermost line of the program itself."""
-    own = [frame for frame in stack if not frame.filename.startswith(_OWN) and "mfsdp_compile" not in frame.filename]
+    own = [f for f in stack if not f.filename.startswith(_OWN) and not compat.is_generated(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
 
 

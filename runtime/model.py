@@ -19,7 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import compat, gradients, guards, meta, tracing
-from .agreement import agree, conclude, everyones, forget_failure, report_failure, value_digest
+from .agreement import (
+    agree,
+    agree_on_order,
+    conclude,
+    everyones,
+    forget_failure,
+    has_others,
+    report_failure,
+    value_digest,
+)
 from .bucket import Bucket, BucketPlan, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .experts import Experts, marked
@@ -27,11 +36,12 @@ from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import check_no_stray_references, label_module, shard_module
 from .optimizers import Optimizers
-from .order import Details, Phase, no_details, order_of_group
+from .order import Details, Order, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, Peers, local_part
 from .running import named
 from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from .watchdog import watchdog
 from .whole import whole_parameters
 
 __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
@@ -273,6 +283,7 @@ class ShardedModel:
         self._shard_modules(module, homes)
         self._know(module)
         self.forget_old_code()
+        self._watch()
 
     def _initialise(
         self,
@@ -463,9 +474,32 @@ class ShardedModel:
 
     # -- agreement with other ranks -----------------------------------------------------------------------------------
 
-    def agree(self, topic: str, lines: Sequence[str], patience: float = 1.5, epoch: int = 0) -> None:
-        """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out."""
-        agree(self.group, topic, lambda: lines, compat.timeout_of(self.group) * patience, epoch)
+    def agree(
+        self, topic: str, lines: Sequence[str], patience: float = 1.5, epoch: int = 0, is_last_resort: bool = False
+    ) -> None:
+        """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out. See
+        :func:`.agreement.agree`."""
+        timeout = compat.timeout_of(self.group) * patience
+        agree(self.group, topic, lambda: lines, timeout, epoch, is_last_resort=is_last_resort)
+
+    def _watch(self) -> None:
+        if has_others(self.group) or has_others(self.everyone):
+            watchdog.watch(self)
+
+    @property
+    def order(self) -> Order:
+        return self._order
+
+    @property
+    def scopes(self) -> set[str]:
+        """See :class:`.watchdog.Watched`."""
+        return {self.group.group_name, self.everyone.group_name}
+
+    @property
+    def communicators(self) -> set[str]:
+        """See :class:`.watchdog.Watched`."""
+        of_mesh = {group.name for topology in self.topologies for group in topology.groups}
+        return of_mesh | {group.name for group in self._other_groups}
 
     def make_portions(self, size: int) -> None:
         """See to the process group that backwards gather over with ``reshard_after_forward=size``. Collective, once.
@@ -500,7 +534,7 @@ class ShardedModel:
 
     def warn_others(self, error: BaseException) -> None:
         """Errors that other ranks meet from here on say that this one is about to fail with ``error``."""
-        report_failure(self.group, error)
+        report_failure(self.group, error, is_certain=False)
 
     def others_know(self) -> None:
         """What :meth:`warn_others` told is over: all ranks have met."""
@@ -520,7 +554,7 @@ class ShardedModel:
                     model._label_modules()
 
     def _agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
-        self.agree("Order of collectives", lines, epoch=epoch)
+        agree_on_order(self.group, lines, epoch)
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
@@ -639,7 +673,8 @@ class ShardedModel:
             RuntimeError: not all ranks came within four times the process group's time-out: as long as it can take until
                 each has its error.
         """
-        self.agree("model.reset()", [], patience=4)
+        self.agree("model.reset()", [], patience=4, is_last_resort=True)
+        watchdog.leave(self)
         self.eager.abandon()
         self.eager.settle()
         for bucket in self.buckets:
@@ -663,6 +698,7 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.set_plan(bucket.plan)
         self._label_modules()
+        self._watch()
 
     def touched(self, bucket: Bucket) -> None:
         """A bucket got gradients."""
@@ -820,6 +856,7 @@ class ShardedModel:
 
     def before_step(self) -> None:
         """An optimizer is about to use gradients: look whether they are all there. Collective before the first step."""
+        self._order.check()
         reduced, self._reduced = self._reduced, set()
         if not reduced or not guards.enabled():  # without a backward before it: somebody has set gradients by hand
             return
@@ -875,7 +912,7 @@ class ShardedModel:
         ]
         flags = torch.cat([flag for _, flag in found]).tolist()
         mine = next((param for param, is_nan in zip(params, flags, strict=True) if is_nan), None)
-        everyone = everyones(mine, self.group)
+        everyone = everyones(mine, self.group, "NaN in gradients")
         ranks = dist.get_process_group_ranks(self.group)
         culprits = [f"rank {rank}, {param}" for rank, param in zip(ranks, everyone, strict=True) if param]
         if culprits:
@@ -955,6 +992,7 @@ class ShardedModel:
         module = self._module()
         assert module is not None
         duplicate._know(copy.deepcopy(module, memo))
+        duplicate._watch()
         return duplicate
 
 

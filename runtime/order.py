@@ -10,17 +10,46 @@ ever followed, that thing is free; it costs a look into a dictionary. Anything e
 what is new, and every turn at a fork, a place from which ranks have gone different ways before. What all ranks do
 alike is always allowed; what one rank does alone raises, before its collective has met anybody else's.
 
-Which kind of phase comes next is not a fork: a program evaluates now and then, and accumulates over microbatches. A rank
-that evaluates alone is caught the first time only.
+Which kind of phase comes next is not a fork: a program evaluates now and then, prints a norm every hundred steps, and
+accumulates over microbatches. Ranks expect there what followed the last time, after the same phases, and agree on what
+they did not expect. So training asks nothing, and neither does a program with a rhythm (rollouts and training, a teacher and
+a student, a generator and a discriminator, an evaluation after every thousandth step) after three rounds of it; one
+without pays for each change, there and back. Whether a backward accumulates is free either way. An agreement takes about a
+millisecond on one machine.
+
+A rank that goes a way of its own asks; those on the usual one do not listen, start what they know, and wait in a collective.
+Each rank counts what it has done. One that has done more than a rank that asks, and was not asked the same, has gone another
+way for certain: that one will never start what this one waits for. :mod:`.watchdog` looks.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Agree", "Details", "Order", "Phase", "no_details", "order_of_group"]
+__all__ = [
+    "ADVICE",
+    "AT_REST",
+    "Agree",
+    "Details",
+    "Order",
+    "Phase",
+    "no_details",
+    "order_of_group",
+    "orders",
+    "standstill",
+]
+
+ADVICE = (
+    "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
+    "data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by zero), or decide for "
+    "all ranks together. Weights and optimizer state are unchanged; model.reset() on every rank makes the model usable again."
+)
+
+AT_REST = "at rest"
+"""The kind of phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
 
 Agree = Callable[[Sequence[str], int], None]
 """``agree(lines, epoch)`` raises RuntimeError on every rank unless all of them come with the same lines, in the same epoch
@@ -38,15 +67,27 @@ class Phase(NamedTuple):
     """A part of a step.
 
     Args:
-        kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``.
-        what: runs: ``"the model (GPT #1)"``, ``"compiled code of layers.0 (GPT #1)"``; a backward, ``"GPT #1"``.
+        kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``,
+            :data:`AT_REST`.
+        what: runs: ``"the model (GPT #1)"``, ``"compiled code of layers.0 (GPT #1)"``; a backward, ``"GPT #1"``; at rest,
+            ``"full_tensor() of 'layers.0.weight'"``.
     """
 
     kind: str
     what: str = ""
 
+    @property
+    def is_backward(self) -> bool:
+        return self.kind.startswith("backward")
+
     def __str__(self) -> str:
+        if self.kind == AT_REST:
+            return self.what
         return f"a {self.kind}{f' of {self.what}' if self.what else ''}"
+
+
+_Past = tuple[tuple[tuple[Phase | None, int], ...], int]
+"""Rows of equal forwards that came before the last one, with their lengths; and the length of that one so far."""
 
 
 @dataclass(eq=False)
@@ -57,11 +98,37 @@ class _Place:
     after: str
     collectives: dict[str, _Place] = field(default_factory=dict)
     phases: dict[Phase, _Place] = field(default_factory=dict)
+    last: Phase | str = ""
+    """What has followed the last time."""
+    last_after: dict[_Past, Phase] = field(default_factory=dict)
+    """The same, by the forwards before it."""
+
+    def expects(self, past: _Past) -> Phase | str:
+        return self.last_after.get(past, self.last)
+
+    def followed_by(self, what: Phase | str, past: _Past) -> None:
+        if len(self.last_after) > _PASTS:
+            self.last_after.clear()
+        self.last = what
+        if isinstance(what, Phase):
+            self.last_after[past] = what
+        else:
+            self.last_after.pop(past, None)
+
+
+def standstill(why: str) -> RuntimeError:
+    """The error of a rank that others will never come to meet."""
+    return RuntimeError(f"This rank would wait for others for good. {why} {ADVICE}")
 
 
 def order_of_group(name: str) -> Order:
     """Of the models that communicate over a process group: theirs meet each other."""
-    return _orders.setdefault(name, Order())
+    return _orders.setdefault(name, Order(group=name))
+
+
+def orders() -> dict[str, Order]:
+    """All there are, by name of the group."""
+    return _orders
 
 
 class Order:
@@ -69,6 +136,13 @@ class Order:
 
     Args:
         limit: places to remember. A program that goes another way in every step would fill the memory with them.
+        group: name of the process group.
+
+    Attributes:
+        epoch: of its life; ranks that are not in the same one do not compare.
+        events: phases and collectives that were begun in this epoch.
+        stalled: why nothing can follow any more: ranks have gone different ways, and this one was waiting for another one.
+        thread: in which the last model was sharded, and very likely is trained.
     """
 
     schedules: dict[str, Any]
@@ -77,12 +151,19 @@ class Order:
     schedules_replaced: int
     """How often another one has come in the place of one of these."""
 
-    def __init__(self, limit: int = 100_000) -> None:
+    def __init__(self, limit: int = 100_000, group: str = "") -> None:
         self.schedules = {}
         self.schedules_replaced = 0
+        self.group = group
+        self.epoch = self.events = 0
+        self.stalled: str | None = None
+        self.thread = threading.get_ident()
         self._limit = limit
-        self._epoch = self._models = 0
+        self._models = 0
         self.forget()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Order:
+        return self  # of a process group, of which there is one
 
     def join(self, kind: str) -> str:
         """A model is sharded, on all ranks. Returns its name here.
@@ -90,7 +171,8 @@ class Order:
         From here on all ranks know the same again, which is nothing.
         """
         self._models += 1
-        self._epoch += 1
+        self._next_epoch()
+        self.thread = threading.get_ident()
         self.forget()
         return f"{kind} #{self._models}"
 
@@ -100,10 +182,27 @@ class Order:
         self._begins: dict[tuple[Phase, Phase | None], _Place] = {}
         self._at = self._start = self._place("the start")
         self._phase: Phase | None = None
+        self._before: Phase | None = None  # also at rest
+        self._forward: Phase | None = None
+        self._past: _Past = ((), 0)
 
     def restart(self) -> None:
         """After a failure that was the same on all ranks anything may follow."""
-        self._at, self._phase = self._start, None
+        self._next_epoch()
+        self._at, self._phase, self._before, self._forward, self._past = self._start, None, None, None, ((), 0)
+
+    def _next_epoch(self) -> None:
+        self.epoch, self.events = self.epoch + 1, 0
+
+    @property
+    def latest(self) -> str:
+        """What was begun last."""
+        return self._at.after
+
+    def check(self) -> None:
+        """Raise RuntimeError if nothing can follow."""
+        if self.stalled is not None:
+            raise standstill(self.stalled)
 
     def enter(self, phase: Phase, agree: Agree, details: Details = no_details) -> None:
         """A phase begins.
@@ -111,24 +210,42 @@ class Order:
         Raises:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
         """
+        if self.stalled is not None:
+            raise standstill(self.stalled)
         if self._places > self._limit:
             at = self._at.after
             self.forget()
             self._at = self._place(at)
         here = self._at
-        if (
-            phase not in here.phases
-            or here.collectives
-            or any(other.kind == phase.kind and other != phase for other in here.phases)
-        ):
+        if phase not in here.phases or self._is_unexpected(phase, here):
             self._ask(agree, str(phase), phase in here.phases, details)
             if phase not in here.phases:
                 # What a forward is made of does not depend on what came before it; of a backward it does.
-                begin = (phase, self._phase if phase.kind.startswith("backward") else None)
-                if begin not in self._begins:
-                    self._begins[begin] = self._place(str(phase))
-                here.phases[phase] = self._begins[begin]
-        self._at, self._phase = here.phases[phase], phase
+                before = self._phase if phase.is_backward else self._before if phase.kind == AT_REST else None
+                if (phase, before) not in self._begins:
+                    self._begins[phase, before] = self._place(str(phase))
+                here.phases[phase] = self._begins[phase, before]
+        here.followed_by(phase, self._past)
+        if phase.kind != AT_REST:
+            self._phase = phase
+            if not phase.is_backward:
+                rows, length = self._past
+                if phase == self._forward:
+                    self._past = rows, length + 1
+                else:
+                    self._past = (*rows, (self._forward, length))[-_ROWS:], 1
+                    self._forward = phase
+        self._at, self._before = here.phases[phase], phase
+        self.events += 1
+
+    def _is_unexpected(self, phase: Phase, here: _Place) -> bool:
+        """Of a phase that has followed this place before."""
+        expected = here.expects(self._past)
+        if phase.kind == AT_REST:
+            return phase != expected
+        if here.collectives or any(other.kind == phase.kind and other != phase for other in here.phases):
+            return True
+        return phase != expected and not (phase.is_backward and isinstance(expected, Phase) and expected.is_backward)
 
     def start(self, collective: str, agree: Agree, details: Details = no_details) -> None:
         """A collective is about to be started, or a compiled graph of some.
@@ -140,12 +257,22 @@ class Order:
         Raises:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
         """
+        if self.stalled is not None:
+            raise standstill(self.stalled)
         here = self._at
         if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
-            self._ask(agree, collective, collective in here.collectives, details)
+            if not self._is_usual(collective, here):
+                self._ask(agree, collective, collective in here.collectives, details)
             if collective not in here.collectives:
                 here.collectives[collective] = self._place(collective)
+            here.followed_by(collective, self._past)
         self._at = here.collectives[collective]
+        self.events += 1
+
+    def _is_usual(self, collective: str, here: _Place) -> bool:
+        """At a place that operations on parameters at rest have followed too."""
+        is_alone = len(here.collectives) == 1 and all(phase.kind == AT_REST for phase in here.phases)
+        return is_alone and collective in here.collectives and here.expects(self._past) == collective
 
     def _place(self, after: str) -> _Place:
         self._places += 1
@@ -155,17 +282,18 @@ class Order:
         here = self._at
         usual = [str(phase) for phase in here.phases] + list(here.collectives)
         try:
-            agree([*details(), f"{what} after {here.after} (place {here.number})"], self._epoch)
+            agree([*details(), f"{what} after {here.after} (place {here.number})"], self.epoch)
         except RuntimeError as error:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(
                 f"This rank comes to {what} after {here.after}{'' if is_known else ', for the first time'}{so_far}. "
-                f"Other ranks do something else: {error} All ranks must go through the model in the same way, and call "
-                "forward and backward equally often. Does a branch depend on data, or did one rank skip a batch? Run "
-                "the block on every rank (and multiply what is not wanted by zero), or decide for all ranks together. "
-                "Weights and optimizer state are unchanged; model.reset() on every rank makes the model usable again."
+                f"Other ranks do something else: {error} {ADVICE}"
             ) from None
 
+
+_ROWS = 2
+_PASTS = 20_000
+"""To remember, of one place."""
 
 _orders: dict[str, Order] = {}
 """By name of the group. For good: ranks would forget them at different times."""

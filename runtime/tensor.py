@@ -187,8 +187,13 @@ class RowShardedTensor(DTensor):
             f"rank {piece} of {pieces} holds {held}: {self._local_tensor!r})"
         )
 
-    def over_pieces(self, value: Tensor, op: str) -> Tensor:
-        """Reduce what each rank has computed of its rows to what the whole tensor would have; the same on every rank."""
+    def over_pieces(self, value: Tensor, op: str, what: str = "") -> Tensor:
+        """Reduce what each rank has computed of its rows to what the whole tensor would have; the same on every rank.
+
+        Args:
+            what: is computed, for ranks that do something else.
+        """
+        self.topology.announce(what or f"a {op} over {self.split.name!r}")
         value = self.topology.sum(value, op)
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
@@ -753,7 +758,9 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
         raise _unsupported(aten.linalg_vector_norm.default, (tensors[0], ord), {})
     if ord == float("inf"):
         return list(_extreme_of_all(torch.stack(locals_), "max", tensors[0]).unbind())
-    return list((tensors[0].over_pieces(torch.stack(locals_), "sum") ** (1.0 / ord)).unbind())
+    others = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    what = f"a norm of {tensors[0].split.name!r}{others}"
+    return list((tensors[0].over_pieces(torch.stack(locals_), "sum", what) ** (1.0 / ord)).unbind())
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -816,6 +823,7 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
     row_numel = split.layout.slots[split.index].row_numel
     gathered = local.new_empty(longest * row_numel)
     gathered[: local.numel()].copy_(local.reshape(-1))
+    topology.announce(f"full_tensor() of {split.name!r}")
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)

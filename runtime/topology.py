@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from . import compat
+from .agreement import announce
 from .exchange import When, stride_of
 
 __all__ = [
@@ -225,6 +226,11 @@ class Topology:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return self.every
         return None if self.is_hfsdp else self.outer
+
+    def announce(self, what: str) -> None:
+        """An operation on parameters at rest is about to communicate. Raises RuntimeError if other ranks do something else."""
+        if self.shard_groups:  # else every rank has all of it
+            announce(what, self.every.name)
 
     def sum(self, value: Tensor, op: str) -> Tensor:
         """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""

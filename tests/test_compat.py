@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import os
+import socket
+import struct
+import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -598,3 +604,69 @@ def test_what_cannot_be_traced_says_where() -> None:
     torch._dynamo.reset()
     assert compat.where_not_traceable(caught.value)[-1].name == "broken"
     assert not compat.where_not_traceable(ValueError())
+
+
+@on_ranks(2, timeout=60)
+def test_a_wait_can_be_ended_from_another_thread() -> None:
+    """Of one process group, and of no other; the store goes on, and so do the connections to it."""
+    waiting = dist.new_group(timeout=timedelta(minutes=30))
+    other = dist.new_group(timeout=timedelta(seconds=30))
+    for group in (waiting, other):
+        dist.barrier(group)
+    files = len(os.listdir("/dev/fd"))
+    if dist.get_rank() == 1:
+        ends = threading.Timer(0.5, compat.break_connections, [waiting])
+        ends.start()
+    if dist.get_rank() == 0:
+        compat.default_store().wait(["ended"], timedelta(seconds=30))
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        compat.wait_tensor(compat.all_reduce(torch.ones(1), "sum", waiting.group_name))
+    if dist.get_rank() == 1:
+        ends.join()
+        compat.default_store().set("ended", "")
+    dist.barrier(other)
+    assert len(os.listdir("/dev/fd")) <= files + 1  # a connection to the store, until it is collected
+
+
+@on_ranks(2, timeout=60)
+def test_where_a_thread_waits() -> None:
+    group = dist.new_group()
+    found: list[Any] = []
+    ident = threading.get_ident()
+    if dist.get_rank() == 1:
+        looks = threading.Timer(0.5, lambda: found.append(compat.waits_in(sys._current_frames()[ident])))
+        looks.start()
+        dist.barrier(group)
+        assert found == [group.group_name]
+    else:
+        time.sleep(1)
+        dist.barrier(group)
+    assert compat.waits_in(sys._getframe()) is None
+
+
+def test_addresses_are_written_as_the_system_does() -> None:
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with contextlib.suppress(OSError), socket.socket(family) as listening:  # a machine without IPv6
+            listening.bind((host, 0))
+            address = compat._as_gloo_tells(family, listening.getsockname())
+            assert address is not None
+            assert struct.unpack("=H", address[:2]) == (family,)
+            assert struct.unpack("!H", address[2:4]) == (listening.getsockname()[1],)
+    assert compat._as_gloo_tells(socket.AF_UNIX, "") is None
+
+
+@on_ranks(1, timeout=60)
+def test_connections_to_the_store() -> None:
+    store = compat.default_store()
+    another = compat.another_connection(store)
+    done = threading.Timer(0.5, another.set, ["from another", "x"])
+    done.start()
+    store.wait(["from another"], timedelta(seconds=20))  # during which a store is locked
+    assert store.get("from another") == b"x"
+
+
+def test_generated_code_is_known() -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    assert compat.is_generated(f"{cache_dir()}/ab/cab.py")
+    assert not compat.is_generated(__file__)

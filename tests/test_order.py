@@ -19,7 +19,7 @@ from test_failures import short_mesh, values
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime.order import Order, Phase
+from mfsdp_compile.runtime.order import AT_REST, Order, Phase
 
 
 class Branches(nn.Module):
@@ -135,15 +135,13 @@ def test_what_follows_what_is_agreed_on_once(mode: str) -> None:
     for _ in range(3):
         call(x).backward()
     assert not asked
-    with torch.no_grad():
-        call(x)
-        call(x)
-    call(x).backward()
-    asked.clear()
-    for _ in range(2):
+    for turn in range(6):  # a rhythm
         call(x).backward()
         with torch.no_grad():
             call(x)
+            call(x)
+        if turn == 3:
+            asked.clear()
     assert not asked
 
 
@@ -171,7 +169,7 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
         call(x).backward()
     loss = call(x)
     if dist.get_rank() == 1:
-        with raises_everywhere(RuntimeError, "rank 0 did not come", "skip a batch"):
+        with raises_everywhere(RuntimeError, "rank 0 has come as far as", "skip a batch"):
             call(x)
     else:
         with raises_everywhere(RuntimeError):
@@ -299,9 +297,50 @@ def test_a_known_way_is_free() -> None:
     order = Order()
     go(order, store, *STEP, *STEP)
     assert len(store.asked) == len(STEP) + 1  # the second forward follows a backward
-    go(order, store, *STEP, EVALUATION, "gather a", *STEP, EVALUATION, "gather a")
+    evaluation = (EVALUATION, "gather a")
+    for _ in range(4):
+        store.asked.clear()
+        go(order, store, *STEP, *STEP, *evaluation, *evaluation, *evaluation)
+    assert not store.asked
     store.refuses = True
-    go(order, store, *STEP, *STEP, EVALUATION, "gather a", *STEP)
+    for _ in range(2):
+        go(order, store, *STEP, *STEP, *evaluation, *evaluation, *evaluation)
+
+
+def test_what_is_known_and_not_expected_is_asked_for() -> None:
+    """An evaluation, or its absence, when all ranks have had one before."""
+    store = Store()
+    order = Order()
+    go(order, store, *STEP, EVALUATION, "gather a", *STEP, *STEP, *STEP)
+    store.asked.clear()
+    go(order, store, EVALUATION, "gather a")
+    assert store.asked == [f"{EVALUATION} after reduce a (place 8)"]
+    go(order, store, *STEP, *STEP, FORWARD, "gather a", "gather b", *STEP, *STEP)
+    store.refuses = True
+    go(order, store, FORWARD, "gather a", "gather b")
+    with pytest.raises(RuntimeError, match="comes to a forward with gradients of the model after gather b"):
+        go(order, store, FORWARD)
+
+
+NORM = Phase(AT_REST, "a sum over 'w'")
+
+
+def test_operations_on_parameters_at_rest() -> None:
+    store = Store()
+    order = Order()
+    go(order, store, *STEP, *STEP, *STEP)
+    store.asked.clear()
+    go(order, store, NORM, *STEP, *STEP)
+    assert len(store.asked) == 3  # new, new after it, and the usual again
+    store.asked.clear()
+    go(order, store, *STEP, NORM, *STEP, *STEP, NORM)
+    assert store.asked.count("a sum over 'w' after reduce a (place 8)") == 2
+    store.asked.clear()
+    order, store = Order(), Store()
+    for _ in range(3):  # a step that is clipped
+        store.asked.clear()
+        go(order, store, *STEP, NORM)
+    assert not store.asked
 
 
 @pytest.mark.parametrize(

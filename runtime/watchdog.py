@@ -1,0 +1,432 @@
+"""Ranks that wait for each other for good are told so in seconds, whatever the process group's time-out.
+
+A rank that goes a way of its own asks the others whether they come along (:mod:`.order`), and waits; they do not listen, go on
+as usual, and wait for it in a collective. Nothing ends that but a time-out. So each process has a thread that wakes up
+every second. It touches nothing as long as the program moves. If it stands still, the thread
+
+*   of a rank that waits in an agreement tells the others through the store what it has come to, where in the program, and
+    how many phases and collectives it has begun before;
+*   of any other rank looks whether there is such a rank. If this one has begun more than that one, and was not asked the
+    same, that one will never start what this one waits for: they have gone different ways, for certain and for good.
+
+Whoever finds that writes it down for all, answers the agreement in everybody's place, and ends the wait here: it closes the
+connections of the model's process groups. Every rank has an error that says which rank did what, where. The same with a
+rank whose forward has failed before it could start what others wait for. ``model.reset()`` makes new process groups.
+
+The thread has a connection to the store of its own, as one that is waiting in a store holds its own locked. It costs a
+program that moves nothing, and one that stands still a request per process every few seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from . import compat
+from .journal import journal, program_line
+from .order import Order, orders, standstill
+
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
+
+ORDER = "Order of collectives"
+"""The topic of agreements about what comes next."""
+
+TICK = 1.0
+"""Seconds between two looks at whether the program moves; and that a rank waits in an agreement before it tells others."""
+LONGEST = 5.0
+"""Seconds between two looks into the store, when nothing has moved for a while."""
+
+_log = logging.getLogger("mfsdp_compile")
+
+
+class Watched(Protocol):
+    """A sharded model, as it is seen from here."""
+
+    @property
+    def order(self) -> Order: ...
+
+    @property
+    def scopes(self) -> set[str]:
+        """Names of the process groups whose ranks have to know that this model has come to a standstill."""
+
+    @property
+    def communicators(self) -> set[str]:
+        """Names of all process groups that it communicates over."""
+
+
+@dataclass(eq=False)
+class Asking:
+    """This rank waits for others in an agreement.
+
+    Args:
+        group: name of the process group.
+        ranks: of it.
+        place: where in the store ranks meet, for this topic.
+        visit: which of the meetings there.
+        what: is to be agreed on.
+        is_next: whether that is what comes next in the order of collectives.
+        is_last_resort: whether it is what makes ranks that have gone different ways meet again: never answered for others.
+        order: of the group, if it has one.
+    """
+
+    group: str
+    ranks: Sequence[int]
+    place: str
+    visit: int
+    what: str
+    is_next: bool
+    is_last_resort: bool
+    order: Order | None
+    thread: int = field(default_factory=threading.get_ident)
+    since: float = field(default_factory=time.monotonic)
+    was_told: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.place}/{self.visit}"
+
+
+class Watchdog:
+    """Of this process."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[Watched]] = []
+        self._asking: dict[int, Asking] = {}  # by thread
+        self._visits: Counter[str] = Counter()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._store: dist.Store | None = None
+        self._store_of: dist.Store | None = None
+        self._seen: dict[Order, tuple[int, int]] = {}
+        self._due: dict[Order, tuple[float, float]] = {}
+        self._explained: set[str] = set()
+        self._done: list[Asking] = []
+        self._ends = threading.Event()
+
+    # -- the program's threads ----------------------------------------------------------------------------------------
+
+    def watch(self, model: Watched) -> None:
+        """See to it that no rank waits for good for another one of the same model."""
+        with self._lock:
+            self._models = [known for known in self._models if known() is not None]
+            self._models.append(weakref.ref(model))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
+                compat.on_failed_waits(self.explain)
+                self._thread.start()
+                atexit.register(self.end)
+
+    def end(self) -> None:
+        """The program ends. A thread that came back from the store while Python is being taken down would abort the process."""
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the store's process has ended before
+                for order in self._live():
+                    self._tell_end(compat.default_store(), order, "had ended its program")
+
+    def leave(self, model: Watched) -> None:
+        """It gets other process groups, which are not to be closed."""
+        with self._lock:
+            self._models = [known for known in self._models if known() not in (None, model)]
+
+    @contextlib.contextmanager
+    def asking(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        place: str,
+        visit: int,
+        what: str,
+        is_next: bool,
+        is_last_resort: bool,
+    ) -> Iterator[None]:
+        """Around a wait for other ranks in an agreement; see :class:`Asking`."""
+        self._visits[place] = visit
+        name = group.group_name
+        asked = Asking(name, ranks, place, visit, what, is_next, is_last_resort, orders().get(name))
+        before = self._asking.get(asked.thread)
+        self._asking[asked.thread] = asked
+        try:
+            yield
+        finally:
+            if asked.was_told:
+                self._done.append(asked)
+            if before is None:
+                del self._asking[asked.thread]
+            else:
+                self._asking[asked.thread] = before
+
+    def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
+        """This rank's forward or backward has failed: it starts nothing more."""
+        if (order := orders().get(group)) is not None:
+            self._tell_end(store, order, f"had failed with {error}")
+
+    def _tell_end(self, store: dist.Store, order: Order, how: str) -> None:
+        told = {
+            "epoch": order.epoch,
+            "number": order.events,
+            "rank": dist.get_rank(),
+            "how": how,
+            "after": order.latest,
+            "line": program_line(sys._current_frames().get(order.thread)),
+        }
+        _offer(store, f"{_of(order.group)}/failed", told)
+        store.set(f"{_of(order.group)}/notice", "")
+
+    def forget_failure(self, store: dist.Store, group: str) -> None:
+        store.set(f"{_of(group)}/failed", "null")
+
+    def explain(self) -> RuntimeError | None:
+        """The error to raise in the place of the one that a wait for a collective has ended with; None: that one.
+
+        Other ranks may have ended the wait, before the thread of this one had a look."""
+        for order in self._live():
+            if order.stalled is None and dist.is_initialized():
+                with contextlib.suppress(RuntimeError):  # the store's process is gone
+                    store = compat.default_store()
+                    if (over := _found(store, f"{_of(order.group)}/over")) and over["epoch"] == order.epoch:
+                        order.stalled = over["text"]
+            if order.stalled is not None and order.group not in self._explained:
+                self._explained.add(order.group)
+                return standstill(order.stalled)
+        return None
+
+    # -- the watching thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._ends.wait(TICK):
+            try:
+                self.look()
+            except (
+                RuntimeError,
+                ValueError,
+                KeyError,
+            ):  # the store's process is gone, or a process group was destroyed
+                self._store = self._store_of = None
+
+    def look(self) -> None:
+        """Once: whether the program stands still, and if so, why."""
+        if not dist.is_initialized():
+            return
+        while self._done:
+            self._take_back(self._done.pop())
+        now = time.monotonic()
+        asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
+        for order, models in self._live().items():
+            if order.stalled is not None:
+                continue
+            state = order.epoch, order.events
+            mine = next((each for each in asked if each.order is order), None)
+            if self._seen.get(order) != state:
+                self._seen[order] = state
+                self._due[order] = now, TICK
+                if mine is None:
+                    continue
+            due, pause = self._due.get(order, (now, TICK))
+            if now < due and mine is None:
+                continue
+            self._due[order] = now + pause, min(pause * 1.5, LONGEST)
+            self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
+
+    def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
+        store, me = self._connection(), dist.get_rank()
+        if mine is not None and (mine.is_next or mine.thread == order.thread):
+            self._tell(store, order, mine, me)
+        own = {mine.key: (mine.ranks, mine.is_last_resort)} if mine is not None else {}
+        scopes = set().union(*(model.scopes for model in models)) | {order.group}
+        for scope in scopes:
+            if not store.check([f"{_of(scope)}/notice"]):
+                continue
+            over = _found(store, f"{_of(scope)}/over")
+            if over is not None and (scope != order.group or over["epoch"] == order.epoch):
+                self._answer(store, own, over["text"], over["rank"])
+                self._end(order, over["text"], set())
+                return
+        if not store.check([f"{_of(order.group)}/notice"]):
+            return
+        begun = order.events + (mine is not None and mine.is_next)
+        failed = _found(store, f"{_of(order.group)}/failed")
+        if failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch and begun > failed["number"]:
+            # Ranks that have met again since have begun another epoch.
+            text = _text_of_failure(failed, self._here(order, any_of_mine))
+            self._conclude(store, order, models, own, text, failed["rank"], set())
+            return
+        ask = _found(store, f"{_of(order.group)}/ask")
+        if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
+            return
+        is_past = order.events >= ask["number"]
+        is_elsewhere = (
+            any_of_mine is not None and any_of_mine.place != ask["place"] and ask["rank"] in any_of_mine.ranks
+        )
+        wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
+        if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
+            return  # what this rank has visited is read last: it was asked before it could begin more
+        keys = own | {f"{ask['place']}/{ask['visit']}": (ask["ranks"], ask["is last resort"])}
+        text = _text(ask, self._here(order, any_of_mine, wait))
+        self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
+
+    def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
+        """Others of the wait of this rank."""
+        frames = sys._current_frames()
+        _offer(
+            store,
+            f"{_of(order.group)}/ask",
+            {
+                "epoch": order.epoch,
+                "number": order.events + 1,
+                "rank": me,
+                "what": mine.what,
+                "after": order.latest,
+                "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
+                "place": mine.place,
+                "visit": mine.visit,
+                "is last resort": mine.is_last_resort,
+                "ranks": list(mine.ranks),
+                "counts": {
+                    name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()
+                },
+            },
+        )
+        store.set(f"{_of(order.group)}/notice", "")
+        mine.was_told = True
+
+    def _take_back(self, asked: Asking) -> None:
+        """What others were told of a wait that is over."""
+        store, key = self._connection(), f"{_of(asked.group)}/ask"
+        ask = _found(store, key)
+        if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
+            store.set(key, "null")
+
+    def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
+        """The process group of a collective of the program's own in which this rank waits for one that asks, and that has not
+        started it."""
+        name = compat.waits_in(sys._current_frames().get(order.thread))
+        if name is None or name not in ask["counts"]:
+            return None
+        group = compat.process_group(name)
+        is_ahead = compat.collectives_started(group) > ask["counts"][name]
+        return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
+
+    def _here(self, order: Order, mine: Asking | None, wait: str | None = None) -> str:
+        """What this rank is doing: it waits in an agreement, in a collective of the program's own over a process group, or in one
+        of the model."""
+        if mine is not None:
+            what = mine.what if mine.is_next else repr(mine.what)
+        elif wait is not None:
+            what = f"a collective over process group {wait}"
+        else:
+            what = journal.doing() or order.latest
+        line = program_line(sys._current_frames().get(order.thread))
+        at = f", at {line}" if line else ""
+        return f"rank {dist.get_rank()} has come as far as {order.latest}, and waits in {what}{at}"
+
+    def _conclude(
+        self,
+        store: dist.Store,
+        order: Order,
+        models: list[Watched],
+        keys: dict[str, tuple[Sequence[int], bool]],
+        text: str,
+        rank: int,
+        more: set[str],
+    ) -> None:
+        """Write it down for all, answer in the place of those that do not come, and end the wait of this rank.
+
+        Args:
+            keys: of agreements that some wait in, with the ranks that have to come and whether they are a last resort.
+            rank: that went another way.
+            more: process groups that this rank waits in.
+        """
+        over = json.dumps({"epoch": order.epoch, "text": text, "rank": rank})
+        for scope in {order.group}.union(*(model.scopes for model in models)):
+            store.set(f"{_of(scope)}/over", over)
+            store.set(f"{_of(scope)}/notice", "")
+        self._answer(store, keys, text, rank)
+        self._end(order, text, more)
+
+    def _answer(self, store: dist.Store, keys: dict[str, tuple[Sequence[int], bool]], text: str, rank: int) -> None:
+        for key, (ranks, is_last_resort) in keys.items():
+            if is_last_resort or store.add(f"{key}/answered", 1) > 1:
+                continue
+            answer = {"kind": "astray", "ranks": [rank], "text": text}
+            store.set(f"{key}/verdict", json.dumps(answer))
+            for other in ranks:  # the first rank waits for these
+                if not store.check([f"{key}/{other}"]):
+                    store.set(f"{key}/{other}", json.dumps({"astray": answer}))
+
+    def _end(self, order: Order, text: str, more: set[str]) -> None:
+        """The wait of this rank."""
+        order.stalled = text
+        _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
+        with self._lock:
+            models = self._live().get(order, [])
+            for name in more.union(*(model.communicators for model in models)):
+                with contextlib.suppress(RuntimeError, ValueError, KeyError):  # it was destroyed
+                    compat.break_connections(compat.process_group(name))
+
+    # -- what is watched ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> dict[Order, list[Watched]]:
+        found: dict[Order, list[Watched]] = {}
+        for reference in list(self._models):
+            if (model := reference()) is not None:
+                found.setdefault(model.order, []).append(model)
+        return found
+
+    def _connection(self) -> dist.Store:
+        default = compat.default_store()
+        if self._store is None or self._store_of is not default:
+            self._store, self._store_of = compat.another_connection(default), default
+        return self._store
+
+
+def _of(group: str) -> str:
+    return f"mfsdp/watch/{group}"
+
+
+def _found(store: dist.Store, key: str) -> Any:
+    # What is over is not deleted but set to null: a get of what has gone in the meantime would wait for it.
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
+    """Of what ranks have to say under one key, that of the one that has begun least stays."""
+    there = _found(store, key)
+    if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
+        store.set(key, json.dumps(mine))
+
+
+def _text(ask: dict[str, Any], here: str) -> str:
+    return (
+        f"Ranks have gone different ways. Rank {ask['rank']} comes to "
+        f"{ask['what']}{_at(ask)}, and waits for the others to do the same; {here}."
+    )
+
+
+def _text_of_failure(failed: dict[str, Any], here: str) -> str:
+    return (
+        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and does not start what other ranks "
+        f"wait for; {here}."
+    )
+
+
+def _at(told: dict[str, Any]) -> str:
+    return f", at {told['line']}" if told["line"] else ""
+
+
+watchdog = Watchdog()
+"""Of this process."""

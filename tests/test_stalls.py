@@ -1,0 +1,247 @@
+"""Ranks that would wait for each other until the process group's time-out, half an hour here, have an error within seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks
+from test_order import Branches
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+
+SECONDS = 30.0
+"""Within which every rank has to have its error. It takes about three."""
+
+
+def mesh() -> DeviceMesh:
+    """All ranks, with a time-out that no test can wait for."""
+    return DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=30)), "cpu", mesh_dim_names=("dp",))
+
+
+class Training:
+    """A model, and steps of it that are the same on all ranks."""
+
+    def __init__(self, mode: str = EAGER, **arguments: Any) -> None:
+        self.mode, self.arguments = mode, arguments
+        self.model: Any = fully_shard_model(
+            parity.build(lambda: Branches(2)), mesh(), fsdp_unit_modules=[zoo.Block], **arguments
+        )
+        self.call: Any = self.model
+        if mode != EAGER:
+            self.call = torch.compile(self.model, backend="mfsdp", options={"inner": mode})
+        self.optimizer = fully_shard_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        self.x = torch.ones(2, 8)
+
+    def step(self, count: int = 1, **way: Any) -> None:
+        for _ in range(count):
+            self.call(self.x, **way).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.call(self.x)
+
+    def values(self) -> list[torch.Tensor]:
+        return [param.to_local().clone() for param in self.model.parameters()]
+
+    def stalls(self, program: Callable[[], None], *fragments: str, unexplained: tuple[int, ...] = ()) -> None:
+        """``program`` raises on all ranks, soon; then a reset makes the model usable again.
+
+        Args:
+            unexplained: ranks whose error is torch's own, as it comes out of a collective of the program's.
+        """
+        before, begun, message = self.values(), time.monotonic(), "nothing"
+        try:
+            program()
+        except RuntimeError as error:
+            message = str(error)
+        took = time.monotonic() - begun
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (took, message))
+        for rank, (its, text) in enumerate(everyone):
+            assert its < SECONDS, everyone
+            assert text != "nothing", everyone
+            for fragment in (*fragments, "test_stalls.py:", "model.reset()") if rank not in unexplained else ():
+                assert fragment in text, f"{fragment!r} is not in {everyone}"
+        assert all(torch.equal(a, b) for a, b in zip(before, self.values(), strict=True))
+        self.model.reset()
+        self.step()
+        after = self.values()
+        fresh = Training(**self.arguments)  # eagerly, with the same numbers
+        with torch.no_grad():
+            for param, value in zip(fresh.model.parameters(), before, strict=True):
+                param.to_local().copy_(value)
+        fresh.step()
+        for mine, expected in zip(after, fresh.values(), strict=True):
+            if self.mode == INDUCTOR:  # which rounds in other places
+                torch.testing.assert_close(mine, expected)
+            else:
+                assert torch.equal(mine, expected)
+
+
+RANK = "Rank 0"
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2, timeout=60)
+def test_one_rank_evaluates(mode: str) -> None:
+    training = Training(mode)
+    training.step(3)
+
+    def program() -> None:
+        if dist.get_rank() == 0:
+            training.evaluate()
+        training.step()
+
+    training.stalls(program, RANK, "forward without gradients", "Branches #1")
+    training = Training(mode)
+    training.step(2)
+    training.evaluate()
+    training.step(3)
+    training.stalls(program, RANK, "forward without gradients")
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_one_rank_leaves_out_its_backward(mode: str) -> None:
+    """``if loss.isnan(): continue``: the other one stands still in its backward."""
+    training = Training(mode)
+    training.step(3)
+
+    def program() -> None:
+        for step in range(2):
+            loss = training.call(training.x)
+            if (dist.get_rank(), step) == (1, 0):
+                continue
+            loss.backward()
+
+    training.stalls(program, "Rank 1 comes to a forward with gradients", "rank 0", "Branches #1")
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
+@on_ranks(2, timeout=120)
+def test_one_rank_takes_another_branch(mode: str) -> None:
+    training = Training(mode)
+    training.step(3)
+    skipped = "blocks." if mode == EAGER else "compiled code"
+
+    def program() -> None:
+        training.step(without=(0,) if dist.get_rank() == 1 else ())
+
+    training.stalls(program, "Rank 1 comes to", "rank 0", skipped)
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_uses_parameters_at_rest() -> None:
+    training = Training()
+    param = next(training.model.parameters())
+    training.step(3)
+
+    def norm() -> None:
+        if dist.get_rank() == 0:
+            param.norm()
+        training.step()
+
+    training.stalls(norm, "Rank 0 comes to a norm", "enter.weight")
+    for known in range(2):
+        training = Training()
+        param = next(training.model.parameters())
+        training.step(2)
+        for _ in range(known):
+            param.full_tensor()
+        training.step(2)
+
+        def whole(param: Any = param, training: Training = training) -> None:
+            if dist.get_rank() == 1:
+                param.full_tensor()
+            training.step()
+
+        training.stalls(whole, "Rank 1 comes to full_tensor() of", "enter.weight")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_falls_back_from_the_compiler() -> None:
+    """At Dynamo's limit of recompilations."""
+    training = Training(AOT_EAGER)
+    training.step(3)
+
+    def program() -> None:
+        (training.model if dist.get_rank() == 1 else training.call)(training.x).backward()
+
+    training.stalls(program, "Rank 1 comes to a forward with gradients of the model", "rank 0")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_runs_another_batch() -> None:
+    training = Training()
+    training.evaluate()
+    training.step(3)
+
+    def program() -> None:
+        if dist.get_rank() == 1:
+            training.step()
+        training.evaluate()
+
+    training.stalls(program, "Rank 0 comes to a forward without gradients", "rank 1")
+
+
+@on_ranks(2, timeout=120)
+def test_the_others_wait_for_one_that_evaluates() -> None:
+    """``if rank == 0: evaluate()``, then a barrier, in the default process group and in that of the model."""
+    for group in (None, "model"):
+        training = Training()
+        training.step(2)
+        over = training.model.sharded.group if group else dist.new_group(timeout=timedelta(minutes=30))
+
+        def program(over: Any = over, training: Training = training) -> None:
+            if dist.get_rank() == 0:
+                training.evaluate()
+            dist.barrier(over)
+
+        training.stalls(program, "Rank 0 comes to a forward without gradients", unexplained=(1,))
+
+
+@on_ranks(4, timeout=120)
+def test_two_of_four_ranks() -> None:
+    for ways in ({1: (0,), 3: (0,)}, {1: (0,), 3: (1,)}):
+        training = Training()
+        training.step(3)
+
+        def program(ways: Any = ways, training: Training = training) -> None:
+            training.step(without=ways.get(dist.get_rank(), ()))
+
+        training.stalls(program, "Rank ", "blocks.")
+
+
+@on_ranks(2, timeout=120)
+def test_one_rank_fails() -> None:
+    """The others have its error, and wait for no time-out."""
+    training = Training()
+    training.step(2)
+
+    def program() -> None:
+        handle = None
+        if dist.get_rank() == 1:
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("a bad batch (test_stalls.py: model.reset())")
+
+            handle = training.model.module.blocks[1].register_forward_pre_hook(fail)
+        try:
+            training.step()
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    training.stalls(program, "a bad batch")
