@@ -34,10 +34,11 @@ from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .experts import Experts, marked
 from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
-from .modules import check_no_stray_references, label_module, shard_module
+from .modules import label_module, shard_module
 from .optimizers import Optimizers
 from .order import Details, Order, Phase, no_details, order_of_group
 from .partition import Partition, Partitioner, Peers, local_part
+from .references import check_not_replaced, check_references, move_hooks, retire
 from .running import named
 from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
@@ -248,6 +249,7 @@ class ShardedModel:
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         homes: dict[nn.Module, dict[str, Home]] = {}
         originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # without values
+        replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
         units = []
         for unit, unit_plans in plans:
             members = {sites[0].name: (param, sites) for param, sites in unit.params}
@@ -260,6 +262,8 @@ class ShardedModel:
                 bucket.owner = self
                 buckets.append(bucket)
                 for index, (original, sites) in enumerate(params):
+                    replaced.append((weakref.ref(original), sites[0].name))
+                    move_hooks(original, bucket.params[index])
                     for site in sites:
                         if initialiser is not None:
                             originals.setdefault(site.module, {})[site.attribute] = original
@@ -284,6 +288,9 @@ class ShardedModel:
         self._know(module)
         self.forget_old_code()
         self._watch()
+        for reference, name in replaced:
+            if (held := reference()) is not None:
+                retire(held, name)
 
     def _initialise(
         self,
@@ -1008,9 +1015,9 @@ _RANDOM = "random numbers to initialise with (call torch.manual_seed with one se
 def _find_units(
     module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, from_meta: bool
 ) -> tuple[Unit, ...]:
-    params = list(module.parameters())
+    check_not_replaced(module)
     _check_shardable(module, from_meta)
-    check_no_stray_references(module, params)
+    check_references(module)
     if unit_modules is None and unit_bytes is not None:
         raise ValueError(
             f"unit_bytes={unit_bytes:,} joins small units, and fsdp_unit_modules is None: the whole model is one unit. Name "

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from .eager import Window
 from .partition import Partition
 
 __all__ = [
-    "check_no_stray_references",
     "is_sharded",
     "label_module",
     "register_forward",
@@ -247,24 +246,3 @@ class _Sharded(nn.Module):
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
         return duplicate
-
-
-def check_no_stray_references(model: nn.Module, params: Iterable[nn.Parameter]) -> None:
-    """Refuse modules that hold parameters elsewhere than as parameters: these references would keep the unsharded
-    values, and training would silently miss them."""
-    ids = {id(param) for param in params}
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            if attribute in ("_parameters", "_modules", "_buffers"):
-                continue
-            if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
-                continue
-            values = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            if any(isinstance(v, Tensor) and id(v) in ids for v in values):
-                raise ValueError(
-                    f"Module {name or 'model'!r} ({type(module).__name__}) holds a parameter in its attribute "
-                    f"{attribute!r}, outside of its registered parameters. After sharding, that reference would be the "
-                    "old, unsharded tensor. Make it a property that reads the registered parameter."
-                )

@@ -285,6 +285,12 @@ class RowShardedTensor(DTensor):
             return super().register_post_accumulate_grad_hook(hook)
         return self._register(hook, self.accumulate_hooks)
 
+    def take_hooks(self, tensor_hooks: dict[int, Any] | None, accumulate_hooks: dict[int, Any] | None) -> None:
+        """Make another tensor's hooks this parameter's. Their handles remove them from the same dictionaries."""
+        for name, hooks in (("mfsdp_hooks", tensor_hooks), ("mfsdp_accumulate_hooks", accumulate_hooks)):
+            if hooks:
+                vars(self)[name] = hooks
+
     @property
     def _is_parameter(self) -> bool:
         return "mfsdp_home" in vars(self)

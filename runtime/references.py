@@ -1,0 +1,251 @@
+"""What else refers to a model's parameters when it is sharded.
+
+Sharding puts new parameters in the place of the ones that the user built. Whoever still holds an old one (an optimizer, a
+closure, a list) would read values that no longer train and get no gradient. Three things are done about that:
+
+    before sharding    what can be seen from the model is refused by name: an attribute that holds a parameter, a buffer, an
+                       attribute or a second parameter over its memory, a gradient that would be lost
+    while sharding     hooks of the old parameter move to the new one
+    after sharding     the old parameter becomes a :class:`ReplacedParameter`: whatever uses it gets an error with its name
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from . import compat
+from .partition import local_part
+from .tensor import RowShardedTensor
+
+__all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_hooks", "retire"]
+
+
+# -- before sharding --------------------------------------------------------------------------------------------------
+
+
+def check_not_replaced(model: nn.Module) -> None:
+    """Raise ValueError if a parameter belongs to another sharded model now. Before anything else reads parameters."""
+    for name, param in model.named_parameters():
+        if isinstance(param, ReplacedParameter):
+            raise ValueError(
+                f"Parameter {name!r} is parameter {vars(param)[_NAME]!r} of another model, which fully_shard_model has "
+                "sharded: two sharded models cannot share a parameter. Shard them as one model, or give each its own."
+            )
+
+
+def check_references(model: nn.Module) -> None:
+    """Raise ValueError where the model itself refers to a parameter in a way that sharding would break."""
+    _check_attributes(model)
+    _check_memory(model)
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise ValueError(
+                f"Parameter {name!r} has a gradient, of this rank alone, which sharding would lose. Call optimizer.step() and "
+                "zero_grad() before fully_shard_model."
+            )
+        for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
+            if getattr(hook, "__module__", None) == torch.autograd.graph.__name__:
+                raise ValueError(
+                    f"Parameter {name!r} has a hook of torch.autograd.graph.register_multi_grad_hook, which waits for the "
+                    "unsharded parameter. Register it after fully_shard_model, with the parameters of then."
+                )
+
+
+def _check_attributes(model: nn.Module) -> None:
+    ids = {id(param) for param in model.parameters()}
+    for name, module, attribute, value in _attributes(model):
+        if id(value) in ids:
+            raise ValueError(
+                f"Module {name or 'model'!r} ({type(module).__name__}) holds a parameter in its attribute "
+                f"{attribute!r}, outside of its registered parameters. After sharding, that reference would be the "
+                "old, unsharded tensor. Make it a property that reads the registered parameter."
+            )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Tensors in plain attributes of modules, or in containers that these are."""
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in ("_parameters", "_modules", "_buffers"):
+                continue
+            if attribute == "_flat_weights" and isinstance(module, nn.RNNBase):
+                continue
+            values = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            for each in values:
+                if isinstance(each, Tensor):
+                    yield name, module, attribute, each
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Memory ``[start, end)`` of a tensor, and what the tensor is to the model."""
+
+    start: int
+    end: int
+    what: str
+    tensor: Tensor
+    is_param: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, what: str, is_param: bool = False) -> _Span | None:
+        part = local_part(tensor)
+        if type(part) not in (Tensor, nn.Parameter) or part.is_meta or part.layout is not torch.strided:
+            return None  # it has no memory of its own, or hides it
+        if not part.numel() or not (start := part.data_ptr()):
+            return None
+        last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        return cls(start, start + (last + 1) * part.element_size(), what, part, is_param)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.tensor.nbytes == self.end - self.start
+
+    def shares(self, other: _Span) -> bool:
+        """Whether any byte is an element's of both; the two overlap."""
+        if self.is_dense and other.is_dense:
+            return True
+        first = min(self.start, other.start)
+        bytes_of = [span._bytes(first, max(self.end, other.end) - first) for span in (self, other)]
+        return bool((bytes_of[0] & bytes_of[1]).any())
+
+    def _bytes(self, first: int, count: int) -> Tensor:
+        """Which of ``count`` bytes from ``first`` are elements'."""
+        size = self.tensor.element_size()
+        used = torch.zeros(count, dtype=torch.bool)
+        strides = [stride * size for stride in self.tensor.stride()]
+        used.as_strided((*self.tensor.shape, size), (*strides, 1), self.start - first).fill_(True)
+        return used
+
+
+def _check_memory(model: nn.Module) -> None:
+    spans: list[_Span | None] = []
+    for name, param in model.named_parameters():
+        spans.append(_Span.of(param, f"parameter {name!r}", is_param=True))
+    for name, buffer in model.named_buffers():
+        spans.append(_Span.of(buffer, f"buffer {name!r}"))
+    for name, module, attribute, value in _attributes(model):
+        if not _is_recomputed(module, attribute):
+            spans.append(_Span.of(value, f"attribute {attribute!r} of module {name or 'model'!r}"))
+    open_spans: list[_Span] = []
+    for span in sorted(filter(None, spans), key=lambda span: span.start):
+        open_spans = [other for other in open_spans if other.end > span.start]
+        for other in open_spans:
+            if (span.is_param or other.is_param) and span.tensor.device == other.tensor.device and span.shares(other):
+                raise ValueError(_shared_memory(*sorted((span, other), key=lambda each: not each.is_param)))
+        open_spans.append(span)
+
+
+def _shared_memory(param: _Span, other: _Span) -> str:
+    if other.is_param:
+        return (
+            f"{param.what[0].upper()}{param.what[1:]} and {other.what} are two parameters over one piece of memory: sharding "
+            "would untie them. Tie them by assigning the same nn.Parameter to both modules, or compute one from the other in "
+            "forward."
+        )
+    return (
+        f"{other.what[0].upper()}{other.what[1:]} is a view of {param.what}: after sharding it would keep the values of now. "
+        "Make it a property that computes it from the parameter, or clone() it if it is to keep them."
+    )
+
+
+def _is_recomputed(module: nn.Module, attribute: str) -> bool:
+    """``torch.nn.utils.spectral_norm`` leaves a view in the parameter's place until the first forward."""
+    hooks = module._forward_pre_hooks.values()
+    return any(isinstance(hook, SpectralNorm) and hook.name == attribute for hook in hooks)
+
+
+# -- while sharding ---------------------------------------------------------------------------------------------------
+
+
+def move_hooks(original: Tensor, param: RowShardedTensor) -> None:
+    """Hooks on gradients run for ``param`` from now on; handles that remove them keep doing that."""
+    param.take_hooks(original._backward_hooks, original._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+# -- after sharding ---------------------------------------------------------------------------------------------------
+
+_NAME = "mfsdp_replaced"
+
+_METADATA = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
+        *("requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse"),
+    )
+) | {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.__dir__,
+}
+"""What may be asked of a replaced parameter: tools that list all tensors ask it."""
+
+
+class ReplacedParameter:
+    """A parameter that was sharded and is no longer the model's. Any use but a look at its shape is an error that names it.
+
+    Classes are made from this one and the parameter's own (:func:`retire`).
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _METADATA:
+            with compat.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = next(vars(found)[_NAME] for found in _tensors([args, kwargs]) if isinstance(found, ReplacedParameter))
+        raise RuntimeError(
+            f"Parameter {name!r} was sharded: fully_shard_model has put another in its place, and this one, from before, is "
+            "not trained. Something still holds it: an optimizer, a list or a closure that was made before sharding. Make it "
+            "afterwards, from model.parameters(), or read module.<name> at each use; fully_shard(model, optimizer) takes an "
+            "optimizer along."
+        )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Subclass hooks of the user's classes are not told of the classes made here."""
+
+    def __repr__(self) -> str:
+        return f"ReplacedParameter({vars(self)[_NAME]!r}, shape={tuple(self.shape)})"  # type: ignore[attr-defined]
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        yield from itertools.chain.from_iterable(map(_tensors, tree))
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+
+
+@functools.cache
+def _replaced_class(cls: type[Tensor]) -> type[Tensor]:
+    return type(ReplacedParameter.__name__, (ReplacedParameter, cls), {"__module__": __name__})
+
+
+def retire(original: Tensor, name: str) -> None:
+    """Turn ``original`` into a :class:`ReplacedParameter`. What it had as memory is free, unless something else is a view of
+    it; reads that no error can stop, of C++ code, find NaN."""
+    if compat.is_fake(original):
+        return
+    if type(original.data) is Tensor and not original.is_meta:
+        value = float("nan") if original.is_floating_point() else 0
+        original.data = torch.full((), value, dtype=original.dtype, device=original.device).expand(original.shape)
+    vars(original)[_NAME] = name
+    original.__class__ = _replaced_class(type(original))
