@@ -5,6 +5,7 @@ Dropout is off, so that one process can be compared with.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -464,6 +465,8 @@ class Family:
         batch: arguments of its forward.
         loss: of what forward returns.
         fullgraph: whether torch.compile makes one graph of it.
+        cancelling: patterns for names of parameters whose gradient is zero but for rounding: a bias in front of a BatchNorm,
+            which takes it out again.
     """
 
     title: str
@@ -471,6 +474,10 @@ class Family:
     batch: Callable[[torch.Generator], dict[str, Any]]
     loss: Callable[[Any], Tensor] = _loss
     fullgraph: bool = True
+    cancelling: tuple[str, ...] = ()
+
+    def cancels(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.cancelling)
 
     def batch_of(self, seed: int) -> dict[str, Any]:
         return self.batch(torch.Generator().manual_seed(seed))
@@ -508,5 +515,7 @@ FAMILIES = {
     "clip": Family("CLIPModel", clip, captions),
     "dinov2": Family("Dinov2ForImageClassification", dinov2, images),
     "swin": Family("SwinForImageClassification", swin, images),
-    "segformer": Family("SegformerForSemanticSegmentation", segformer, maps),
+    "segformer": Family(
+        "SegformerForSemanticSegmentation", segformer, maps, cancelling=("decode_head.linear_projections.*.bias",)
+    ),
 }
