@@ -5,6 +5,7 @@ Dropout is off, so that one process can be compared with.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -100,6 +101,79 @@ def t5(layers: int = 2) -> nn.Module:
     return transformers().T5ForConditionalGeneration(config)
 
 
+def gemma2(layers: int = 2) -> nn.Module:
+    """Every other layer sees a window; logits, also those of attention, are capped, which only one implementation does."""
+    given = text(layers) | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "pad_token_id": 0}
+    config = transformers().Gemma2Config(**given, attn_implementation="eager")
+    return transformers().Gemma2ForCausalLM(config)
+
+
+def phi3(layers: int = 2) -> nn.Module:
+    """Queries, keys and values are one matrix, and so are the two halves of a gated MLP."""
+    config = transformers().Phi3Config(**text(layers), pad_token_id=0, sliding_window=6)
+    return transformers().Phi3ForCausalLM(config)
+
+
+def falcon(layers: int = 2) -> nn.Module:
+    """One key and value for all heads; attention and MLP read the same normed input; the head is the embedding."""
+    config = transformers().FalconConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers().FalconForCausalLM(config)
+
+
+def gpt_oss(layers: int = 2) -> nn.Module:
+    """Experts with biases, a learnt sink per head, and a window in every other layer."""
+    given = text(layers) | {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = transformers().GptOssConfig(**given, rope_parameters=rope, output_router_logits=True)
+    return transformers().GptOssForCausalLM(config)
+
+
+def mamba2(layers: int = 2) -> nn.Module:
+    config = transformers().Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_heads=8,
+        head_dim=16,
+        state_size=8,
+        n_groups=2,
+        chunk_size=8,
+        num_hidden_layers=layers,
+        use_cache=False,
+    )
+    return transformers().Mamba2ForCausalLM(config)
+
+
+def jamba(layers: int = 2) -> nn.Module:
+    """Attention with an MLP and Mamba with experts, in turns: layers of two classes in one list."""
+    given = text(2 * layers) | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "pad_token_id": 0}
+    config = transformers().JambaConfig(**given, attn_layer_period=2, attn_layer_offset=0)
+    return transformers().JambaForCausalLM(config)
+
+
+def bert(layers: int = 2) -> nn.Module:
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    given = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
+    config = transformers().BertConfig(**given, **none, num_hidden_layers=layers, num_attention_heads=4)
+    return transformers().BertForPreTraining(config)
+
+
+def modernbert(layers: int = 2) -> nn.Module:
+    """The first layer has no norm in front of attention, and sees all tokens; others see a window."""
+    given = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
+    given |= {"num_hidden_layers": layers, "num_attention_heads": 4, "local_attention": 8}
+    given |= {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "cls", "sep")}
+    return transformers().ModernBertForMaskedLM(transformers().ModernBertConfig(**given))
+
+
 def tokens(generator: torch.Generator) -> dict[str, Any]:
     found = torch.randint(0, VOCABULARY // 2, (BATCH, LENGTH), generator=generator)
     return {"input_ids": found, "labels": found}
@@ -114,6 +188,25 @@ def alike(generator: torch.Generator) -> dict[str, Any]:
 def sources_and_targets(generator: torch.Generator) -> dict[str, Any]:
     targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH // 2), generator=generator)
     return tokens(generator) | {"labels": targets}
+
+
+def masked(generator: torch.Generator) -> dict[str, Any]:
+    """Every fourth token is to be guessed; the last ones of the first sequence are padding."""
+    found = tokens(generator)
+    labels = torch.full_like(found["labels"], -100)
+    labels[:, ::4] = found["labels"][:, ::4]
+    attention_mask = torch.ones_like(labels)
+    attention_mask[0, -3:] = 0
+    ids = found["input_ids"].clone()
+    ids[:, ::4] = VOCABULARY - 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": attention_mask}
+
+
+def masked_pairs(generator: torch.Generator) -> dict[str, Any]:
+    """And two sentences each."""
+    types = torch.arange(LENGTH).ge(LENGTH // 2).long().expand(BATCH, LENGTH)
+    follows = torch.randint(0, 2, (BATCH,), generator=generator)
+    return masked(generator) | {"token_type_ids": types, "next_sentence_label": follows}
 
 
 # -- images -----------------------------------------------------------------------------------------------------------
@@ -185,9 +278,56 @@ def resnet(layers: int = 2) -> nn.Module:
     return ResNet(layers)
 
 
+def dinov2(layers: int = 2) -> nn.Module:
+    """Its mask token is used by nothing but pretraining."""
+    given = vision(layers, 32)
+    del given["intermediate_size"]
+    return transformers().Dinov2ForImageClassification(transformers().Dinov2Config(**given, num_labels=10))
+
+
+def swin(layers: int = 2) -> nn.Module:
+    """Two stages of layers, of which every other one shifts its windows."""
+    config = transformers().SwinConfig(
+        image_size=32,
+        patch_size=2,
+        embed_dim=16,
+        depths=[layers, layers],
+        num_heads=[2, 4],
+        window_size=4,
+        drop_path_rate=0.0,
+        num_labels=10,
+    )
+    return transformers().SwinForImageClassification(config)
+
+
+def segformer(layers: int = 2) -> nn.Module:
+    """Two stages of layers, convolutions among them, and a head with a BatchNorm."""
+    config = transformers().SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[layers, layers],
+        sr_ratios=[2, 1],
+        hidden_sizes=[16, 32],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        num_attention_heads=[1, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=32,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+        num_labels=10,
+    )
+    return transformers().SegformerForSemanticSegmentation(config)
+
+
 def images(generator: torch.Generator) -> dict[str, Any]:
     pixels = torch.randn(BATCH, 3, 32, 32, generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, 10, (BATCH,), generator=generator)}
+
+
+def maps(generator: torch.Generator) -> dict[str, Any]:
+    """A class for each pixel."""
+    labels = torch.randint(0, 10, (BATCH, 32, 32), generator=generator)
+    return images(generator) | {"labels": labels}
 
 
 def pictures(generator: torch.Generator) -> dict[str, Any]:
@@ -234,6 +374,15 @@ def qwen2_vl(layers: int = 2) -> nn.Module:
     return transformers().Qwen2VLForConditionalGeneration(config)
 
 
+def clip(layers: int = 2) -> nn.Module:
+    """Two towers, and a temperature: a parameter without dimensions."""
+    t = transformers()
+    words = text(layers) | {"projection_dim": 32}
+    words = {name: words[name] for name in words if name not in ("num_key_value_heads", "use_cache")}
+    pixels = vision(layers, 16) | {"projection_dim": 32}
+    return t.CLIPModel(t.CLIPConfig(text_config=words, vision_config=pixels, projection_dim=32))
+
+
 def with_image_tokens(batch: dict[str, Any], first: int = 2) -> dict[str, Any]:
     """Tokens in the place of which an image comes; nothing is learnt from them."""
     ids, labels = batch["input_ids"].clone(), batch["labels"].clone()
@@ -257,6 +406,48 @@ def text_and_patches(generator: torch.Generator) -> dict[str, Any]:
     }
 
 
+def captions(generator: torch.Generator) -> dict[str, Any]:
+    """As many images as texts."""
+    ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
+    ids[:, -1] = 0  # where a text is read off
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator),
+        "return_loss": True,
+    }
+
+
+# -- speech -----------------------------------------------------------------------------------------------------------
+
+
+def whisper(layers: int = 2) -> nn.Module:
+    """Positions of its encoder are fixed; the head is the decoder's embedding."""
+    config = transformers().WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=8,
+        d_model=64,
+        encoder_layers=layers,
+        decoder_layers=layers,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        max_source_positions=LENGTH,
+        max_target_positions=64,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers().WhisperForConditionalGeneration(config)
+
+
+def speech(generator: torch.Generator) -> dict[str, Any]:
+    targets = torch.randint(0, VOCABULARY, (BATCH, LENGTH // 2), generator=generator)
+    return {"input_features": torch.randn(BATCH, 8, 2 * LENGTH, generator=generator), "labels": targets}
+
+
 # -- families ---------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +465,8 @@ class Family:
         batch: arguments of its forward.
         loss: of what forward returns.
         fullgraph: whether torch.compile makes one graph of it.
+        cancelling: patterns for names of parameters whose gradient is zero but for rounding: a bias in front of a BatchNorm,
+            which takes it out again.
     """
 
     title: str
@@ -281,6 +474,10 @@ class Family:
     batch: Callable[[torch.Generator], dict[str, Any]]
     loss: Callable[[Any], Tensor] = _loss
     fullgraph: bool = True
+    cancelling: tuple[str, ...] = ()
+
+    def cancels(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.cancelling)
 
     def batch_of(self, seed: int) -> dict[str, Any]:
         return self.batch(torch.Generator().manual_seed(seed))
@@ -306,4 +503,19 @@ FAMILIES = {
     "llava-frozen": Family("LlavaForConditionalGeneration, frozen tower", frozen_llava, text_and_images),
     "qwen2-vl": Family("Qwen2VLForConditionalGeneration", qwen2_vl, text_and_patches, fullgraph=False),
     "resnet": Family("ResNet", resnet, pictures, spread),
+    "gemma2": Family("Gemma2ForCausalLM", gemma2, tokens),
+    "phi3": Family("Phi3ForCausalLM", phi3, tokens),
+    "falcon": Family("FalconForCausalLM", falcon, tokens),
+    "gpt-oss": Family("GptOssForCausalLM", gpt_oss, tokens),
+    "mamba2": Family("Mamba2ForCausalLM", mamba2, tokens),
+    "jamba": Family("JambaForCausalLM", jamba, tokens),
+    "bert": Family("BertForPreTraining", bert, masked_pairs),
+    "modernbert": Family("ModernBertForMaskedLM", modernbert, masked),
+    "whisper": Family("WhisperForConditionalGeneration", whisper, speech),
+    "clip": Family("CLIPModel", clip, captions),
+    "dinov2": Family("Dinov2ForImageClassification", dinov2, images),
+    "swin": Family("SwinForImageClassification", swin, images),
+    "segformer": Family(
+        "SegformerForSemanticSegmentation", segformer, maps, cancelling=("decode_head.linear_projections.*.bias",)
+    ),
 }

@@ -18,18 +18,20 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import Pools, on_ranks
 from test_failures import short_mesh
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import explain, fully_shard_model
 from mfsdp_compile.examples.measuring import collectives
 
 BOUND = 1e-5
-"""Of gradients, relative to the parameter's largest one (or to 1 % of the model's, where that is more): float32 sums in another
-order."""
+"""Of gradients, relative to the parameter's largest one (or to 1 % of the model's, where that is more; to all of the model's where
+they cancel): float32 sums in another order."""
 STEPS = 3
 HEADER = ("model", "mode", "units", "graphs", "graph breaks", "gathers", "reduce-scatters", "gradients differ by")
 BREAKS = ("model", "why torch.compile breaks the graph", "in")
 
 LONG = {"mixtral", "qwen3-moe-batched", "qwen3-moe-loop", "qwen2-vl", "llava-text", "llava-frozen"}
+LONG |= {"gemma2", "phi3", "falcon", "mamba2", "jamba", "bert", "clip", "dinov2", "swin", "segformer"}
 """Of whose like there is a shorter one, or that take long to compile in parts."""
 CHECKPOINTED = ("llama", "gpt2", "qwen3-moe", "t5", "vit", "mamba", "llava")
 
@@ -111,7 +113,7 @@ def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict
                 outcomes[mode].breaks = breaks_of(call, family.batch_of(rank))
         models.append(model)
         calls.append(call)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (alone, *models)]
+    optimizers = [adamw(m) for m in (alone, *models)]
     for step in range(STEPS):
         batches = [family.batch_of(100 * step + r) for r in range(world_size)]
         losses = [family.loss(alone(**batch)) for batch in batches]
@@ -120,11 +122,18 @@ def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict
         for model, call, outcome in zip(models, calls, outcomes.values(), strict=True):
             outcome.counts = dict(collectives(lambda call=call: step_of(family, call, batches[rank], losses[rank])))
             outcome.graphs = len(model.sharded.compiled_graphs)
-            outcome.difference = max(outcome.difference, largest_difference(model.module, expected))
+            outcome.difference = max(outcome.difference, largest_difference(family, model.module, expected))
+            leave_out_the_same(alone, model.module)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return outcomes
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """With a large eps. With torch's, rounding in gradients near zero becomes steps as long as lr, and one process is as far from
+    itself in float64 (3e-5, BERT's second step) as from anything else."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
 def step_of(family: Family, call: Any, batch: dict[str, Any], expected: Tensor) -> None:
@@ -134,23 +143,34 @@ def step_of(family: Family, call: Any, batch: dict[str, Any], expected: Tensor) 
 
 
 def gradients_of(alone: nn.Module) -> dict[str, Tensor]:
-    """Parameters that have none get zeros, and so does the optimizer: that is what they have when they are sharded."""
-    found = {name: param for name, param in alone.named_parameters() if param.requires_grad}
-    for param in found.values():
-        if param.grad is None:
-            param.grad = torch.zeros_like(param)
-    return {name: param.grad for name, param in found.items()}
+    """None counts as zeros."""
+    return {name: gradient_of(param) for name, param in alone.named_parameters() if param.requires_grad}
 
 
-def largest_difference(module: nn.Module, expected: dict[str, Tensor]) -> float:
+def gradient_of(param: Tensor) -> Tensor:
+    """All of it, also of a sharded parameter."""
+    if param.grad is None:
+        return torch.zeros(param.shape)
+    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+
+
+def leave_out_the_same(alone: nn.Module, sharded: nn.Module) -> None:
+    """The optimizer steps with zeros where it does so for the sharded model: AdamW decays what has a gradient of zeros."""
+    for mine, its in zip(sharded.parameters(), alone.parameters(), strict=True):
+        if its.grad is None and mine.grad is not None:
+            its.grad = torch.zeros_like(its)
+
+
+def largest_difference(family: Family, module: nn.Module, expected: dict[str, Tensor]) -> float:
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     found = []
     for name, param in module.named_parameters():
         if not param.requires_grad:
             assert param.grad is None
             continue
-        difference = (param.grad.full_tensor() - expected[name]).abs().max().item()
-        found.append(difference / max(expected[name].abs().max().item(), 1e-2 * largest))
+        difference = (gradient_of(param) - expected[name]).abs().max().item()
+        scale = largest if family.cancels(name) else max(expected[name].abs().max().item(), 1e-2 * largest)
+        found.append(difference / scale)
     assert len(found) == len(expected)
     return max(found)
 
@@ -165,6 +185,20 @@ def breaks_of(call: Any, batch: dict[str, Any]) -> list[tuple[str, str]]:
         reason, _, place = line.partition(" -- ")
         found.append((reason, place.partition(" in ")[2].partition(":")[0]))
     return found
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.cancelling])
+def test_gradients_that_cancel_are_rounding(name: str) -> None:
+    """Float64 has less of it: their bound hides no error."""
+    family = FAMILIES[name]
+    model = make(family).double()
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in family.batch_of(0).items()}
+    family.loss(model(**batch)).backward()
+    found = gradients_of(model)
+    largest = max(gradient.abs().max().item() for gradient in found.values())
+    cancelling = [gradient for name, gradient in found.items() if family.cancels(name)]
+    assert cancelling
+    assert all(gradient.abs().max().item() <= 1e-12 * largest for gradient in cancelling)
 
 
 @pytest.mark.long
@@ -204,20 +238,20 @@ def llavas(*modes: str) -> tuple[nn.Module, list[Any], list[Any]]:
 
 @on_ranks(2)
 def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
-    """Parameters that a batch does not use have zeros for gradients: AdamW's moments decay, as in one process with zeros."""
+    """Parameters that a batch does not use get no gradient, or zeros: the optimizer's step is that of one process."""
     rank, (alone, models, calls) = dist.get_rank(), llavas(EAGER, AOT_EAGER)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (alone, *models)]
+    optimizers = [adamw(m) for m in (alone, *models)]
     for step, name in enumerate(("llava", "llava-text", "llava-text", "llava", "llava-text")):
         batches = [FAMILIES[name].batch_of(100 * step + r) for r in range(2)]
         (sum(alone(**batch).loss for batch in batches) / 2).backward()
         expected = gradients_of(alone)
         for model, call in zip(models, calls, strict=True):
             call(**batches[rank]).loss.backward()
-            assert largest_difference(model.module, expected) <= BOUND
+            assert largest_difference(FAMILIES["llava"], model.module, expected) <= BOUND
             for param, gradient in ((p, expected[n]) for n, p in model.module.named_parameters() if "vision" in n):
-                assert param.grad is not None
                 assert name == "llava" or not gradient.any()
-                assert name == "llava" or not param.grad.to_local().any()
+                assert name == "llava" or not gradient_of(param).any()
+            leave_out_the_same(alone, model.module)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -257,4 +291,4 @@ def test_a_blank_image_takes_the_place_of_none() -> None:
     blank = with_image_tokens(blank, first=LENGTH) | {"pixel_values": torch.zeros_like(with_images["pixel_values"])}
     for model, call in zip(models, calls, strict=True):
         call(**(with_images if rank == 0 else blank)).loss.backward()
-        assert largest_difference(model.module, gradients_of(alone)) <= BOUND
+        assert largest_difference(FAMILIES["llava"], model.module, gradients_of(alone)) <= BOUND
