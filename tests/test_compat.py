@@ -61,15 +61,113 @@ def test_callbacks_run_when_backward_ends() -> None:
     assert order == ["leaf", "end"]
 
 
-def test_gradients_that_a_backward_computes_are_known() -> None:
+def test_what_a_backward_does_with_gradients_is_known() -> None:
     x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    wanted: list[bool] = []
+    wanted: list[compat.Wanted] = []
     y = (x * weight).clone()
-    y.grad_fn.register_prehook(lambda _: wanted.append(compat.will_accumulate(weight)))  # type: ignore[union-attr]
+    leaf = next(node for node, _ in y.grad_fn.next_functions[0][0].next_functions if node.variable is weight)  # type: ignore[union-attr]
+    y.grad_fn.register_prehook(lambda _: wanted.append(compat.wanted(leaf)))  # type: ignore[union-attr]
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     y.sum().backward(inputs=[x], retain_graph=True)
+    torch.autograd.grad(y.sum(), weight, retain_graph=True)
     y.sum().backward(retain_graph=True)
-    assert wanted == [False, False, True]
+    kinds = compat.Wanted
+    assert wanted == [kinds.NOT, kinds.NOT, kinds.RETURNED, kinds.ADDED]
+
+
+def test_hooks_that_count_tensors_are_known() -> None:
+    tensors = [torch.ones(1, requires_grad=True) for _ in range(2)]
+    tensors[0].register_hook(lambda gradient: None)
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradients: None)
+    torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradient: None, mode="any")
+    hooks = list(tensors[0]._backward_hooks.values())
+    assert [compat.counts_tensors(hook) for hook in hooks] == [False, True, False]
+
+
+def test_below_transforms_nothing_is_wrapped() -> None:
+    inside: list[tuple[bool, bool]] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        allowed = compat.saved_tensor_hooks_allowed()
+        with compat.below_function_transforms():
+            constant = torch.ones(2) * 3
+        inside.append((allowed, "TensorWrapper" in repr(constant)))
+        return (x * constant).sum()
+
+    assert torch.equal(torch.func.grad(f)(torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(torch.func.vmap(f)(torch.ones(4, 2)), torch.full((4,), 6.0))
+    assert inside == [(False, False), (True, False)]
+    assert compat.saved_tensor_hooks_allowed()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, pytest.raises(RuntimeError) as raised:
+        torch.func.grad(f)(torch.ones(2))
+    assert compat.refuses_saved_tensor_hooks(raised.value)
+    assert not compat.refuses_saved_tensor_hooks(RuntimeError("saved tensors"))
+
+
+def test_bits_are_compared() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8):
+        one = torch.tensor([1, 0, 3], dtype=dtype)
+        assert compat.equal_bits(one, one.clone())
+        assert not compat.equal_bits(one, one + 1)
+    nan, zero = torch.tensor([float("nan")]), torch.zeros(1)
+    assert compat.equal_bits(nan, nan.clone())
+    assert not compat.equal_bits(zero, -zero)
+
+
+def test_writes_are_found_in_dynamo_graphs() -> None:
+    """However they are made; and reads are no writes."""
+
+    def of_data(w: torch.Tensor) -> None:
+        w[0].data.mul_(2)
+
+    def of_a_list(w: torch.Tensor) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([w], 2.0)
+
+    def of_a_row(w: torch.Tensor) -> None:
+        with torch.no_grad():
+            w[0] = 1
+
+    def reading(w: torch.Tensor) -> None:
+        w.data.mul(2).add_(1)
+
+    for write in (of_data, of_a_list, of_a_row, reading):
+        found: list[int] = []
+
+        def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+            found.append(len(compat.written(gm, lambda node: node.target is torch.relu)))
+            return gm
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            w = torch.relu(x)
+            write(w)
+            return w * 2
+
+        torch._dynamo.reset()
+        torch.compile(run, backend=backend, fullgraph=True)(torch.ones(3, 3))
+        assert found == [0 if write is reading else 1], write
+
+
+def test_tangents_are_known() -> None:
+    seen: list[int] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+            seen.append(sum(compat.is_tangent(node) for node in backward.graph.find_nodes(op="placeholder")))
+            return forward, backward
+
+        return compat.compile_with_aot_eager(gm, inputs, partition, lambda finished: None)
+
+    outputs = torch.compile(lambda x: (x * 2, x.sin(), x.detach()), backend=backend)(torch.ones(2, requires_grad=True))
+    sum(each.sum() for each in outputs).backward()
+    assert seen == [2]
+
+
+def test_reductions_of_what_is_on_the_host(fake_world: int) -> None:
+    flags = torch.tensor([1, 0], dtype=torch.uint8)
+    assert compat.all_reduce_on_host(flags, "max", dist.group.WORLD.group_name).device.type == "cpu"  # type: ignore[union-attr]
 
 
 def test_hooks_on_saved_tensors_are_seen() -> None:
