@@ -52,7 +52,7 @@ def check_references(model: nn.Module) -> None:
                 "model.zero_grad(), before fully_shard_model."
             )
         for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
-            if getattr(hook, "__module__", None) == torch.autograd.graph.__name__:
+            if getattr(hook, "__module__", None) == "torch.autograd.graph":
                 raise ValueError(
                     f"Parameter {name!r} has a hook of torch.autograd.graph.register_multi_grad_hook, which waits for the "
                     "unsharded parameter. Register it after fully_shard_model, with the parameters of then."
