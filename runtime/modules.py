@@ -12,10 +12,16 @@ The subclass is made once per class and set of names, so that equal layers keep 
 signature is a string that Dynamo guards on: instances with other layouts get code of their own. Its ``forward`` opens a
 window of the eager path around the class's own. (Forward hooks would do, but Dynamo guards on the ids of hooks, which
 differ from module to module: six equal blocks, compiled one by one, would be six compilations.)
+
+So ``type(module)`` is a subclass of the class that the user wrote: ``isinstance`` finds it, ``type(module) is nn.Linear`` does
+not, except in ``apply()``, which puts the user's classes back while it runs. (A metaclass could make the two equal, and a
+property give ``module.__class__``. Dynamo would go wrong: it looks for the place of ``super()`` in the MRO with ``==``, and for
+properties in ``__class__``.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -31,6 +37,7 @@ from .eager import Window
 from .partition import Partition
 
 __all__ = [
+    "as_written",
     "is_sharded",
     "label_module",
     "register_forward",
@@ -62,6 +69,8 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
     # Modules that compute with ordinary tensors share classes whatever the parameters are at rest.
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
+    if isinstance(module, nn.RNNBase):
+        state.pop("_flat_weights", None)  # the unsharded ones
     module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 
@@ -73,6 +82,25 @@ def is_sharded(module: nn.Module) -> bool:
 def unsharded_class(module: nn.Module) -> type[nn.Module]:
     """What a sharded module's class is made from."""
     return type(module).__mro__[2]  # behind the made class and what it adds
+
+
+@contextlib.contextmanager
+def as_written(root: nn.Module) -> Iterator[None]:
+    """Inside, sharded modules are of the classes that the user wrote: ``module.weight`` is what stands in ``_parameters``, and
+    no forward opens a window."""
+    classes = {module: type(module) for module in root.modules() if is_sharded(module)}
+    recurrent = [module for module in classes if isinstance(module, nn.RNNBase)]
+    for module in classes:
+        module.__class__ = unsharded_class(module)
+    for module in recurrent:
+        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in module._flat_weights_names]
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            del vars(module)["_flat_weights"]
+        for module, cls in classes.items():
+            module.__class__ = cls
 
 
 def label_module(module: nn.Module, schedules: int = 0) -> None:
@@ -175,9 +203,10 @@ class _Sharded(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Also what ``module.name = nn.Parameter(...)`` does."""
-        if param is None or self._parameters.get(name) is param:
+        sharded = name in vars(self)[_HOMES]
+        if (param is None and not sharded) or self._parameters.get(name) is param:
             return super().register_parameter(name, param)
-        if name in vars(self)[_HOMES]:
+        if sharded:
             raise RuntimeError(
                 f"Parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced: the new one would not be "
                 "trained. Copy values into it (with torch.no_grad(): module.weight.copy_(values)), or replace it before "
@@ -217,6 +246,28 @@ class _Sharded(nn.Module):
             self._parameters.clear()
             self._parameters.update(shards | kept)
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """``fn`` is called with modules of the classes that the user wrote.
+
+        Raises:
+            RuntimeError: ``fn`` has exchanged a parameter, or added one. Its module is as it was.
+        """
+        apply = super().apply
+        with as_written(self):
+            before = {m: (type(m), dict(m._parameters), dict(m._modules)) for m in self.modules()}
+            try:
+                apply(fn)
+            finally:
+                changed = [module for module, state in before.items() if _restore(module, *state)]
+        if changed:
+            kinds = ", ".join(sorted({type(module).__name__ for module in changed}))
+            raise RuntimeError(
+                f"The function given to apply() has exchanged or added parameters of {kinds}, or its class: these would not be "
+                "sharded, nor trained. It was undone. Write into parameters in place (torch.nn.init..., parameter.copy_(values)), "
+                "or change the model before fully_shard_model."
+            )
+        return self
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """``type(module)(...)`` makes what it always made: an unsharded module of the class that the user wrote."""
         original = cls.__mro__[2]
@@ -246,3 +297,21 @@ class _Sharded(nn.Module):
         duplicate = object.__new__(type(self))
         duplicate.__dict__.update(self.__dict__)
         return duplicate
+
+
+def _restore(
+    module: nn.Module,
+    cls: type[nn.Module],
+    params: dict[str, nn.Parameter | None],
+    children: dict[str, nn.Module | None],
+) -> bool:
+    """Undo what has been done to a module's class and parameters; whether there was something to undo."""
+    now = module._parameters
+    same = now.keys() == params.keys() and all(now[name] is param for name, param in params.items())
+    if same and type(module) is cls:
+        return False
+    module.__class__ = cls
+    for current, earlier in ((module._parameters, params), (module._modules, children)):
+        current.clear()
+        current.update(earlier)  # type: ignore[arg-type]
+    return True

@@ -15,10 +15,11 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from . import compat
@@ -48,11 +49,11 @@ def check_references(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise ValueError(
-                f"Parameter {name!r} has a gradient, of this rank alone, which sharding would lose. Call optimizer.step() and "
-                "zero_grad() before fully_shard_model."
+                f"Parameter {name!r} has a gradient, of this rank alone, which sharding would lose. Use it, and call "
+                "model.zero_grad(), before fully_shard_model."
             )
         for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
-            if getattr(hook, "__module__", None) == torch.autograd.graph.__name__:
+            if getattr(hook, "__module__", None) == "torch.autograd.graph":
                 raise ValueError(
                     f"Parameter {name!r} has a hook of torch.autograd.graph.register_multi_grad_hook, which waits for the "
                     "unsharded parameter. Register it after fully_shard_model, with the parameters of then."
@@ -86,7 +87,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
                     yield name, module, attribute, each
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Span:
     """Memory ``[start, end)`` of a tensor, and what the tensor is to the model."""
 
@@ -128,7 +129,7 @@ class _Span:
 
 
 def _check_memory(model: nn.Module) -> None:
-    spans: list[_Span | None] = []
+    spans: list[_Span | None] = []  # parameters first
     for name, param in model.named_parameters():
         spans.append(_Span.of(param, f"parameter {name!r}", is_param=True))
     for name, buffer in model.named_buffers():
@@ -141,20 +142,19 @@ def _check_memory(model: nn.Module) -> None:
         open_spans = [other for other in open_spans if other.end > span.start]
         for other in open_spans:
             if (span.is_param or other.is_param) and span.tensor.device == other.tensor.device and span.shares(other):
-                raise ValueError(_shared_memory(*sorted((span, other), key=lambda each: not each.is_param)))
+                raise ValueError(_shared_memory(*sorted((span, other), key=spans.index)))
         open_spans.append(span)
 
 
 def _shared_memory(param: _Span, other: _Span) -> str:
     if other.is_param:
         return (
-            f"{param.what[0].upper()}{param.what[1:]} and {other.what} are two parameters over one piece of memory: sharding "
-            "would untie them. Tie them by assigning the same nn.Parameter to both modules, or compute one from the other in "
-            "forward."
+            f"The model's {param.what} and {other.what} share memory without being the same nn.Parameter: sharding would untie "
+            "them. Assign the same nn.Parameter in both places, or compute one from the other in forward."
         )
     return (
-        f"{other.what[0].upper()}{other.what[1:]} is a view of {param.what}: after sharding it would keep the values of now. "
-        "Make it a property that computes it from the parameter, or clone() it if it is to keep them."
+        f"The model's {other.what} is a view of {param.what}: after sharding it would keep the values of now. Make it a "
+        "property that computes it from the parameter, or clone() it if it is to keep them."
     )
 
 
@@ -176,21 +176,14 @@ def move_hooks(original: Tensor, param: RowShardedTensor) -> None:
 
 _NAME = "mfsdp_replaced"
 
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
+    *("requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse"),
+)
+_METHODS = ("size", "dim", "numel", "stride", "element_size", "is_floating_point", "__dir__")
 _METADATA = frozenset(
-    getattr(Tensor, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize"),
-        *("requires_grad", "is_leaf", "is_meta", "is_cuda", "is_sparse"),
-    )
-) | {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.stride,
-    Tensor.element_size,
-    Tensor.is_floating_point,
-    Tensor.__dir__,
-}
+    [getattr(Tensor, name).__get__ for name in _ATTRIBUTES] + [getattr(Tensor, name) for name in _METHODS]
+)
 """What may be asked of a replaced parameter: tools that list all tensors ask it."""
 
 
@@ -207,18 +200,23 @@ class ReplacedParameter:
         if func in _METADATA:
             with compat.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name = next(vars(found)[_NAME] for found in _tensors([args, kwargs]) if isinstance(found, ReplacedParameter))
+        return next(each for each in _tensors([args, kwargs]) if isinstance(each, ReplacedParameter))._refuse()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"Parameter {name!r} was sharded: fully_shard_model has put another in its place, and this one, from before, is "
-            "not trained. Something still holds it: an optimizer, a list or a closure that was made before sharding. Make it "
-            "afterwards, from model.parameters(), or read module.<name> at each use; fully_shard(model, optimizer) takes an "
-            "optimizer along."
+            f"Parameter {vars(self)[_NAME]!r} was sharded: fully_shard_model has put another in its place, and this one, from "
+            "before, is not trained. Something still holds it: an optimizer, a list or a closure that was made before sharding. "
+            "Make it afterwards, from model.parameters(), or read module.<name> at each use; fully_shard(model, optimizer) takes "
+            "an optimizer along."
         )
+
+    # Methods of DTensors that ask no torch function.
+    to_local = full_tensor = redistribute = _refuse
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Subclass hooks of the user's classes are not told of the classes made here."""
 
-    def __repr__(self) -> str:
+    def __repr__(self, **kwargs: Any) -> str:
         return f"ReplacedParameter({vars(self)[_NAME]!r}, shape={tuple(self.shape)})"  # type: ignore[attr-defined]
 
     def __format__(self, spec: str) -> str:
@@ -244,8 +242,15 @@ def retire(original: Tensor, name: str) -> None:
     it; reads that no error can stop, of C++ code, find NaN."""
     if compat.is_fake(original):
         return
-    if type(original.data) is Tensor and not original.is_meta:
-        value = float("nan") if original.is_floating_point() else 0
-        original.data = torch.full((), value, dtype=original.dtype, device=original.device).expand(original.shape)
+    if isinstance(original, DTensor):
+        original._local_tensor = _nothing_like(original._local_tensor)
+    elif not original.is_meta:
+        original.data = _nothing_like(original)
     vars(original)[_NAME] = name
-    original.__class__ = _replaced_class(type(original))
+    cls: Any = type(original)
+    original.__class__ = _replaced_class(cls)
+
+
+def _nothing_like(tensor: Tensor) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .modules import is_sharded, unsharded_class
+from .modules import as_written
 from .partition import local_part
 
 if TYPE_CHECKING:
@@ -32,19 +32,15 @@ def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) 
         ValueError: afterwards: a parameter was exchanged for one of another shape. Values of before are there then.
     """
     wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
-    modules = {inner: type(inner) for inner in module.modules() if is_sharded(inner)}
-    for inner in modules:
-        inner.__class__ = unsharded_class(inner)
     for bucket, params in wholes.items():
         for param, sites in zip(params, bucket.sites, strict=True):
             for site in sites:
                 site.module._parameters[site.attribute] = param
     try:
-        yield
+        with as_written(module):
+            yield
         changed = [(bucket, _now(bucket)) for bucket in wholes] if writeback else []
     finally:
-        for inner, cls in modules.items():
-            inner.__class__ = cls
         for bucket in wholes:
             for param, sites in zip(bucket.params, bucket.sites, strict=True):
                 for site in sites:
