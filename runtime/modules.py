@@ -25,7 +25,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
