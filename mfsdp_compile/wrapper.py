@@ -29,8 +29,8 @@ class MegatronFSDP(nn.Module):
 
     It trains as it is, with hooks that gather and reduce, or through ``torch.compile(model, backend="mfsdp")``, with the
     same numbers. ``parameters()`` are DTensors, this rank's rows of each, at all times; inside a forward, and there
-    only, ``module.weight`` is the whole parameter. After ``backward()`` every trainable parameter has its gradient, the
-    mean over data-parallel ranks, summed over microbatches until it is set to None.
+    only, ``module.weight`` is the whole parameter. After ``backward()`` every parameter that some rank used has its
+    gradient, the mean over data-parallel ranks, summed over microbatches until it is set to None.
 
     Attributes that this class does not have are looked up in the wrapped module.
 
@@ -121,7 +121,7 @@ class MegatronFSDP(nn.Module):
             synchronisation.override = before
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce what waits for it, and give every trainable parameter its gradient. Collective; costs nothing if
+        """Reduce what waits for it, and give every parameter that was used its gradient. Collective; costs nothing if
         nothing waits.
 
         Raises:

@@ -700,6 +700,7 @@ class ShardedModel:
         self._join_order(self._name.rpartition(" #")[0])  # of the new group
         self._forget_backward()
         self._reduced.clear()
+        self._use_varies.clear()
         self.zero_gradients()
         self.synchronisation.microbatches = 0
         for bucket in self.buckets:
@@ -751,7 +752,7 @@ class ShardedModel:
         used = self.used_anywhere(varying, [set(range(len(b.params))) - b.provisional for b in varying])
         for bucket in buckets:
             gradients.settle(bucket, used[varying.index(bucket)] if bucket in self._use_varies else ())
-        self._use_varies.clear()
+        self._use_varies.difference_update(buckets)
 
     def note_eager_use(self, bucket: Bucket) -> None:
         """The bucket's gradient was computed eagerly: which parameters it uses may differ between ranks. (A compiled graph is
