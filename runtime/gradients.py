@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .bucket import Bucket
-from .tensor import RowShardedTensor, UnreducedGradient, take_rows
+from .rows import take_rows
+from .tensor import RowShardedTensor, UnreducedGradient, like_rows
 
 __all__ = ["accumulate", "add_back", "clear", "fill_missing", "flat_gradient", "put_aside", "watch"]
 
@@ -135,12 +136,15 @@ def collect(bucket: Bucket) -> Tensor | None:
                     view.zero_()
         return total
     total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
-    parts = zip(bucket.views(total), gradients, bucket.sites, bucket.splits, strict=True)
-    for view, gradient, sites, split in parts:
+    parts = zip(bucket.views(total), gradients, bucket.params, bucket.sites, bucket.splits, strict=True)
+    for view, gradient, param, sites, split in parts:
         if gradient is None:
             continue
         if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
             gradient = RowShardedTensor.wrap(take_rows(gradient, split, bucket.topology.shard), split, bucket.topology)
+        if isinstance(gradient, RowShardedTensor) and gradient.shape == split.shape:
+            # Of a penalty on this parameter and another one, whose rows lie elsewhere.
+            gradient = like_rows(gradient, param)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
                 f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor sharded like the "
