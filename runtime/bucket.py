@@ -29,7 +29,7 @@ from .exchange import Exchange
 from .layout import BucketLayout
 from .partition import Partition, local_part
 from .pending import Pending
-from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient
+from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
 from .topology import Topology
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
@@ -367,9 +367,12 @@ class Bucket:
         return self.owner.reductions_are_due()
 
     def show_unreduced(self) -> None:
-        for param, attached in zip(self.params, self.gradients, strict=True):
+        for index, (param, attached) in enumerate(zip(self.params, self.gradients, strict=True)):
             if attached is None and param.requires_grad:
-                setattr(param, self.plan.grad_attribute, UnreducedGradient.like(param))
+                shown = UnreducedGradient.like(param)
+                if index in self.provisional:
+                    mark_provisional(shown)
+                setattr(param, self.plan.grad_attribute, shown)
 
     def forget_abandoned(self, total: Tensor) -> None:
         dropped = []

@@ -71,7 +71,7 @@ try:
         _top_saved_tensors_default_hooks,
     )
     from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
-    from torch._guards import detect_fake_mode
+    from torch._guards import TracingContext, detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed._functional_collectives import all_to_all_single_autograd
     from torch.distributed.checkpoint._traverse import set_element
@@ -596,6 +596,11 @@ def graph_break(message: str) -> Exception:
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
 
 
+def dynamo_traces() -> bool:
+    """Whether this thread is in the middle of a compilation."""
+    return TracingContext.try_get() is not None
+
+
 def python_only(function: Any) -> Any:
     """Keep Dynamo from compiling ``function``, and what it calls, when eager code calls it between two graphs. It may
     still be inlined in code that is compiled. A decorator."""
@@ -994,8 +999,6 @@ def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -
 
 def tracing_fake_mode() -> Any:
     """The fake mode of the compilation under way."""
-    from torch._guards import TracingContext
-
     return TracingContext.get().fake_mode
 
 

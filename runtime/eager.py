@@ -639,8 +639,7 @@ class EagerRuntime:
         first = exchange.when.index(When.IF_DUE.value)
         waiting = bucket.pending.take(exchange.comm_dtype)
         reduced = self._reduce_stages(bucket, first, waiting, "what waits")
-        used = set(range(len(bucket.params))) - bucket.provisional
-        gradients.accumulate(bucket, reduced, used)
+        gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
 
     def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
         """The reduced gradient, ``[shard_numel]`` in the main dtype, from stage ``first`` on."""

@@ -32,7 +32,8 @@ from torch.distributed.tensor import DTensor
 
 from . import compat
 from .bucket import Bucket
-from .tensor import RowShardedTensor, UnreducedGradient, take_rows
+from .rows import take_rows
+from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, like_rows, mark_provisional
 
 __all__ = [
     "Asked",
@@ -47,6 +48,7 @@ __all__ = [
     "settle",
     "shard_of",
     "tell_counting_hooks",
+    "used_so_far",
 ]
 
 
@@ -173,6 +175,14 @@ def note_use(bucket: Bucket, used: Collection[int]) -> None:
             bucket.provisional.add(index)
 
 
+def used_so_far(bucket: Bucket) -> set[int]:
+    """Parameters, by index, whose gradients are more than zeros in the place of none."""
+    for index, attached in enumerate(bucket.gradients):
+        if index in bucket.provisional and attached is not None and not is_provisional(attached):
+            bucket.provisional.discard(index)  # autograd has added something else: a penalty on the parameter at rest
+    return set(range(len(bucket.params))) - bucket.provisional
+
+
 @torch.no_grad()
 def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
     """Add a reduced gradient, ``[shard_numel]`` in the main dtype, which may be kept.
@@ -192,9 +202,10 @@ def settle(bucket: Bucket, used: Collection[int]) -> None:
     Args:
         used: parameters, by index, that have a gradient on some rank.
     """
-    for index in sorted(bucket.provisional):
+    for index in set(range(len(bucket.params))) - used_so_far(bucket):
         param = bucket.params[index]
         if index in used:
+            keep(getattr(param, bucket.plan.grad_attribute))
             _run_accumulate_hooks(param)
         else:
             _attach(bucket, param, None)
@@ -252,12 +263,15 @@ def collect(bucket: Bucket) -> Tensor | None:
             bucket.clean |= set(dropped)
         return total
     total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
-    parts = zip(bucket.views(total), gradients, bucket.sites, bucket.splits, strict=True)
-    for view, gradient, sites, split in parts:
+    parts = zip(bucket.views(total), gradients, bucket.params, bucket.sites, bucket.splits, strict=True)
+    for view, gradient, param, sites, split in parts:
         if gradient is None:
             continue
         if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
             gradient = RowShardedTensor.wrap(take_rows(gradient, split, bucket.topology.shard), split, bucket.topology)
+        if isinstance(gradient, RowShardedTensor) and gradient.shape == split.shape:
+            # Of a penalty on this parameter and another one, whose rows lie elsewhere.
+            gradient = like_rows(gradient, param)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
                 f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor sharded like the "
@@ -285,6 +299,7 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
 def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Show the flat gradient as the gradients of the bucket's parameters; frozen ones that have none get none."""
     shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
+    used_so_far(bucket)
     attached = bucket.gradients
     for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
         param = bucket.params[index]
@@ -292,6 +307,8 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
             continue
         if shown is not total:
             view.__dict__["mfsdp_total"] = (total, shown._version)
+        if index in bucket.provisional:
+            mark_provisional(view)
         _attach(bucket, param, view)
         bucket.clean.discard(index)
         if index in used:

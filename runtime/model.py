@@ -749,7 +749,7 @@ class ShardedModel:
     def _settle(self, buckets: Sequence[Bucket]) -> None:
         """Take gradients from parameters that no rank has used."""
         varying = [bucket for bucket in buckets if bucket in self._use_varies]
-        used = self.used_anywhere(varying, [set(range(len(b.params))) - b.provisional for b in varying])
+        used = self.used_anywhere(varying, [gradients.used_so_far(bucket) for bucket in varying])
         for bucket in buckets:
             gradients.settle(bucket, used[varying.index(bucket)] if bucket in self._use_varies else ())
         self._use_varies.difference_update(buckets)

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from . import compat
 from .bucket import Home
 from .partition import whole_tensor
-from .tensor import RowShardedTensor, take_rows
+from .rows import take_rows
+from .tensor import RowShardedTensor
 
 __all__ = [
     "cut_loaded_state",

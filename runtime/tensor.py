@@ -6,7 +6,8 @@ A plain DTensor over such a shard adds and multiplies correctly, but ``full_tens
 initialisation are wrong, crash or hang (Megatron-FSDP users meet this today). ``RowShardedTensor`` is a DTensor that
 knows its rows, and that does one of four things with an operator:
 
-    elementwise      on the local rows, without communication; optimizers are made of these
+    elementwise      on the local rows, without communication; optimizers are made of these. Where the rows of two tensors
+                     of one shape lie on different ranks, those of one of them move first, by one all-to-all
     random           draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
     reduction        one all-reduce, to an ordinary 0-d tensor that is equal on every rank; every rank must take part
     anything else    an error that says what to use instead; never a silent gather, never a wrong number
@@ -18,7 +19,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +30,10 @@ from torch.utils.hooks import RemovableHandle
 from . import compat
 from .layout import BucketLayout
 from .partition import Partition, whole_tensor
+from .rows import Move, all_gather_rows, move_rows, same_ranks, take_rows
 from .topology import Group, Topology
 
-__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "take_rows"]
+__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "like_rows"]
 
 aten = torch.ops.aten
 
@@ -214,7 +216,7 @@ class RowShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """The whole tensor on every rank, ``[*shape]``, a copy. Collective; not differentiable."""
         with torch.no_grad():
-            return _all_gather_rows(self._local_tensor, self.split, self.topology)
+            return all_gather_rows(self._local_tensor, self.split, self.topology)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
@@ -353,13 +355,21 @@ class RowShardedTensor(DTensor):
             "Save the model with torch.distributed.checkpoint, or pickle tensor.full_tensor() (call it on all ranks)."
         )
 
-    def __tensor_flatten__(self) -> NoReturn:
-        """Dynamo asks when it meets a sharded parameter in code that it compiles: an optimizer's step, a penalty on
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """What torch's tools ask for: the tensor inside.
+
+        Dynamo asks too, when it meets a sharded parameter in code that it compiles: an optimizer's step, a penalty on
         weights. It would go on with a plain DTensor, which does not know where rows are."""
-        raise compat.graph_break(
-            f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: what reads parameters between "
-            "steps (an optimizer, a penalty on weights) runs eagerly. Take it out of what fullgraph=True compiles."
-        )
+        if compat.dynamo_traces():
+            raise compat.graph_break(
+                f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: what reads parameters between "
+                "steps (an optimizer, a penalty on weights) runs eagerly. Take it out of what fullgraph=True compiles."
+            )
+        return ["_local_tensor"], (self.split, self.topology, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, *_: Any) -> RowShardedTensor:  # type: ignore[override]
+        return RowShardedTensor.wrap(inner["_local_tensor"], *context)
 
     # -- operators ----------------------------------------------------------------------------------------------------
 
@@ -562,18 +572,21 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise _mismatch(func, leaves)
     references: Sequence[Any] = in_lists if in_lists is not None else [first]
     originals = {id(t._local_tensor): t for t in leaves}
+    moved: dict[tuple[int, int], Tensor] = {}
+
+    def each(value: Any, do: Callable[[Any, Any], Any]) -> Any:
+        """With the tensor that it is to meet, for every tensor of an argument."""
+        if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
+            return [do(t, references[i % len(references)]) for i, t in enumerate(value)]
+        if in_lists is not None and not isinstance(value, DTensor):
+            return value  # scalars of a foreach operator, one per tensor
+        return do(value, first)
 
     def unwrap(value: Any, reference: Any) -> Any:
         if isinstance(value, Tensor) and isinstance(reference, RowShardedTensor):
-            return _local_rows(func, value, reference)
+            key = id(value), id(reference)
+            return moved[key] if key in moved else _local_rows(func, value, reference)
         return value
-
-    def unwrap_argument(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
-            return [unwrap(t, references[i % len(references)]) for i, t in enumerate(value)]
-        if in_lists is not None and not isinstance(value, DTensor):
-            return value  # scalars of a foreach operator, one per tensor
-        return unwrap(value, first)
 
     def wrap(value: Any, reference: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -587,11 +600,81 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     if func in _FACTORIES:
         args = (args[0], first._local_tensor.shape, *args[2:])
+    if len(leaves) > 1:
+        moved = _move_all(func, args, kwargs, each)
     _tell_autograd(func, args, kwargs)
-    out = func(*[unwrap_argument(a) for a in args], **{k: unwrap_argument(v) for k, v in kwargs.items()})
+    out = func(*[each(a, unwrap) for a in args], **{k: each(v, unwrap) for k, v in kwargs.items()})
     if isinstance(out, (list, tuple)):
         return type(out)(wrap(o, references[i % len(references)]) for i, o in enumerate(out))
     return wrap(out, first)
+
+
+def _move_all(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], each: Callable[[Any, Callable[[Any, Any], Any]], Any]
+) -> dict[tuple[int, int], Tensor]:
+    """Local rows of what lies otherwise than the tensor that it is to meet, by ``id`` of both; one collective for all."""
+    pairs: dict[tuple[int, int], tuple[RowShardedTensor, RowShardedTensor]] = {}
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        _find_pairs(func, argument, value, each, pairs)
+    for argument in func._schema.arguments:
+        if argument.name in kwargs:
+            _find_pairs(func, argument, kwargs[argument.name], each, pairs)
+    if not pairs:
+        return {}
+    moves = [_move(func, value, reference) for value, reference in pairs.values()]
+    return dict(zip(pairs, move_rows(moves), strict=True))
+
+
+def _find_pairs(
+    func: Any,
+    argument: Any,
+    value: Any,
+    each: Callable[[Any, Callable[[Any, Any], Any]], Any],
+    pairs: dict[tuple[int, int], tuple[RowShardedTensor, RowShardedTensor]],
+) -> None:
+    def look(tensor: Any, reference: Any) -> None:
+        both = isinstance(tensor, RowShardedTensor) and isinstance(reference, RowShardedTensor)
+        if both and not _lie_alike(tensor, reference):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                raise _mismatch(func, [reference, tensor])  # what is written would be lost
+            pairs[id(tensor), id(reference)] = tensor, reference
+
+    each(value, look)
+
+
+def _lie_alike(mine: RowShardedTensor, its: RowShardedTensor) -> bool:
+    return mine.split == its.split and same_ranks(mine.topology, its.topology)
+
+
+def _move(func: Any, value: RowShardedTensor, reference: RowShardedTensor) -> Move:
+    if value.shape != reference.shape or value.split.partition != reference.split.partition:
+        raise _mismatch(func, [reference, value])
+    return Move(value._local_tensor, value.split, value.topology, reference.split, reference.topology)
+
+
+def like_rows(value: RowShardedTensor, reference: RowShardedTensor) -> RowShardedTensor:
+    """The same tensor, with its rows where those of ``reference`` are. Collective if they are elsewhere."""
+    if _lie_alike(value, reference):
+        return value
+    (local,) = move_rows([_move(aten.copy_.default, value, reference)])
+    return RowShardedTensor.wrap(local, reference.split, reference.topology)
+
+
+_PROVISIONAL = "mfsdp_provisional"
+
+
+def mark_provisional(gradient: RowShardedTensor) -> None:
+    """Zeros that stand for no gradient, until it is known whether there is one; or until something is written to them."""
+    vars(gradient)[_PROVISIONAL] = True
+
+
+def is_provisional(gradient: Tensor) -> bool:
+    return _PROVISIONAL in vars(gradient)
+
+
+def keep(gradient: Tensor) -> None:
+    """It is a gradient."""
+    vars(gradient).pop(_PROVISIONAL, None)
 
 
 def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -604,6 +687,7 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for leaf in compat.tree_leaves(value):
                 if isinstance(leaf, RowShardedTensor):
+                    keep(leaf)
                     written[id(leaf.backing)] = leaf.backing
     for backing in written.values():
         _before_write(backing)
@@ -624,9 +708,7 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
     taken, everything else broadcasts over rows.
     """
     if isinstance(value, RowShardedTensor):
-        if value.split != reference.split:
-            raise _mismatch(func, [reference, value])
-        return value._local_tensor
+        return like_rows(value, reference)._local_tensor
     if isinstance(value, DTensor):
         if func is aten.copy_.default and value.shape == reference.shape:
             value = whole_tensor(value)  # a state dict that others have sharded in their way; all ranks load it
@@ -674,32 +756,106 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # -- reductions -------------------------------------------------------------------------------------------------------
 
 
-def _over_everything(dim: Any) -> bool:
-    return dim is None or (isinstance(dim, (list, tuple)) and not dim)
+def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of an operator, by name. Those of a reduction are over everything.
+
+    Raises:
+        RuntimeError: a dimension is left, or the first tensor is an ordinary one.
+    """
+    named = {}
+    for i, argument in enumerate(func._schema.arguments):
+        default = argument.default_value if argument.has_default_value() else None
+        named[argument.name] = args[i] if i < len(args) else kwargs.get(argument.name, default)
+    tensor, dim = args[0], named.get("dim")
+    if not isinstance(tensor, RowShardedTensor):
+        raise _unsupported(func, args, kwargs)
+    if dim is not None and dim != []:
+        dims = {d % max(tensor.ndim, 1) for d in (dim if isinstance(dim, (list, tuple)) else [dim])}
+        if dims and len(dims) < tensor.ndim:
+            raise _unsupported(func, args, kwargs)
+    return named
+
+
+def _shaped(value: Tensor, tensor: RowShardedTensor, named: dict[str, Any]) -> Tensor:
+    return value.reshape((1,) * tensor.ndim) if named.get("keepdim") else value
+
+
+def _count(tensor: RowShardedTensor) -> int:
+    """Elements that a reduction is over."""
+    return tensor.numel() * tensor.split.count
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: RowShardedTensor = args[0]
-    if not _over_everything(args[1] if len(args) > 1 else kwargs.get("dim")):
-        raise _unsupported(func, args, kwargs)
-    return tensor.over_pieces(tensor._local_tensor.sum(dtype=kwargs.get("dtype")), "sum")
+    named, tensor = _named(func, args, kwargs), args[0]
+    local = torch.nansum if func._schema.name == "aten::nansum" else torch.sum
+    return _shaped(tensor.over_pieces(local(tensor._local_tensor, dtype=named["dtype"]), "sum"), tensor, named)
 
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _sum(func, args, kwargs) / max(args[0].numel() * args[0].split.count, 1)
+    return _sum(func, args, kwargs) / max(_count(args[0]), 1)
+
+
+def _count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _named(func, args, kwargs)
+    return args[0].over_pieces(torch.count_nonzero(args[0]._local_tensor), "sum")
+
+
+def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """In two passes, the mean first: the difference of two large sums would have no digits left."""
+    named, tensor, name = _named(func, args, kwargs), args[0], func._schema.name
+    local = tensor._local_tensor
+    wide = local if local.dtype.itemsize >= 4 else local.float()
+    count = _count(tensor)
+    mean = tensor.over_pieces(wide.sum(), "sum") / count
+    squares = tensor.over_pieces((wide - mean).square().sum(), "sum")
+    correction = 1 if named["correction"] is None else named["correction"]
+    value = squares / max(count - correction, 0)
+    value = _shaped(value.sqrt() if "std" in name else value, tensor, named).to(local.dtype)
+    return (value, _shaped(mean, tensor, named).to(local.dtype)) if "mean" in name else value
+
+
+def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    product: RowShardedTensor = _row_local(aten.mul.Tensor, args, {})
+    return product.over_pieces(product._local_tensor.sum(), "sum")
+
+
+def _distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return _norms([_row_local(aten.sub.Tensor, args[:2], {})], args[2] if len(args) > 2 else kwargs.get("p", 2), None)[
+        0
+    ]
+
+
+_NONE, _MEAN = 0, 1
+"""Of a loss's argument ``reduction``."""
+
+
+def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].shape != args[1].shape:
+        raise _unsupported(func, args, kwargs)
+    reduction = args[2] if len(args) > 2 else kwargs.pop("reduction", _MEAN)
+    each: RowShardedTensor = _row_local(func, (*args[:2], _NONE, *args[3:]), kwargs)
+    if reduction == _NONE:
+        return each
+    total = each.over_pieces(each._local_tensor.sum(), "sum")
+    return total / _count(each) if reduction == _MEAN else total
+
+
+def _loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    gradient, mine, its, reduction = args[:4]
+    if reduction == _MEAN:  # over all rows, not this rank's
+        gradient = gradient / _count(next(t for t in (mine, its) if isinstance(t, RowShardedTensor)))
+    return _row_local(func, (gradient, mine, its, _NONE, *args[4:]), kwargs)
 
 
 def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: RowShardedTensor = args[0]
-    if len(args) > 1 and not _over_everything(args[1]):
-        raise _unsupported(func, args, kwargs)
+    named, tensor = _named(func, args, kwargs), args[0]
     largest = "max" in func._schema.name
     local = tensor._local_tensor
     if not local.numel():
         limits = torch.finfo if local.is_floating_point() else torch.iinfo
         local = local.new_full((1,), limits(local.dtype).min if largest else limits(local.dtype).max)
     value = local.amax() if largest else local.amin()
-    return _extreme_of_all(value, "max" if largest else "min", tensor)
+    return _shaped(_extreme_of_all(value, "max" if largest else "min", tensor), tensor, named)
 
 
 def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
@@ -717,23 +873,24 @@ def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
 
 
 def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    tensor: RowShardedTensor = args[0]
-    if len(args) > 1:
-        raise _unsupported(func, args, kwargs)
-    local = func(tensor._local_tensor.reshape(-1)).to(torch.int32)
-    return tensor.over_pieces(local, "max" if "any" in func._schema.name else "min").bool()
+    named, tensor, is_any = _named(func, args, kwargs), args[0], func._schema.name == "aten::any"
+    local = (torch.any if is_any else torch.all)(tensor._local_tensor.reshape(-1)).to(torch.int32)
+    return _shaped(tensor.over_pieces(local, "max" if is_any else "min").bool(), tensor, named)
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Also ``allclose``."""
     if args[0].shape != args[1].shape:
-        return False
+        if func is aten.equal.default:
+            return False
+        raise _unsupported(func, args, kwargs)
     reference = next(a for a in args if isinstance(a, RowShardedTensor))
     rank = reference.topology.shard
     mine = [
         _local_rows(func, a, reference) if isinstance(a, RowShardedTensor) else take_rows(a, reference.split, rank)
-        for a in args
+        for a in args[:2]
     ]
-    same = torch.equal(mine[0], mine[1])
+    same = func(*mine, *args[2:], **kwargs)
     device = reference._local_tensor.device
     return bool(reference.over_pieces(torch.tensor(int(same), device=device), "min").item())
 
@@ -770,10 +927,9 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
 
 
 def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    named = dict(zip(("self", "ord", "dim", "keepdim"), args, strict=False)) | kwargs
-    if not _over_everything(named.get("dim")) or named.get("keepdim"):
-        raise _unsupported(func, args, kwargs)
-    return _norms([args[0]], named.get("ord", named.get("p", 2)), named.get("dtype"))[0]
+    named = _named(func, args, kwargs)
+    ord = named["ord"] if "ord" in named else named["p"]
+    return _shaped(_norms([args[0]], 2 if ord is None else ord, named.get("dtype"))[0], args[0], named)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -796,6 +952,21 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
+    aten.nansum.default: _sum,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.var.correction: _variance,
+    aten.std.correction: _variance,
+    aten.var_mean.correction: _variance,
+    aten.std_mean.correction: _variance,
+    aten.dot.default: _dot,
+    aten.dist.default: _distance,
+    aten.mse_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.huber_loss.default: _loss,
+    aten.mse_loss_backward.default: _loss_backward,
+    aten.smooth_l1_loss_backward.default: _loss_backward,
+    aten.huber_loss_backward.default: _loss_backward,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.max.default: _extreme,
@@ -803,38 +974,21 @@ _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = 
     aten.amax.default: _extreme,
     aten.amin.default: _extreme,
     aten.any.default: _truth,
+    aten.any.dim: _truth,
+    aten.any.dims: _truth,
     aten.all.default: _truth,
+    aten.all.dim: _truth,
+    aten.all.dims: _truth,
     aten.equal.default: _equal,
+    aten.allclose.default: _equal,
     aten.norm.Scalar: _vector_norm,
+    aten.norm.ScalarOpt_dim: _vector_norm,
+    aten.norm.ScalarOpt_dtype: _vector_norm,
+    aten.norm.ScalarOpt_dim_dtype: _vector_norm,
     aten.linalg_vector_norm.default: _vector_norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
-
-
-# -- rows -------------------------------------------------------------------------------------------------------------
-
-
-def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
-    """The rows of an ordinary tensor of the global shape that ``rank`` owns; a view."""
-    if not split.shape:
-        return whole if split.rows(rank) else whole.reshape(1)[:0]
-    rows = split.rows(rank)
-    return split.part_of(whole)[rows.start : rows.stop]
-
-
-def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    pieces = split.layout.world_size
-    longest = max(len(split.rows(piece)) for piece in range(pieces))
-    row_numel = split.layout.slots[split.index].row_numel
-    gathered = local.new_empty(longest * row_numel)
-    gathered[: local.numel()].copy_(local.reshape(-1))
-    topology.announce(f"full_tensor() of {split.name!r}")
-    for group in topology.shard_groups:
-        gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    gathered = gathered.view(pieces, -1)
-    parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
-    return split.assemble(torch.cat(parts).view(split.part_shape))
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -843,8 +997,8 @@ def _all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tens
 def _mismatch(func: Any, tensors: Sequence[RowShardedTensor]) -> RuntimeError:
     shards = ", ".join(f"{t.split.name!r} {tuple(t.shape)}" for t in tensors[:3])
     return RuntimeError(
-        f"{func} was given parameters whose rows lie on different ranks: {shards}. Combine their full_tensor()s "
-        "(a collective: call it on all ranks)."
+        f"{func} was given parameters of different shapes, or divided over other ranks in different ways, or is to write to "
+        f"several whose rows lie on different ranks: {shards}. Combine their full_tensor()s (a collective: call it on all ranks)."
     )
 
 

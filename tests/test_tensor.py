@@ -7,14 +7,21 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import parity
 import pytest
 import torch
+import torch.nn.functional as F
+import zoo
 from parity import raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from mfsdp_compile import fully_shard_model
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 
@@ -92,7 +99,27 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
     "any": lambda p: (p > 1.5).any(),
     "all": lambda p: torch.isfinite(p).all(),
     "foreach": lambda p: torch._foreach_norm([p])[0],
+    "all dims": lambda p: p.sum(dim=tuple(range(p.ndim))),
+    "negative dims": lambda p: p.mean(dim=tuple(range(-p.ndim, 0)), keepdim=True),
+    "norm over all dims": lambda p: torch.linalg.vector_norm(p, dim=tuple(range(p.ndim)), keepdim=True),
+    "amax over all dims": lambda p: p.amax(dim=tuple(range(p.ndim))),
+    "any over all dims": lambda p: (p > 1.5).any(dim=tuple(range(p.ndim))),
+    "std": lambda p: p.std(),
+    "var": lambda p: (p + 1000).var(correction=0),
+    "var_mean": lambda p: torch.stack(torch.var_mean(p.double())),
+    "half": lambda p: p.bfloat16().std().float(),
+    "count_nonzero": lambda p: torch.count_nonzero(p > 0),
+    "nansum": lambda p: torch.where(p > 0, p, float("nan")).nansum(),
+    "mse_loss": lambda p: F.mse_loss(p, p * 2),
+    "l1_loss": lambda p: F.l1_loss(p, p * 2, reduction="sum"),
+    "smooth_l1_loss": lambda p: F.smooth_l1_loss(p, p * 3, beta=0.5),
+    "huber_loss": lambda p: F.huber_loss(p, p * 3, delta=0.5),
+    "difference": lambda p: (p - p * 2).abs().max(),
+    "dist": lambda p: torch.dist(p, p * 3, 3),
+    "isclose": lambda p: torch.isclose(p, p + 1e-9).all(),
+    "total norm": lambda p: nn.utils.get_total_norm([p, p * 2]),
 }
+NOT_OF_NOTHING = {"mean", "inf-norm", "max", "min", "amax", "negative dims", "amax over all dims", "difference"}
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -101,12 +128,12 @@ def test_reductions(name: str) -> None:
     model, whole = bag()
     with torch.no_grad():
         for key, param in model.named_parameters():
-            if not param.numel() and name in ("mean", "inf-norm", "max", "min", "amax"):
+            if not param.numel() and (name in NOT_OF_NOTHING or "norm" in name):
                 continue  # not defined for nothing
             got, expected = REDUCTIONS[name](param), REDUCTIONS[name](whole[key])
             assert not isinstance(got, DTensor)
             # Partial sums by rank: float32 sums of at most 35 elements.
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @on_ranks(2)
@@ -199,6 +226,11 @@ UNSUPPORTED: dict[str, Callable[[Any], Any]] = {
     "other rows": lambda p: p + torch.randn(3, 5),
     "item": lambda p: p.sum(dim=(0,), keepdim=True).item(),
     "sort": lambda p: torch.sort(p),
+    "histc": lambda p: torch.histc(p),
+    "quantile": lambda p: torch.quantile(p, 0.5),
+    "argmax": lambda p: p.argmax(),
+    "max of rows": lambda p: p.max(dim=1),
+    "mean of columns": lambda p: p.mean(dim=(1,)),
 }
 
 
@@ -210,18 +242,100 @@ def test_what_needs_other_ranks_rows_says_so(name: str) -> None:
         UNSUPPORTED[name](model.matrix)
 
 
+class Teacher(nn.Module):
+    """A trained module and a frozen one of the same shapes, which lie in different buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Bag(), Bag()
+        self.head = nn.Linear(5, 13)
+        self.teacher.requires_grad_(False)
+        with torch.no_grad():
+            for number, param in enumerate(self.teacher.parameters()):
+                param.add_(number + 1)
+
+
+AVERAGES: dict[str, Callable[[list[Any], list[Any]], None]] = {
+    "each": lambda mine, its: [k.mul_(0.9).add_(q, alpha=0.1) for k, q in zip(mine, its, strict=True)],
+    "foreach": lambda mine, its: (torch._foreach_mul_(mine, 0.9), torch._foreach_add_(mine, its, alpha=0.1)),
+    "lerp": lambda mine, its: [k.lerp_(q, 0.1) for k, q in zip(mine, its, strict=True)],
+    "foreach lerp": lambda mine, its: torch._foreach_lerp_(mine, its, 0.1),
+    "copy": lambda mine, its: [k.copy_(q * 2 - k) for k, q in zip(mine, its, strict=True)],
+    "foreach copy": lambda mine, its: torch._foreach_copy_(mine, its),
+    "data": lambda mine, its: [setattr(k, "data", 0.9 * k.data + 0.1 * q.data) for k, q in zip(mine, its, strict=True)],
+    "three": lambda mine, its: [k.addcmul_(q, q).where(q > 0, k) for k, q in zip(mine, its, strict=True)],
+    "to whole": lambda mine, its: [k.sub_(q.detach().double() ** 2) for k, q in zip(mine, its, strict=True)],
+}
+
+
+@on_ranks(2, 3)
+def test_parameters_whose_rows_lie_on_different_ranks() -> None:
+    """Bit by bit what whole tensors give: within a model, and between two that are sharded in different ways."""
+    other = {"zero_dp_strategy": 0}, {"zero_dp_strategy": 3, "optimizer_block_size": 64}
+    for arguments in ({"zero_dp_strategy": 3}, {"zero_dp_strategy": 1}, *other):
+        model = fully_shard_model(Teacher(), **arguments).module
+        peer = fully_shard_model(Teacher(), zero_dp_strategy=3).module
+        pairs = [(model.teacher, model.student), (model.teacher, peer.student), (peer.student, model.teacher)]
+        todo = [(pair, "foreach lerp") for pair in pairs]
+        if arguments == {"zero_dp_strategy": 3}:
+            todo += [(pairs[0], name) for name in AVERAGES]
+        for (mine, its), name in todo:
+            pair = [[p.full_tensor() for p in each.parameters()] for each in (mine, its)]
+            with torch.no_grad():
+                AVERAGES[name](list(mine.parameters()), list(its.parameters()))
+                AVERAGES[name](*pair)
+            for got, expected in zip(mine.parameters(), pair[0], strict=True):
+                assert torch.equal(got.full_tensor(), expected), (arguments, name)
+        model.teacher.load_state_dict(model.student.state_dict())
+        assert all(map(torch.equal, model.teacher.parameters(), model.student.parameters()))
+        assert all(map(torch.allclose, model.teacher.parameters(), model.student.parameters()))
+        peer.load_state_dict(model.state_dict())
+        assert all(map(torch.equal, peer.parameters(), model.parameters()))
+    with raises_everywhere(RuntimeError, "'student.matrix'", "'head.weight'", "different shapes"):
+        model.student.matrix + model.head.weight
+
+
 @on_ranks(2)
-def test_parameters_with_other_rows_do_not_mix() -> None:
+def test_collectives_of_rows_that_move() -> None:
+    model = fully_shard_model(Teacher())
+    group = compat.process_group(model.sharded.topology.inner.name)
+    mine, its = list(model.module.teacher.parameters()), list(model.module.student.parameters())
+    before = compat.collectives_started(group)
+    with torch.no_grad():
+        torch._foreach_lerp_(mine, [param.detach().clone() for param in mine], 0.1)
+        assert compat.collectives_started(group) == before
+        torch._foreach_lerp_(mine, its, 0.1)
+        assert compat.collectives_started(group) == before + 1
+        mine[0].add_(its[0])
+        assert compat.collectives_started(group) == before + 2
+
+
+@on_ranks(2)
+def test_penalty_between_parameters_on_different_ranks() -> None:
+    """Its gradients go back to where the rows are."""
+    if not compat.DTENSOR_SUBCLASSES_DISPATCH:
+        return
+
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Parameter(torch.randn(64, 4))
-            self.b = nn.Parameter(torch.randn(64, 4))
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 64), nn.Linear(4, 64)
 
-    model = fully_shard_model(Two()).module
-    with raises_everywhere(RuntimeError, "'a'", "'b'", "different ranks"):
-        model.a + model.b
-    assert torch.equal(model.a.full_tensor() + model.b.full_tensor(), model.b.full_tensor() + model.a.full_tensor())
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x).sum() - self.b(x).sum() * 2
+
+    model, alone = fully_shard_model(Two()), Two()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for _ in range(3):
+        for each, optimizer in zip((model, alone), optimizers, strict=True):
+            module = getattr(each, "module", each)
+            loss = each(torch.ones(2, 4)) + (module.a.weight - module.b.weight).pow(2).sum()
+            (loss + F.mse_loss(module.a.bias, module.b.bias)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), its, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)
@@ -265,3 +379,62 @@ def test_assigned_gradients() -> None:
     assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
     with raises_everywhere(RuntimeError):
         weight.grad = torch.zeros(2, 2)
+
+
+@on_ranks(2)
+def test_statistics_of_two_tensors() -> None:
+    """With gradients: what autograd makes of a loss between parameters, sharded and whole."""
+    model, whole = bag()
+    assert torch.allclose(model.matrix, whole["matrix"] + 1e-9)
+    assert not torch.allclose(model.matrix, whole["matrix"] + 1)
+    torch.testing.assert_close(torch.dot(model.vector.detach(), whole["vector"]), whole["vector"].square().sum())
+    torch.testing.assert_close(torch.linalg.norm(model.vector.detach()), torch.linalg.norm(whole["vector"]))
+    assert torch.isfinite(model.matrix).all()
+    assert model.matrix.numel() == 35
+    if not compat.DTENSOR_SUBCLASSES_DISPATCH:
+        return
+    alone = Bag()
+    for loss in (
+        F.mse_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.l1_loss,
+        torch.dist,
+        lambda p, q: (p - q).var() + p.std(),
+    ):
+        for name in ("matrix", "vector", "cube"):
+            mine, its, target = getattr(model, name), getattr(alone, name), torch.full(SHAPES[name], 0.2)
+            mine.grad = its.grad = None
+            loss(mine, target).backward()
+            loss(its, target).backward()
+            torch.testing.assert_close(mine.grad.full_tensor(), its.grad)
+
+
+@on_ranks(2)
+def test_torchs_tools() -> None:
+    """What watches operators sees a sharded model's."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    functional = torch.ops.c10d_functional
+    for mode in (parity.EAGER, parity.AOT_EAGER):
+        model, call = parity.shard(parity.build(zoo.Plain), mode)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+        for tool in (CommDebugMode(), FlopCounterMode(display=False), MemTracker(), Watch()):
+            if isinstance(tool, MemTracker):
+                tool.track_external(model, optimizer)
+            with tool:
+                call(torch.ones(2, 8)).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(tool, CommDebugMode):
+                units = len(model.sharded.buckets)
+                counts = tool.get_comm_counts()
+                # Not gathered again: the last one of the forward.
+                assert counts[functional.reduce_scatter_tensor] == units
+                assert counts[functional.all_gather_into_tensor] == 2 * units - 1
+            if isinstance(tool, FlopCounterMode):
+                assert tool.get_total_flops() > 0
