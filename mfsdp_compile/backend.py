@@ -83,7 +83,10 @@ def mfsdp(
                 graphs.expect_graph()
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            return [as_gathered(output, escaped[i]) if i in escaped else output for i, output in enumerate(outputs)]
+            for position, name in escaped.items():
+                for owner in owners:
+                    owner.eager.hand_out(as_gathered(outputs[position], name))
+            return outputs
         except BaseException as error:
             for owner in owners:
                 if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught

@@ -190,6 +190,8 @@ class Bucket:
             vars(self.shells[index]).update(kept, mfsdp_home=home)
         self.provisional: set[int] = set()
         """Parameters, by index, whose gradients are shown until it is known whether any rank has used them."""
+        self.used_now: set[int] = set()
+        """Parameters, by index, that this rank has used since gradients were last settled; see :mod:`.gradients`."""
         self.clean: set[int] = set()
         """Parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: Pending | None = None

@@ -34,7 +34,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -222,8 +222,8 @@ class BackwardOwner(Protocol):
     def note_eager_use(self, bucket: Bucket) -> None:
         """The bucket's gradient was computed eagerly."""
 
-    def used_anywhere(self, buckets: Sequence[Bucket], used: Sequence[Collection[int]]) -> list[set[int]]:
-        """Parameters of each bucket, by index, that some rank has used. Collective."""
+    def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
+        """For each bucket the largest of all ranks' levels of use, by parameter. Collective."""
 
     def check_complete(self) -> None:
         """Raise if the model has parameters that are in no bucket."""
@@ -264,6 +264,7 @@ class EagerRuntime:
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
+        self._handed_out: list[weakref.ref[GatheredParameter]] = []
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -338,6 +339,7 @@ class EagerRuntime:
         else:
             self._owner.leave_backward()
             self.reset()
+            self._retire_handed_out()
             mine = self.units if window.is_root else [window.unit] if window.unit is not None else []
             for bucket in [*(bucket for unit in mine for bucket in unit.buckets), *window.owns]:
                 bucket.check_unchanged()
@@ -413,8 +415,19 @@ class EagerRuntime:
         self._last_read = self._unit_of[bucket]
         if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
             with compat.below_function_transforms():  # a parameter is a constant to them, as an ordinary one is
-                return as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
+                view = as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
+        self.hand_out(view)
         return view
+
+    def hand_out(self, param: GatheredParameter) -> None:
+        """Forward is given a gathered parameter. Whoever keeps it beyond the next forward would compute with values of then."""
+        self._handed_out.append(weakref.ref(param))
+
+    def _retire_handed_out(self) -> None:
+        for reference in self._handed_out:
+            if (kept := reference()) is not None:
+                kept.__class__ = OutdatedParameter
+        self._handed_out.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         if bucket not in self._anchors:
@@ -525,10 +538,12 @@ class EagerRuntime:
         refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
-        """Writes that leave no trace, through ``.data`` of a part of a parameter, are looked for in the first forward: each
-        rank compares the rows that it has sent."""
+        """Writes that leave no trace, through NumPy or ``.data`` of a part of a parameter: each rank compares the rows that it has
+        sent. On a CPU after each forward, elsewhere, where looking means waiting for the device, after the first one."""
         group = bucket.topology.gather_group
-        if state.full is None or group is None or bucket in self._content_checked or not guards.enabled():
+        if state.full is None or group is None or not guards.enabled():
+            return
+        if bucket in self._content_checked and state.full.device.type != "cpu":
             return
         self._content_checked.add(bucket)
         mine = state.full.view(group.size, -1)[group.rank]
@@ -606,11 +621,12 @@ class EagerRuntime:
     ) -> Sequence[Tensor | None]:
         """For ``torch.autograd.grad``: the bucket's gradients, reduced whether that is due or not, and accumulated nowhere."""
         self._owner.enter_backward()
-        used = {index for index, gradient in enumerate(whole_gradients) if gradient is not None}
+        used = [int(gradient is not None) for gradient in whole_gradients]
         result = pack(whole_gradients, bucket.exchange)
         self._release_bucket(bucket)
         reduced = self._reduce_stages(bucket, 0, result, "for torch.autograd.grad")
-        return asked.select(bucket, reduced, self._owner.used_anywhere([bucket], [used])[0])
+        (levels,) = self._owner.used_anywhere([bucket], [used])
+        return asked.select(bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
@@ -694,6 +710,26 @@ class GatheredParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+
+
+class OutdatedParameter(nn.Parameter):
+    """A gathered parameter that something has kept from one forward to the next. Using it is an error."""
+
+    mfsdp_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        found = [each for each in compat.tree_leaves((args, kwargs)) if isinstance(each, OutdatedParameter)]
+        raise RuntimeError(
+            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something has kept it since (an "
+            "attribute, a list, a cache): its values may be out of date. Read it from its module in each forward, or keep "
+            "parameter.detach().clone() if values of then are what you want."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OutdatedParameter({self.mfsdp_name!r})"
 
 
 def as_gathered(tensor: Tensor, name: str) -> Any:

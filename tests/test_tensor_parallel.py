@@ -172,7 +172,7 @@ def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
     again = buckets - (1 if mode == EAGER else 2)
     assert counts["all_gather_into_tensor"] == gathers + buckets + again, counts
     assert counts["reduce_scatter_tensor"] == reductions + buckets, counts
-    assert counts["all_reduce"] == sums, counts
+    assert counts["all_reduce"] == sums + (mode == EAGER), counts  # eager ranks find out which parameters were used
 
 
 @pytest.mark.parametrize(("mode", "sequence", "recompute"), ROWS)

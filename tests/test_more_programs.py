@@ -1,0 +1,410 @@
+"""More programs that people write, each compared with one process: several per test, for they are small."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zoo
+from parity import AOT_EAGER, EAGER
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mfsdp_compile import fully_shard_model
+
+
+class Heads(zoo.Plain):
+    """Task 0 and 1 have a head each, task 2 uses both, a pooler is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.other, self.pooler = nn.Linear(16, 5), nn.Linear(16, 16)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.norm(self.trunk(self.enter(x)))
+
+    def forward(self, x: Tensor, task: int = 2) -> Tensor:  # type: ignore[override]
+        h = self.features(x)
+        if task == 2:
+            return self.head(h).pow(2).mean() + self.other(h).abs().mean()
+        return (self.head if task == 0 else self.other)(h).pow(2).mean()
+
+
+class Pair:
+    """A sharded model and the same one in one process."""
+
+    def __init__(
+        self, factory: Callable[[], nn.Module], mode: str, optimizer: Any = parity.sgd, **options: Any
+    ) -> None:
+        self.model = fully_shard_model(parity.build(factory), fsdp_unit_modules=[zoo.Block], **options)
+        compiled = functools.partial(torch.compile, backend="mfsdp", options={"inner": mode})
+        self.call: Any = self.model if mode == EAGER else compiled(self.model)
+        self.alone = parity.build(factory)
+        self.optimizers = [optimizer(each.parameters()) for each in (self.model, self.alone)]
+
+    def each(self, change: Callable[[Any], Any]) -> None:
+        change(self.model.module)
+        change(self.alone)
+
+    def backward(self, loss: Callable[[Any, Tensor, int], Tensor], batch: Tensor, last: bool = True) -> None:
+        with self.model.sync() if last else self.model.no_sync():
+            loss(self.call, batch[dist.get_rank()], dist.get_rank()).backward()
+        for rank in range(2):
+            (loss(self.alone, batch[rank], rank) / 2).backward()
+
+    def check_gradients(self) -> None:
+        for name, param in self.model.module.named_parameters():
+            expected = self.alone.get_parameter(name).grad
+            assert (param.grad is None) == (expected is None), name
+            if expected is not None:
+                torch.testing.assert_close(param.grad.full_tensor(), expected, rtol=1e-4, atol=1e-6, msg=name)
+
+    def step(self, **options: Any) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(**options)
+
+    def check_parameters(self, tolerance: float = 1e-5) -> None:
+        for name, param in self.model.module.named_parameters():
+            its = self.alone.get_parameter(name)
+            torch.testing.assert_close(param.full_tensor(), its, rtol=1e-4, atol=tolerance, msg=name)
+
+
+def decayed(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.3)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_frozen_in_the_middle_of_accumulation(mode: str) -> None:
+    """A unit, a part of a bucket: frozen for one microbatch of several, with what was accumulated kept."""
+    parts: list[Callable[[Any], Any]] = [
+        lambda m: m.blocks[0],
+        lambda m: m.enter.weight,
+        lambda m: m.blocks[1].up.bias,
+        lambda m: m.head,
+    ]
+    for strategy in (0, 1, 2, 3) if mode == EAGER else (1, 3):
+        pair = Pair(Heads, mode, decayed, zero_dp_strategy=strategy)
+        for part, batch in zip(parts, parity.batches(4), strict=True):
+            for number in range(3):
+                pair.each(lambda m: part(m).requires_grad_(number != 1))
+                pair.backward(lambda m, x, _: m(x[2 * number : 2 * number + 2]), batch, last=number == 2)
+            pair.check_gradients()
+            pair.step()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_frozen_between_forward_and_backward(mode: str) -> None:
+    """What a forward recorded counts, and what is frozen when its gradient arrives gets none."""
+    pair = Pair(zoo.Plain, mode)
+    for number, batch in enumerate(parity.batches(3)):
+        pair.each(lambda m: m.blocks[1].requires_grad_(number != 1))
+        mine, theirs = pair.call(batch[dist.get_rank()]), sum(pair.alone(x) for x in batch) / 2
+        pair.each(lambda m: m.requires_grad_(True))
+        if number == 2:
+            pair.each(lambda m: m.blocks[1].requires_grad_(False))
+            pair.each(lambda m: m.enter.weight.requires_grad_(False))
+        mine.backward()
+        theirs.backward()
+        pair.check_gradients()
+        pair.step()
+    pair.check_parameters()
+
+
+@on_ranks(2)
+def test_other_heads_in_every_microbatch() -> None:
+    """Ranks use different heads, gradients are dropped by hand between microbatches, and zeroed in place after some steps."""
+    plans = [(0, 1, 0), (0, 0, 0), (1, 2, 1), (1, 1, 0)]
+    for strategy in range(4):
+        pair = Pair(Heads, EAGER, decayed, zero_dp_strategy=strategy)
+        for step, (batch, tasks) in enumerate(zip(parity.batches(4), plans, strict=True)):
+            for number, task in enumerate(tasks):
+
+                def loss(m: Any, x: Tensor, rank: int) -> Tensor:
+                    of_rank = (task + rank * (step % 2)) % 2 if task < 2 else 2
+                    return m(x[2 * number : 2 * number + 2], of_rank)
+
+                pair.backward(loss, batch, last=number == 2)
+                if (step, number) == (2, 0):
+                    pair.each(lambda m: setattr(m.blocks[0].up.weight, "grad", None))
+                    pair.each(lambda m: setattr(m.other.bias, "grad", None))
+            pair.check_gradients()
+            for optimizer in pair.optimizers:
+                optimizer.step()
+            pair.each(lambda m: m.zero_grad(set_to_none=step % 2 == 0))
+
+
+@on_ranks(2)
+def test_projected_gradients_and_sharpness() -> None:
+    """PCGrad: gradients by task, the conflicting part taken out. SAM: two backwards, weights moved between them."""
+
+    class Tasks(Heads):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            h = self.features(x)
+            return self.head(h).pow(2).mean(), -self.other(h).abs().mean()
+
+    pair = Pair(Tasks, EAGER)
+    for batch in parity.batches(2):
+        each = [pair.alone(x) for x in batch]
+        means = [sum(losses) / len(each) for losses in zip(*each, strict=True)]
+        for model, losses in ((pair.model, pair.call(batch[dist.get_rank()])), (pair.alone, means)):
+            params = list(model.parameters())
+            first, second = (torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True) for loss in losses)
+            both = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+            dot, norm = sum((a * b).sum() for a, b in both), sum((b * b).sum() for _, b in both)
+            part = torch.where(dot < 0, dot / norm, 0.0)  # type: ignore[operator, call-overload]
+            for param, a, b in zip(params, first, second, strict=True):
+                param.grad = a - b * part + b if a is not None and b is not None else (a if b is None else b)
+        pair.check_gradients()
+        pair.step()
+    pair.check_parameters()
+
+    pair = Pair(zoo.Plain, EAGER)
+    for batch in parity.batches(2):
+        pair.backward(lambda m, x, _: m(x), batch)
+        moved = []
+        for model in (pair.model, pair.alone):
+            with torch.no_grad():
+                norm = torch.stack([param.grad.norm() for param in model.parameters()]).norm()
+                for param in model.parameters():
+                    moved.append((param, param.grad * (0.05 / norm)))
+                    param.add_(moved[-1][1])
+            model.zero_grad()
+        pair.backward(lambda m, x, _: m(x), batch)
+        with torch.no_grad():
+            for param, by in moved:
+                param.sub_(by)
+        pair.check_gradients()
+        pair.step()
+    pair.check_parameters()
+
+
+class MyLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, gradient.sum(0)
+
+
+class OddReads(zoo.Plain):
+    """Weights under vmap, einsum, transposed, standardized, through ``.data``, in a custom function and in checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.stack = nn.Parameter(torch.randn(3, 16, 16) * 0.2)
+        self.conv, self.temperature = nn.Conv1d(1, 2, 3, padding=1), nn.Parameter(torch.tensor(0.5))
+        self.bilinear, self.bag = nn.Bilinear(16, 16, 16), nn.EmbeddingBag(7, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.trunk(self.enter(x))
+        if not isinstance(self.stack, nn.Parameter):  # it is one, as without sharding
+            return h.sum() * 0
+        h = h + torch.vmap(lambda w: torch.tanh(h @ w))(self.stack).mean(0)
+        h = h + torch.einsum("bi,kij->bj", h, self.stack) * self.temperature.exp()
+        weight = self.head.weight
+        h = h + F.linear(F.linear(h, weight), weight.t()) / (1 + weight.data.norm())
+        conv = self.conv.weight
+        conv = (conv - conv.mean((1, 2), keepdim=True)) / (conv.std((1, 2), keepdim=True) + 1e-5)
+        h = h + F.conv1d(h[:, None], conv, self.conv.bias, padding=1).sum(1)
+        h = h + self.bilinear(h, h) + self.bag(torch.arange(6).view(len(x), -1) % 7)
+        block = self.blocks[0]
+        h = h + checkpoint(
+            lambda h, w, v: F.gelu(h @ w.t()) @ v.t(), h, block.up.weight, block.down.weight, use_reentrant=False
+        )
+        return MyLinear.apply(self.norm(h), weight, self.head.bias).pow(2).mean()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_weights_read_in_odd_ways(mode: str) -> None:
+    pair = Pair(OddReads, mode)
+    for batch in parity.batches(2, (3, 8)):
+        pair.backward(lambda m, x, _: m(x), batch)
+        pair.check_gradients()
+        pair.step()
+    pair.check_parameters()
+
+
+@on_ranks(2)
+def test_optimizers_of_different_frequencies() -> None:
+    """The trunk steps after every backward, heads after every second; each clears its own, in one bucket."""
+    for strategy in (1, 3):
+        pair = Pair(Heads, EAGER, zero_dp_strategy=strategy)
+        both = []
+        for model in (pair.model.module, pair.alone):
+            heads = [p for name, p in model.named_parameters() if name.startswith(("head", "other"))]
+            trunk = [p for name, p in model.named_parameters() if not name.startswith(("head", "other"))]
+            both.append((parity.sgd(trunk), torch.optim.AdamW(heads, lr=1e-2)))
+        for step, batch in enumerate(parity.batches(4)):
+            pair.backward(lambda m, x, _: m(x, (step // 2) % 2), batch)
+            pair.check_gradients()
+            for trunk, heads in both:
+                for optimizer in (trunk, heads) if step % 2 else (trunk,):
+                    optimizer.step()
+                    optimizer.zero_grad()
+        pair.check_parameters(1e-3)
+
+
+@on_ranks(2)
+def test_momentum_contrast() -> None:
+    """MoCo: the key encoder is laid out otherwise, and follows by mul_().add_() and through ``.data``."""
+
+    class Encoder(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__(layers=2)
+            self.register_buffer("queue", F.normalize(torch.randn(5, 12), dim=0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.normalize(self.head(self.norm(self.trunk(self.enter(x)))), dim=1)
+
+    pair = Pair(Encoder, EAGER)
+    its_keys = parity.build(Encoder).requires_grad_(False)
+    keys = fully_shard_model(parity.build(Encoder).requires_grad_(False), fsdp_unit_modules=[nn.Linear])
+
+    def loss(model: Any, x: Tensor, _: int) -> Tensor:
+        ours = model is pair.call
+        with torch.no_grad():
+            key = (keys if ours else its_keys)(x + 0.1)
+        query, queue = model(x), (pair.model.module if ours else pair.alone).queue
+        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ queue], 1)
+        return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+
+    for step, batch in enumerate(parity.batches(3)):
+        with torch.no_grad():
+            for of, model in ((keys, pair.model), (its_keys, pair.alone)):
+                for k, q in zip(of.parameters(), model.parameters(), strict=True):
+                    if step % 2:
+                        k.mul_(0.9).add_(q, alpha=0.1)
+                    else:
+                        k.data = k.data * 0.9 + q.data * 0.1
+        pair.backward(loss, batch)
+        pair.check_gradients()
+        pair.step()
+    for k, expected in zip(keys.parameters(), its_keys.parameters(), strict=True):
+        torch.testing.assert_close(k.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(2)
+def test_towers_in_one_compiled_function() -> None:
+    """CLIP: two models, dicts as outputs, one of them frozen in turn, an auxiliary output in the loss once."""
+
+    class Tower(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__(layers=1)
+
+        def forward(self, x: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            h = self.norm(self.trunk(self.enter(x)))
+            return {"features": F.normalize(self.head(h), dim=-1), "auxiliary": self.enter(x).sum(), "nothing": None}
+
+    def scores(a: nn.Module, b: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        u, v = a(x), b(x * 0.5)
+        return F.cross_entropy(u["features"] @ v["features"].t(), torch.arange(len(x))), u
+
+    towers = [Pair(Tower, EAGER) for _ in range(2)]
+    compiled = torch.compile(scores, backend="mfsdp", options={"inner": AOT_EAGER})
+    for step, batch in enumerate(parity.batches(4)):
+        for number, pair in enumerate(towers):
+            pair.each(lambda m: m.requires_grad_(step != number + 1))
+        extra = 0.1 * (step == 3)
+        loss, u = compiled(towers[0].model, towers[1].model, batch[dist.get_rank()])
+        (loss + extra * u["auxiliary"] if extra else loss).backward()
+        for x in batch:
+            loss, u = scores(towers[0].alone, towers[1].alone, x)
+            ((loss + extra * u["auxiliary"] if extra else loss) / 2).backward()
+        for pair in towers:
+            pair.check_gradients()
+            pair.step()
+    for pair in towers:
+        pair.check_parameters()
+
+
+@on_ranks(2)
+def test_steps_in_backward_every_second_time() -> None:
+    """Hooks run on all ranks for what one rank has used, also where there is a gradient from before."""
+    pair = Pair(Heads, EAGER)
+    count = 0
+
+    def step(param: Any) -> None:
+        if count % 2 and param.grad is not None:
+            with torch.no_grad():
+                param.sub_(param.grad, alpha=0.05)
+                param.grad = None
+
+    for param in pair.model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for batch in parity.batches(4):
+        pair.backward(lambda m, x, rank: m(x, 2 if rank == 0 else 0), batch)
+        for param in pair.alone.parameters():
+            step(param)
+        count += 1
+    pair.check_parameters()
+
+
+@on_ranks(2, timeout=60)
+def test_parameters_kept_from_an_earlier_forward_are_refused() -> None:
+    class Caches(zoo.Plain):
+        def __init__(self) -> None:
+            super().__init__(layers=1)
+            self.cache: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.cache:
+                self.cache.append(self.head.weight)
+            return F.linear(self.norm(self.trunk(self.enter(x))), self.cache[0]).pow(2).mean()
+
+    model = fully_shard_model(parity.build(Caches), fsdp_unit_modules=[zoo.Block])
+    model(torch.ones(2, 8)).backward()
+    with parity.raises_everywhere(RuntimeError, "'head.weight' was gathered for an earlier forward"):
+        model(torch.ones(2, 8))
+    assert "head.weight" in repr(model.module.cache[0])
+    model.module.cache.clear()
+    model(torch.ones(2, 8)).backward()
+
+
+@on_ranks(2, timeout=60)
+def test_writes_without_a_trace_are_found_in_any_forward() -> None:
+    class Writes(zoo.Plain):
+        count = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count += 1
+            if self.count == 3:
+                self.head.weight[:].data.mul_(2)
+            return super().forward(x)
+
+    model = fully_shard_model(parity.build(functools.partial(Writes, layers=1)), fsdp_unit_modules=[zoo.Block])
+    for _ in range(2):
+        model(torch.ones(2, 8)).backward()
+    with parity.raises_everywhere(RuntimeError, "written to a parameter"):
+        model(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_penalties_on_parameters_that_forward_does_not_use(mode: str) -> None:
+    """Their gradient comes from outside of every forward, and is no zero in the place of none."""
+    pair = Pair(Heads, mode)
+    for batch in parity.batches(2):
+        pair.backward(lambda m, x, rank: m(x, 0), batch)
+        for model in (pair.model.module, pair.alone):
+            (0.1 * model.pooler.weight.pow(2).sum()).backward()
+        pair.check_gradients()
+        pair.step()
+    loss = pair.call(parity.batches(1)[0][dist.get_rank()], 0) + 0.1 * pair.model.module.pooler.weight.pow(2).sum()
+    loss.backward()
+    its = pair.alone.pooler.weight
+    torch.testing.assert_close(pair.model.module.pooler.weight.grad.full_tensor(), 0.2 * its.detach())
