@@ -19,7 +19,7 @@ from . import compat
 from .bucket import Home
 from .flat import FlatStep, check_elementwise
 from .muon import ShardedMuon
-from .optimizer_state import cut_loaded_state, name_state, shard_state
+from .optimizer_state import cut_loaded_state, name_state, shard_state, show_unstepped
 
 if TYPE_CHECKING:
     from .model import ShardedModel
@@ -130,6 +130,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     step, zero_grad = optimizer.step, optimizer.zero_grad
     over_runs = FlatStep(optimizer) if flat else None
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
+    show_unstepped(optimizer)
     if by_name:
         name_state(optimizer)
 

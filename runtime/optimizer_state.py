@@ -30,6 +30,7 @@ __all__ = [
     "optimizer_name",
     "parameter_names",
     "shard_state",
+    "show_unstepped",
     "state_dict_groups",
 ]
 
@@ -99,18 +100,16 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
     def state_dict() -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; no communication.
 
-        Of parameters that the optimizer has not stepped yet (none before its first step, unused ones later), the state that it
-        begins with: ``torch.distributed.checkpoint.load`` reads what it finds in a state dict and nothing else.
+        Of an optimizer that has made no step yet, the state that it begins with: ``torch.distributed.checkpoint.load`` reads
+        what it finds in a state dict and nothing else.
         """
         it = reference()
         assert it is not None
         numbered = type(it).state_dict(it)
         names = parameter_names(it)
         state = {names[i]: held for i, held in numbered["state"].items()}
-        params = _params(it)
-        if state or not any(param.mfsdp_home.bucket.owner.steps for param in params):
-            unstepped = {id(param) for name, param in zip(names, params, strict=True) if not state.get(name)}
-            state |= {name: first for name, first in zip(names, _first_states(it, unstepped), strict=False) if first}
+        if not state and not any(param.mfsdp_home.bucket.owner.steps for param in _params(it)):
+            state = dict(zip(names, _first_states(it), strict=False))
         held = {name: held for name, held in state.items() if held}
         return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
 
@@ -138,17 +137,31 @@ def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [names[i] for i in group["params"]]} for group in numbered]
 
 
-def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int]) -> list[dict[str, Any]]:
+def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let state dicts hold the state that a parameter begins with, where an optimizer that has made steps has not stepped it:
+    forward has not used it yet. What reads state dicts expects all trainable parameters in them."""
+
+    def fill(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state, params = state_dict["state"], _params(optimizer)
+        unstepped = [number for number in range(len(params)) if number not in state] if state else []
+        if unstepped:
+            of = {id(params[number]) for number in unstepped}
+            state.update((number, first) for number, first in enumerate(_first_states(optimizer, of)) if first)
+
+    optimizer.register_state_dict_post_hook(fill)
+
+
+def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None = None) -> list[dict[str, Any]]:
     """What each parameter's state is before its first step, in the order of the groups; nothing for frozen ones.
 
     Args:
-        of: ``id`` of the parameters to tell it of; nothing for the others.
+        of: ``id`` of the parameters to tell it of; nothing for the others. None: all.
 
     Optimizers make it within their first step, and so do these: each over a zero with no gradient in the parameter's place.
     """
     try:
         return [
-            _first_state(optimizer, group, param) if param.requires_grad and id(param) in of else {}
+            _first_state(optimizer, group, param) if param.requires_grad and (of is None or id(param) in of) else {}
             for group in optimizer.param_groups
             for param in group["params"]
         ]

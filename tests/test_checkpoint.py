@@ -271,7 +271,7 @@ def test_optimizer_state_by_name() -> None:
     turned.load_state_dict(state)
     assert [group["lr"] for group in turned.param_groups] == [0.01, 0.02]
     for name, param in model.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad and param in optimizer.state:  # forward does not use the BatchNorm
             its = turned.state[params[name]]["exp_avg"]
             assert torch.equal(its.full_tensor(), optimizer.state[param]["exp_avg"].full_tensor())
     broken = copy.deepcopy(state)

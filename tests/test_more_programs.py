@@ -383,7 +383,8 @@ def test_writes_without_a_trace_are_found_in_any_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
             if self.count == 3:
-                self.head.weight[:].data.mul_(2)
+                for weight in (self.blocks[0].up.weight, self.blocks[0].down.weight):  # rows of both ranks
+                    weight[:].data.mul_(2)
             return super().forward(x)
 
     model = fully_shard_model(parity.build(functools.partial(Writes, layers=1)), fsdp_unit_modules=[zoo.Block])
