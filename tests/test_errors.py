@@ -589,7 +589,8 @@ def test_touching_parameters_in_forward_hooks(mode: str) -> None:
 
 @on_ranks(2, timeout=120)
 def test_a_gathered_parameter_that_is_kept_stays_valid() -> None:
-    """Nothing frees memory under a reference: the worst that keeping a weight does is to keep its bucket."""
+    """Nothing frees memory under a reference: the worst that keeping a weight does is to keep its bucket. In the next forward
+    it is out of date, and says so."""
     kept = []
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     block = model.module.blocks[0]
@@ -597,5 +598,8 @@ def test_a_gathered_parameter_that_is_kept_stays_valid() -> None:
     expected = parity.build(zoo.Plain).blocks[0].up.weight
     model(torch.randn(2, 8)).backward()
     assert torch.equal(kept[0], expected)
+    values = kept[0].detach()
     model(torch.randn(2, 8)).backward()
-    assert torch.equal(kept[0], expected)
+    assert torch.equal(values, expected)
+    with raises_everywhere(RuntimeError, "'blocks.0.up.weight' was gathered for an earlier forward"):
+        kept[0] + 1

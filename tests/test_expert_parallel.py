@@ -600,11 +600,13 @@ def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int,
         0 if mesh == "4 x 1" else 5 + 3 * checkpointed
     )  # loads, there, back; of gradients back and there; and the first three again
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
+    # Eager ranks find out which parameters were used; of experts, those that share them.
+    asks = (1 + (mesh != "1 x 4")) * (mode == EAGER)
     return (
         buckets + again,
         buckets * shards_outer,
         buckets * (1 + shards_outer),
-        buckets * (outer and not shards_outer),
+        buckets * (outer and not shards_outer) + asks,
         CONFIG.layers * exchanges,
     )
 
