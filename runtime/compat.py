@@ -67,7 +67,7 @@ try:
     from torch._C._autograd import (
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
-        _saved_tensors_hooks_is_enabled,
+        _saved_tensors_hooks_is_enabled,  # type: ignore[attr-defined]
         _top_saved_tensors_default_hooks,
     )
     from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter

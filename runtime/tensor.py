@@ -268,13 +268,13 @@ class RowShardedTensor(DTensor):
     @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
         """Of a parameter: called with its reduced gradient, a DTensor."""
-        hooks: dict[int, Callable[[Tensor], Tensor | None]] = vars(self).setdefault("mfsdp_hooks", OrderedDict())
+        hooks: dict[int, Callable[[Tensor], Tensor | None]] = self.__dict__.setdefault("mfsdp_hooks", OrderedDict())
         return hooks
 
     @property
     def accumulate_hooks(self) -> dict[int, Callable[[Tensor], None]]:
         """Of a parameter: called with it when its gradient has been added."""
-        hooks: dict[int, Callable[[Tensor], None]] = vars(self).setdefault("mfsdp_accumulate_hooks", OrderedDict())
+        hooks: dict[int, Callable[[Tensor], None]] = self.__dict__.setdefault("mfsdp_accumulate_hooks", OrderedDict())
         return hooks
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
@@ -291,7 +291,7 @@ class RowShardedTensor(DTensor):
         """Make another tensor's hooks this parameter's. Their handles remove them from the same dictionaries."""
         for name, hooks in (("mfsdp_hooks", tensor_hooks), ("mfsdp_accumulate_hooks", accumulate_hooks)):
             if hooks:
-                vars(self)[name] = hooks
+                self.__dict__[name] = hooks
 
     @property
     def _is_parameter(self) -> bool:
@@ -665,7 +665,7 @@ _PROVISIONAL = "mfsdp_provisional"
 
 def mark_provisional(gradient: RowShardedTensor) -> None:
     """Zeros that stand for no gradient, until it is known whether there is one; or until something is written to them."""
-    vars(gradient)[_PROVISIONAL] = True
+    gradient.__dict__[_PROVISIONAL] = True
 
 
 def is_provisional(gradient: Tensor) -> bool:
