@@ -64,10 +64,10 @@ try:
         _current_graph_task_id,
         _will_engine_execute_node,
     )
-    from torch._C._autograd import (
+    from torch._C._autograd import (  # type: ignore[attr-defined]
         _pop_saved_tensors_default_hooks,
         _push_saved_tensors_default_hooks,
-        _saved_tensors_hooks_is_enabled,  # type: ignore[attr-defined]
+        _saved_tensors_hooks_is_enabled,
         _top_saved_tensors_default_hooks,
     )
     from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
