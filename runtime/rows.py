@@ -33,6 +33,7 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     """The whole tensor, on every rank. Collective."""
+    topology.announce(f"full_tensor() of {split.name!r}")
     return split.assemble(_gather_part(local, split, topology))
 
 
@@ -42,7 +43,6 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     row_numel = _row_numel(split)
     gathered = local.new_empty(longest * row_numel)
     gathered[: local.numel()].copy_(local.reshape(-1))
-    topology.announce(f"a gather of the rows of {split.name!r}")
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
@@ -90,7 +90,10 @@ class Move:
 
     def alone(self) -> Tensor:
         """By way of the whole part. Collective, unless the source has all of it on every rank."""
-        part = _gather_part(self.local, self.source, self.over) if self.over.shard_groups else self.local
+        part = self.local
+        if self.over.shard_groups:
+            self.over.announce(f"a gather of the rows of {self.source.name!r}")
+            part = _gather_part(self.local, self.source, self.over)
         rows, row_numel = self.target.rows(self.target_over.shard), _row_numel(self.target)
         return self.finish(part.reshape(-1)[rows.start * row_numel : rows.stop * row_numel].clone())
 
