@@ -240,7 +240,7 @@ def _replaced_class(cls: type[Tensor]) -> type[Tensor]:
 def retire(original: Tensor, name: str) -> None:
     """Turn ``original`` into a :class:`ReplacedParameter`. What it had as memory is free, unless something else is a view of
     it; reads that no error can stop, of C++ code, find NaN."""
-    if compat.is_fake(original):
+    if compat.is_fake(local_part(original)):  # of a plan, which goes on asking for its shape
         return
     if isinstance(original, DTensor):
         original._local_tensor = _nothing_like(original._local_tensor)
