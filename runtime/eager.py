@@ -162,25 +162,16 @@ class _SavedDTensor:
 
 
 def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gathered parameters are ordinary tensors without history, wherever they are gathered: also in inference mode."""
-
-    @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return function(*args)
-        with torch.inference_mode(False), torch.no_grad():
-            return function(*args)
-
-    return wrapped
-
-
-def _below_function_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gathered parameters are ordinary tensors, also inside ``torch.func.grad``, ``vmap`` and the like."""
+    """Gathered parameters are ordinary tensors without history, wherever they are gathered: also in inference mode, and inside
+    ``torch.func.grad``, ``vmap`` and the like."""
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
         with compat.below_function_transforms():
-            return function(*args)
+            if not torch.is_inference_mode_enabled():
+                return function(*args)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
 
     return wrapped
 
@@ -435,7 +426,6 @@ class EagerRuntime:
         return self._anchors[bucket]
 
     @_as_parameters
-    @_below_function_transforms
     def _start(self, unit: EagerUnit) -> None:
         for bucket in unit.buckets:
             state = self._gathered.get(bucket)
@@ -453,7 +443,6 @@ class EagerRuntime:
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
 
     @_as_parameters
-    @_below_function_transforms
     def _gather(self, bucket: Bucket) -> _Gathered:
         state = self._gathered.get(bucket)
         if state is not None and state.full is not None and state.version == bucket.flat._version:

@@ -184,7 +184,7 @@ def levels_of_use(bucket: Bucket) -> list[int]:
 
 
 def used_so_far(bucket: Bucket) -> set[int]:
-    """Parameters, by index, whose gradients are more than zeros in the place of none."""
+    """Indices of all parameters but those whose shown gradient is a placeholder of zeros."""
     for index, attached in enumerate(bucket.gradients):
         if index in bucket.provisional and attached is not None and not is_provisional(attached):
             bucket.provisional.discard(index)  # autograd has added something else: a penalty on the parameter at rest
