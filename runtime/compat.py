@@ -100,7 +100,7 @@ try:
         _get_current_dispatch_mode_stack,
         _len_torch_dispatch_stack,
     )
-    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -160,6 +160,7 @@ __all__ = [
     "set_element",
     "tree_flatten_with_path",
     "tree_leaves",
+    "tree_map_only",
     "wait_tensor",
 ]
 

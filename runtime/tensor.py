@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from torch.utils.hooks import RemovableHandle
 
 from . import compat
+from .averaged import AveragedGradient
 from .layout import BucketLayout
 from .partition import Partition, whole_tensor
 from .rows import Move, all_gather_rows, move_rows, same_ranks, take_rows
@@ -467,7 +468,7 @@ def _unreduced(gradient: UnreducedGradient) -> RuntimeError:
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (reduction := _REDUCTIONS.get(func)) is not None:
-        return reduction(func, args, kwargs)
+        return _averaged(reduction(func, args, kwargs), args)
     if torch.Tag.nondeterministic_seeded in func.tags:
         return _random(func, args, kwargs)
     if func is aten.is_same_size.default:
@@ -947,6 +948,21 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for gradient in spread.values():
         found_inf.copy_(gradient.over_pieces(found_inf, "max"))
     _tell_autograd(func, args, kwargs)
+
+
+def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
+    """The gradient of what is the same on every rank is averaged, see :mod:`.averaged`."""
+    if not (compat.DTENSOR_SUBCLASSES_DISPATCH and torch.is_grad_enabled()):
+        return result
+    tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, RowShardedTensor)]
+    if not any(tensor.requires_grad for tensor in tensors):
+        return result
+    if isinstance(result, (list, tuple)):
+        return type(result)(_averaged(each, args) for each in result)
+    if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor) or not result.is_floating_point():
+        return result
+    groups = [group for group in (tensors[0].topology.every, *tensors[0].split.groups) if group.size > 1]
+    return result if not groups else AveragedGradient.of(result, groups, f"a gradient of what was computed from {tensors[0].split.name!r}")
 
 
 _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

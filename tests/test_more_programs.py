@@ -15,6 +15,7 @@ import zoo
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fully_shard_model
@@ -411,3 +412,105 @@ def test_penalties_on_parameters_that_forward_does_not_use(mode: str) -> None:
     loss.backward()
     its = pair.alone.pooler.weight
     torch.testing.assert_close(pair.model.module.pooler.weight.grad.full_tensor(), 0.2 * its.detach())
+
+
+PENALTIES: dict[str, Callable[[Any], Tensor]] = {
+    "squares": lambda params: sum(p.pow(2).sum() for p in params),
+    "norms": lambda params: torch.stack([torch.linalg.vector_norm(p) for p in params]).mean(),
+    "foreach norms": lambda params: torch.stack(torch._foreach_norm(list(params))).square().sum(),
+    "extremes": lambda params: sum(p.abs().max() for p in params),
+    "variances": lambda params: sum(p.std(correction=0) for p in params),
+    "distances": lambda params: sum(F.mse_loss(p, p.detach() * 0.5) for p in params),
+    "in place": lambda params: functools.reduce(lambda total, p: total.add_(p.mean()), params, torch.zeros(())),
+    "means of both": lambda params: sum(m * v for v, m in (torch.var_mean(p, correction=0) for p in params)),
+}
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_penalties_times_what_differs_between_ranks(mode: str) -> None:
+    """Each rank holds other rows: a factor of its own reaches the rows of all of them."""
+    names = list(PENALTIES) if mode == EAGER else ["squares"]
+    for name in names:
+        pair = Pair(zoo.Uneven, mode)
+
+        def loss(call: Any, x: Tensor, rank: int, penalty: Any = PENALTIES[name]) -> Tensor:
+            return call(x) + (0.01 + rank) * penalty(getattr(call, "module", call).parameters())
+
+        for batch in parity.batches(2):
+            pair.backward(loss, batch, last=False)
+            pair.backward(lambda *a: -loss(*a).sigmoid(), batch)
+            pair.check_gradients()
+            pair.step()
+        pair.check_parameters()
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
+@on_ranks(4)
+def test_penalties_times_what_differs_between_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    both = {"dp_outer_dim": "outer", "hybrid_fsdp_group": dist.group.WORLD}
+    hybrid = {"device_mesh": mesh, "dp_shard_dim": "inner", **both}
+    for options in ({"zero_dp_strategy": 0}, hybrid, hybrid | {"outer_dp_sharding_strategy": "optim"}):
+        model, alone = fully_shard_model(parity.build(zoo.Plain), **options), parity.build(zoo.Plain)
+        penalty = PENALTIES["squares"]
+        (dist.get_rank() * penalty(model.parameters())).backward()
+        (1.5 * penalty(alone.parameters())).backward()
+        for name, param in model.module.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
+@on_ranks(2)
+def test_penalties_in_compiled_code() -> None:
+    pair = Pair(zoo.Plain, EAGER)
+
+    def loss(model: nn.Module, x: Tensor, factor: Tensor) -> Tensor:
+        penalty = sum(p.pow(2).sum() for p in model.parameters())
+        return model(x) + factor * penalty.sqrt()
+
+    compiled = torch.compile(loss, backend="mfsdp", options={"inner": AOT_EAGER})
+    for batch in parity.batches(2):
+        for each, call, ranks in ((pair.model, compiled, [dist.get_rank()]), (pair.alone, loss, [0, 1])):
+            for rank in ranks:
+                (call(each, batch[rank], torch.tensor(0.1 + rank)) / len(ranks)).backward()
+        pair.check_gradients()
+        pair.step()
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
+@on_ranks(2, timeout=60)
+def test_a_penalty_in_the_loss_of_one_rank() -> None:
+    """Every rank computes it, one goes backward through it: an error on both, and no wait for the other."""
+    model = fully_shard_model(parity.build(zoo.Plain))
+    loss = model(torch.ones(2, 8))
+    penalty = model.module.head.weight.pow(2).sum()
+    with parity.raises_everywhere(RuntimeError, "head.weight"):
+        (loss + penalty if dist.get_rank() == 0 else loss).backward()
+
+
+@pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
+@on_ranks(2)
+def test_penalties_are_ordinary_numbers() -> None:
+    pair = Pair(zoo.Plain, EAGER)
+
+    def penalty(model: nn.Module) -> Tensor:
+        return model.head.weight.pow(2).sum()
+
+    mine, its = penalty(pair.model.module), penalty(pair.alone)
+    assert mine.requires_grad and not mine.is_leaf and mine.item() == pytest.approx(its.item()) and repr(mine)
+    with torch.no_grad():
+        assert not (mine * 2).requires_grad and not penalty(pair.model.module).requires_grad
+    mine.retain_grad()
+    (mine * (1 + dist.get_rank())).backward(retain_graph=True)
+    assert mine.grad is not None and mine.grad.item() == 1 + dist.get_rank()  # this rank's, as of any loss
+    (gradient,) = torch.autograd.grad(mine * dist.get_rank(), pair.model.module.head.weight)
+    torch.testing.assert_close(gradient.full_tensor(), pair.alone.head.weight.detach())
+    mine = penalty(pair.model.module)
+    mine *= 2
+    assert mine.detach().item() == pytest.approx(2 * its.item())
+    assert type(mine) is Tensor
+    (first,) = torch.autograd.grad(mine * dist.get_rank(), pair.model.module.head.weight, create_graph=True)
+    (dist.get_rank() * first.pow(2).sum()).backward()
+    torch.testing.assert_close(pair.model.module.head.weight.grad.full_tensor(), 7 * pair.alone.head.weight.detach())

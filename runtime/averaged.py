@@ -1,0 +1,86 @@
+"""What reductions of parameters at rest return where gradients flow.
+
+A penalty (``sum(p.pow(2).sum() for p in model.parameters())``) is the same number on every rank, and what it is multiplied by may
+not be: a weight of the batch, a number of tokens. Its gradient then differs between ranks, and each rank would scale the rows
+that it holds by a factor of its own. So the gradient is averaged over ranks before it reaches the rows, as the
+gradients of parameters in forward are. :class:`AveragedGradient` adds the node that does so to the autograd graph: operators of
+sharded tensors run below autograd, where a node cannot be added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compat
+from .agreement import announce
+from .topology import Group
+
+__all__ = ["AveragedGradient"]
+
+
+class AveragedGradient(Tensor):
+    """A tensor, equal on all ranks, whose gradient becomes the mean over ranks. Anything done to it is done to an ordinary
+    tensor behind that mean; only its type is unusual."""
+
+    _ordinary: Tensor | None
+    _groups: Sequence[Group]
+    _what: str
+
+    @staticmethod
+    def of(value: Tensor, groups: Sequence[Group], what: str) -> AveragedGradient:
+        """Args:
+        value: below autograd, which will know the result as what an operator has computed.
+        groups: the mean is over the ranks of these, one group after the other.
+        what: is computed from; for error messages.
+        """
+        averaged = value.as_subclass(AveragedGradient)
+        averaged._ordinary, averaged._groups, averaged._what = None, groups, what
+        return averaged
+
+    @property
+    def ordinary(self) -> Tensor:
+        with compat.DisableTorchFunctionSubclass(), torch.enable_grad():
+            if vars(self)["_ordinary"] is None:
+                self._ordinary = _Average.apply(self.as_subclass(Tensor), self._groups, self._what)
+        ordinary: Tensor = vars(self)["_ordinary"]
+        return ordinary
+
+    @classmethod
+    @compat.python_only
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = compat.tree_map_only(AveragedGradient, lambda t: t.ordinary, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Average(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], what: str) -> Tensor:
+        ctx.groups, ctx.what = groups, what
+        return value.clone()  # not a view, which could not be written to
+
+    @staticmethod
+    @compat.python_only
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _Mean.apply(gradient, ctx.groups, ctx.what), None, None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over ranks; its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], what: str) -> Tensor:
+        ctx.groups, ctx.what = groups, what
+        for group in groups:
+            announce(what, group.name)
+            value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _Mean.apply(gradient, ctx.groups, ctx.what), None, None
