@@ -187,11 +187,11 @@ def parse_bytes(value: Any, where: str) -> int:
     Raises:
         TypeError, ValueError: it is none; the message begins with ``where``.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if not isinstance(value, str):
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise TypeError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
     return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -87,6 +87,8 @@ class MegatronFSDP(nn.Module):
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool | None) -> None:
+        if value is not None and not isinstance(value, bool):
+            raise TypeError(f"is_last_microbatch takes True, False or None, got {value!r}")
         self.sharded.synchronisation.last_microbatch = value
 
     @property
@@ -175,6 +177,11 @@ class MegatronFSDP(nn.Module):
             gradients = [g for g in bucket.gradients if g is not None and not isinstance(g, UnreducedGradient)]
             if gradients:
                 torch._foreach_mul_(gradients, factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also what ``use_decoupled_grad`` puts elsewhere."""
+        super().zero_grad(set_to_none)
+        self.sharded.zero_gradients(set_to_none)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients, also what waits: every parameter's ``.grad`` becomes None, and the memory is free."""

@@ -255,7 +255,7 @@ class EagerRuntime:
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
-        self._handed_out: list[weakref.ref[GatheredParameter]] = []
+        self._handed_out: weakref.WeakValueDictionary[int, GatheredParameter] = weakref.WeakValueDictionary()  # by id
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -412,12 +412,11 @@ class EagerRuntime:
 
     def hand_out(self, param: GatheredParameter) -> None:
         """Forward is given a gathered parameter. Whoever keeps it beyond the next forward would compute with values of then."""
-        self._handed_out.append(weakref.ref(param))
+        self._handed_out[id(param)] = param
 
     def _retire_handed_out(self) -> None:
-        for reference in self._handed_out:
-            if (kept := reference()) is not None:
-                kept.__class__ = OutdatedParameter
+        for kept in list(self._handed_out.values()):
+            kept.__class__ = OutdatedParameter
         self._handed_out.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:

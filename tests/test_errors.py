@@ -62,6 +62,17 @@ def test_unit_class_that_matches_nothing_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_arguments_of_methods() -> None:
+    model = fully_shard_model(zoo.Plain(), fsdp_unit_modules=[zoo.Block])
+    with pytest.raises(TypeError, match=r"is_last_microbatch.*'no'"):
+        model.is_last_microbatch = "no"
+    for budget in (-1, "-1", "lots"):
+        with pytest.raises(ValueError, match=r"gathered\(budget\) takes bytes"):
+            model.gathered(budget)
+    model(torch.randn(2, 8)).backward()
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_no_unit_class_warns_and_names_candidates() -> None:
     with pytest.warns(UserWarning, match=r"one unit.*Block.*'auto'"):
         fully_shard_model(zoo.Plain())

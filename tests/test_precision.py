@@ -147,8 +147,10 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
             model.scale_gradients(0.0)
             model(torch.tensor(1.0, dtype=BF16)).backward()
             assert bool((getattr(model.module.weight, attribute).full_tensor() == 1).all())
-            model.zero_grad_buffer()
-            assert getattr(model.module.weight, attribute) is None
+            for zero in (model.zero_grad_buffer, model.zero_grad):
+                model(torch.tensor(1.0, dtype=BF16)).backward()
+                zero()
+                assert getattr(model.module.weight, attribute) is None
 
 
 @on_ranks(4)
