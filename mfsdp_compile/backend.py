@@ -109,6 +109,13 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
+        warnings.warn(
+            f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the CPU where "
+            "the auxiliary loss is part of the outputs, with this package and without it. Use torch 2.15, "
+            "options={'inner': 'aot_eager'}, or output_router_logits=False, and compare with model.verify_step(batch).",
+            stacklevel=2,
+        )
     portions = chosen.schedule.portions
     for owner in owners if portions else ():
         _make_portions(owner, portions)

@@ -852,6 +852,13 @@ _ORDER_KEEPING: dict[str, Any] = {
 }
 
 
+def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
+    """Whether this torch's Inductor is known to compute wrong gradients for a model, with this package and without it: those of
+    the routers of transformers' GPT-OSS, on the CPU, where the auxiliary loss is part of the outputs. Torch 2.15 is right."""
+    is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
+    return is_named_so and device_type == "cpu" and TORCH_VERSION < (2, 15)
+
+
 def inductor_config_patches() -> dict[str, Any]:
     """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
     unknown = unknown_inductor_options(_ORDER_KEEPING)

@@ -313,6 +313,11 @@ class ShardedModel:
                 owner._parameters.update(own)
             raise
 
+    def is_miscompiled(self) -> bool:
+        """See :func:`.compat.is_miscompiled`."""
+        module = self._module()
+        return module is not None and compat.is_miscompiled(module, self.buckets[0].flat.device.type)
+
     def module_buffers(self) -> list[Tensor]:
         """The model's buffers, on this rank."""
         module = self._module()

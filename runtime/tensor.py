@@ -962,7 +962,11 @@ def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor) or not result.is_floating_point():
         return result
     groups = [group for group in (tensors[0].topology.every, *tensors[0].split.groups) if group.size > 1]
-    return result if not groups else AveragedGradient.of(result, groups, f"a gradient of what was computed from {tensors[0].split.name!r}")
+    return (
+        result
+        if not groups
+        else AveragedGradient.of(result, groups, f"a gradient of what was computed from {tensors[0].split.name!r}")
+    )
 
 
 _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
