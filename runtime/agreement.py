@@ -1,8 +1,8 @@
 """Do all ranks hold the same model? Asked through the c10d key-value store, with a time-out, when a model is sharded.
 
-A rank publishes a digest, or the error that it met; the first rank of the group compares and publishes a verdict. Only
-ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of them is
-left waiting in a collective. Traffic: two small values per rank.
+Ranks add their digests up; the last one to come sees whether all are equal, and publishes a verdict, as does one that has met an
+error. Only ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of
+them is left waiting in a collective. Traffic: four small requests per rank, whatever their number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import compat
 from .order import AT_REST, Phase, orders
-from .watchdog import ORDER, watchdog
+from .watchdog import ORDER, conclude_once, watchdog
 
 __all__ = [
     "Within",
@@ -101,6 +101,7 @@ def agree(
             place,
             outcome,
             timeout,
+            party_size=len(some[0]),
             heeds_refusals=heeds_refusals,
             what=what or topic,
             is_next=topic == ORDER,
@@ -118,17 +119,25 @@ def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -
     agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=what)
 
 
-def announce(what: str, group: str) -> None:
+def announce(what: str, group: str, parameter: str | None = None) -> None:
     """An operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none. For those that no
     sharded model has, nothing.
+
+    Args:
+        what: of which parameter, if it is one of many.
+        parameter: its name.
 
     Raises:
         RuntimeError: other ranks do something else.
     """
-    if (order := orders().get(group)) is not None:
-        order.enter(
-            Phase(AT_REST, what), lambda lines, epoch: agree_on_order(compat.process_group(group), lines, epoch)
-        )
+    if (order := orders().get(group)) is None:
+        return
+    number = order.numbers.get(parameter) if parameter is not None else None
+    order.enter(
+        Phase(AT_REST, what),
+        lambda lines, epoch: agree_on_order(compat.process_group(group), lines, epoch),
+        series=(what.replace(repr(parameter), "one"), number) if number is not None else None,
+    )
 
 
 def conclude(
@@ -279,6 +288,7 @@ def _verdict(
     outcome: dict[str, Any],
     timeout: timedelta,
     combine: Callable[[Sequence[Any]], Any] | None = None,
+    party_size: int = 0,
     heeds_refusals: bool = False,
     what: str = "",
     is_next: bool = False,
@@ -291,22 +301,87 @@ def _verdict(
     if heeds_refusals and (over := _given_up(store, place)) and me in over["refused"] and visit <= over["visit"]:
         visit = store.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more
     key = f"{place}/{visit}"
-    store.set(f"{key}/{me}", json.dumps(outcome))
     look = _Look(store, place, visit) if heeds_refusals else None
+
+    def missing() -> list[int]:
+        return [rank for rank in ranks if store.add(f"{place}/visits/{rank}", 0) < visit]
+
     with watchdog.asking(group, ranks, place, visit, what, is_next, is_last_resort):
-        if me == ranks[0]:
-            verdict = _compare(store, key, ranks, timeout, combine, look)
-            store.set(f"{key}/verdict", json.dumps(verdict | {"key": key}))
-            if verdict["kind"] == "same":  # all ranks are here, so they have read what there was before
-                for name in ("verdict", *ranks):
+        if combine is not None:
+            store.set(f"{key}/{me}", json.dumps(outcome))
+            store.delete_key(f"{place}/{visit - 1}/{me}")  # all are here, or will be: what was before is read
+        verdict = _arrive(store, key, ranks, outcome, party_size, combine is not None)
+        if verdict is not None:
+            conclude_once(store, f"{key}/verdict", verdict)
+            if verdict["kind"] in ("same", "compare"):  # all ranks are here, so they have read what there was before
+                for name in ("all", "verdict", "compared"):
                     store.delete_key(f"{place}/{visit - 1}/{name}")
-        if (absent := _missing(store, key, ranks[:1], timeout, look)) is not None:
-            return absent
-        try:
-            store.wait([f"{key}/verdict"], timeout * 1.1)  # the first rank may itself have to wait for others
-        except RuntimeError:  # DistStoreError
-            return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
-        return json.loads(store.get(f"{key}/verdict"))
+        verdict = _answer(store, f"{key}/verdict", missing, ranks, timeout, look)
+        if verdict["kind"] != "compare":
+            return verdict
+        if combine is None:
+            store.set(f"{key}/{me}", json.dumps(outcome))
+        if me == ranks[0]:
+            store.set(f"{key}/compared", json.dumps(_compare(store, key, ranks, timeout, combine) | {"key": key}))
+        return _answer(store, f"{key}/compared", lambda: ranks[:1], ranks, timeout * 1.1, None)
+
+
+def _arrive(
+    store: dist.Store, key: str, ranks: Sequence[int], outcome: dict[str, Any], party_size: int, compares: bool
+) -> dict[str, Any] | None:
+    """Count this rank in, and its digest: a sum over ranks, which is a multiple of each if all are equal.
+
+    Returns:
+        The verdict, if this is the rank that knows it: the last one to come, or one that has failed.
+    """
+    if "error" in outcome:
+        return {"kind": "failed", "ranks": [dist.get_rank()], "error": outcome["error"]}
+    if party_size and not _add(store, f"{key}/{outcome['party']}", outcome["its digest"], party_size)[1]:
+        return {"kind": "compare"}
+    is_last, are_equal = _add(store, f"{key}/all", outcome["digest"], len(ranks))
+    if not is_last:
+        return None
+    return {"kind": "compare" if compares or not are_equal else "same", "ranks": []}
+
+
+def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, bool]:
+    """Returns: whether this was the last of ``size`` ranks, and whether all had the same digest, as far as that is known.
+
+    Both are one number of 62 bits, so that one request does. At 65,536 ranks 28 bits of the digest are left."""
+    counted = size.bit_length()
+    token = int(digest, 16) % (1 << (62 - 2 * counted))
+    total = store.add(key, (token << counted) + 1)
+    is_last = total % (1 << counted) == size
+    return is_last, not is_last or total >> counted == token * size
+
+
+def _answer(
+    store: dist.Store,
+    key: str,
+    missing: Callable[[], list[int]],
+    ranks: Sequence[int],
+    timeout: timedelta,
+    look: _Look | None,
+) -> dict[str, Any]:
+    """What somebody has written, or will: the last rank to come, one that has failed, or whoever waits longest.
+
+    Args:
+        missing: ranks that have not come.
+    """
+    begun = time.monotonic()
+    if look is None:
+        with contextlib.suppress(RuntimeError):  # DistStoreError
+            store.wait([key], timeout)
+    while look is not None and not store.check([key]):  # asking: a wait that is cut into pieces would warn at each end
+        waited = time.monotonic() - begun
+        if waited >= look.due and (verdict := look.at(missing())) is not None:
+            return verdict
+        if waited >= timeout.total_seconds():
+            break
+        time.sleep(min(max(waited / 10, 1e-3), 1.0, LOOK.total_seconds()))
+    if not store.check([key]):
+        conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
+    return dict(json.loads(store.get(key)))
 
 
 class _Look:
@@ -347,51 +422,23 @@ def _given_up(store: dist.Store, place: str) -> dict[str, Any] | None:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def _missing(
-    store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta, look: _Look | None
-) -> dict[str, Any] | None:
-    """The verdict if not all ranks come to this visit; None once they are there."""
-    keys, begun = [f"{key}/{rank}" for rank in ranks], time.monotonic()
-    if look is None:
-        with contextlib.suppress(RuntimeError):  # DistStoreError
-            store.wait(keys, timeout)
-            return None
-    while look is not None:  # asking: a wait that is cut into pieces would warn at the end of each
-        if store.check(keys):
-            return None
-        waited = time.monotonic() - begun
-        if waited >= look.due and (verdict := look.at(_not_there(store, key, ranks))) is not None:
-            return verdict
-        if waited >= timeout.total_seconds():
-            break
-        time.sleep(min(max(waited / 10, 1e-3), 1.0, LOOK.total_seconds()))
-    return {"kind": "missing", "ranks": _not_there(store, key, ranks) or ranks[:1]}
-
-
-def _not_there(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]:
-    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-
-
 def _compare(
     store: dist.Store,
     key: str,
     ranks: Sequence[int],
     timeout: timedelta,
     combine: Callable[[Sequence[Any]], Any] | None,
-    look: _Look | None,
 ) -> dict[str, Any]:
-    if (absent := _missing(store, key, ranks, timeout, look)) is not None:
-        return absent
+    """On the first rank, when all are there: who differs from whom, or what ``combine`` makes of their offers."""
     keys = [f"{key}/{rank}" for rank in ranks]
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError:  # DistStoreError: one has ended in the meantime
+        return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
     told = (
         store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
     )  # in one request, if that can be had
     outcomes = {rank: json.loads(outcome) for rank, outcome in zip(ranks, told, strict=True)}
-    for rank, outcome in outcomes.items():
-        if "astray" in outcome:  # somebody has found out that it will not come
-            return dict(outcome["astray"])
-        if "error" in outcome:
-            return {"kind": "failed", "ranks": [rank], "error": outcome["error"]}
     for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
         for first, *others in alike:
             if differing := [rank for rank in others if outcomes[rank].get(what) != outcomes[first].get(what)]:

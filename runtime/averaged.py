@@ -28,24 +28,24 @@ class AveragedGradient(Tensor):
 
     _ordinary: Tensor | None
     _groups: Sequence[Group]
-    _what: str
+    _parameter: str
 
     @staticmethod
-    def of(value: Tensor, groups: Sequence[Group], what: str) -> AveragedGradient:
+    def of(value: Tensor, groups: Sequence[Group], parameter: str) -> AveragedGradient:
         """Args:
         value: below autograd, which will know the result as what an operator has computed.
         groups: the mean is over the ranks of these, one group after the other.
-        what: is computed from; for error messages.
+        parameter: it is computed from.
         """
         averaged = value.as_subclass(AveragedGradient)
-        averaged._ordinary, averaged._groups, averaged._what = None, groups, what
+        averaged._ordinary, averaged._groups, averaged._parameter = None, groups, parameter
         return averaged
 
     @property
     def ordinary(self) -> Tensor:
         with compat.DisableTorchFunctionSubclass(), torch.enable_grad():
             if vars(self)["_ordinary"] is None:
-                self._ordinary = _Average.apply(self.as_subclass(Tensor), self._groups, self._what)
+                self._ordinary = _Average.apply(self.as_subclass(Tensor), self._groups, self._parameter)
         ordinary: Tensor = vars(self)["_ordinary"]
         return ordinary
 
@@ -60,27 +60,28 @@ class AveragedGradient(Tensor):
 
 class _Average(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], what: str) -> Tensor:
-        ctx.groups, ctx.what = groups, what
+    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], parameter: str) -> Tensor:
+        ctx.groups, ctx.parameter = groups, parameter
         return value.clone()  # not a view, which could not be written to
 
     @staticmethod
     @compat.python_only
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _Mean.apply(gradient, ctx.groups, ctx.what), None, None
+        return _Mean.apply(gradient, ctx.groups, ctx.parameter), None, None
 
 
 class _Mean(torch.autograd.Function):
     """The mean over ranks; its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], what: str) -> Tensor:
-        ctx.groups, ctx.what = groups, what
+    def forward(ctx: Any, value: Tensor, groups: Sequence[Group], parameter: str) -> Tensor:
+        ctx.groups, ctx.parameter = groups, parameter
+        what = f"a gradient of what was computed from {parameter!r}"
         for group in groups:
-            announce(what, group.name)
+            announce(what, group.name, parameter)
             value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
         return value
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _Mean.apply(gradient, ctx.groups, ctx.what), None, None
+        return _Mean.apply(gradient, ctx.groups, ctx.parameter), None, None

@@ -854,9 +854,9 @@ _ORDER_KEEPING: dict[str, Any] = {
 
 def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
     """Whether this torch's Inductor is known to compute wrong gradients for a model, with this package and without it: those of
-    the routers of transformers' GPT-OSS, on the CPU, where the auxiliary loss is part of the outputs. Torch 2.15 is right."""
+    the routers of transformers' GPT-OSS, on the CPU, where the auxiliary loss is part of the outputs. Tried: 2.11 and 2.15 are right, 2.13 is wrong."""
     is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
-    return is_named_so and device_type == "cpu" and TORCH_VERSION < (2, 15)
+    return is_named_so and device_type == "cpu" and (2, 12) <= TORCH_VERSION < (2, 15)
 
 
 def inductor_config_patches() -> dict[str, Any]:

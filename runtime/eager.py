@@ -241,6 +241,7 @@ class EagerRuntime:
         self.policy = policy
         self._owner = owner
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
+        self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._depth = 0
         self._hooks = contextlib.ExitStack()
         self._gathered: dict[Bucket, _Gathered] = {}
@@ -436,7 +437,7 @@ class EagerRuntime:
                 group = bucket.topology.gather_group
                 started = None
                 if group is not None:
-                    self._announce(f"gather {bucket.plan.name}", group)
+                    self._announce("gather", bucket, group)
                     shard = bucket.source().to(bucket.plan.compute_dtype)
                     started = compat.all_gather(shard, group.size, group.name)
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
@@ -481,9 +482,10 @@ class EagerRuntime:
                     self._release(other, only_frozen=True)
         return state
 
-    def _announce(self, collective: str, group: Group | None) -> None:
+    def _announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
         try:
-            self._owner.start(collective, group=group)
+            series = f"{what}{more}", self._numbers[bucket]
+            self._owner.start(f"{what} {bucket.plan.name}{more}", group=group, series=series)
         except RuntimeError as error:
             self._owner.failed(error)
             raise
@@ -618,8 +620,8 @@ class EagerRuntime:
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
         will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
-        what = f"reduce {bucket.plan.name}{f', stage {stage + 1}' if stage else ''}"
-        self._announce(what, bucket.topology.stages[stage].group if will_run else None)
+        group = bucket.topology.stages[stage].group if will_run else None
+        self._announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
         started = start_stage(gradient, stage, bucket.exchange, token)
         self._reductions.append(_Reduction(bucket, stage, started, used))
@@ -649,8 +651,8 @@ class EagerRuntime:
         """The reduced gradient, ``[shard_numel]`` in the main dtype, from stage ``first`` on."""
         exchange = bucket.exchange
         for stage in range(first, len(exchange.groups)):
-            what = f"reduce {bucket.plan.name}, {why}{f', stage {stage + 1}' if stage else ''}"
-            self._announce(what, bucket.topology.stages[stage].group)
+            more = f", {why}{f', stage {stage + 1}' if stage else ''}"
+            self._announce("reduce", bucket, bucket.topology.stages[stage].group, more)
             gradient = self._await(start_collective(gradient, stage, exchange))
         return exchange.finish(gradient, bucket.plan.main_dtype)
 

@@ -7,7 +7,7 @@ import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -36,7 +36,7 @@ from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import label_module, shard_module
 from .optimizers import Optimizers
-from .order import Details, Order, Phase, no_details, order_of_group
+from .order import Details, Order, Phase, Series, no_details, order_of_group
 from .partition import Partition, Partitioner, Peers, local_part
 from .references import check_not_replaced, check_references, move_hooks, retire
 from .running import named
@@ -241,7 +241,7 @@ class ShardedModel:
         self._told_missing: set[str] = set()
         self.started = self.steps = 0
         self._microbatch = ""
-        self._join_order(type(module).__name__)
+        self._join_order(type(module).__name__, [name for name, _ in module.named_parameters()])
         self._failure: str | None = None
         self._found_nan: list[tuple[Bucket, Tensor]] = []
         self.compiled_graphs: list[Any] = []  # records of the passes, added by the backend
@@ -524,9 +524,9 @@ class ShardedModel:
             self.agree("Compiling", [f"reshard_after_forward={size}"])
             self.topology.make_portions(size)
 
-    def _join_order(self, kind: str) -> None:
+    def _join_order(self, kind: str, parameters: Iterable[str]) -> None:
         self._order = order_of_group(self.group.group_name)
-        self._name, self._copies = self._order.join(kind), 0
+        self._name, self._copies = self._order.join(kind, parameters), 0
 
     @property
     def schedules(self) -> dict[str, Any]:
@@ -585,12 +585,19 @@ class ShardedModel:
         finally:
             self._microbatch = ""
 
-    def start(self, collective: str, details: Details = no_details, group: Group | None = None) -> None:
+    def start(
+        self,
+        collective: str,
+        details: Details = no_details,
+        group: Group | None = None,
+        series: Series | None = None,
+    ) -> None:
         """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
         if group is not None:
             self._note(collective, lambda: [(collective, group.name)])
             tracing.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
-        self._order.start(f"{collective} ({self._name})", self._agree_on_order, details)
+        numbered = (f"{series[0]} ({self._name})", series[1]) if series is not None else None
+        self._order.start(f"{collective} ({self._name})", self._agree_on_order, details, numbered)
         self.started += 1
 
     def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
@@ -702,7 +709,9 @@ class ShardedModel:
         for partition in self.partitions:
             partition.forget_groups()
         self.started, self._failure = 0, None
-        self._join_order(self._name.rpartition(" #")[0])  # of the new group
+        module = self._module()
+        names = [name for name, _ in module.named_parameters()] if module is not None else []
+        self._join_order(self._name.rpartition(" #")[0], names)  # of the new group
         self._forget_backward()
         self._reduced.clear()
         self._use_varies.clear()

@@ -62,7 +62,7 @@ class ShardedMuon(torch.optim.Muon):
         def orthogonalise(whole: Tensor) -> Tensor:
             return compat.orthogonalise(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        topology.announce(f"Muon's step, from {params[0].split.name!r} on")
+        topology.announce(f"Muon's step, from {params[0].split.name!r} on", params[0].split.name)
         chunks = _chunks(params, topology.shards)
         # The next matrices are on their way to their owners while these are worked on.
         following: _Journey | None = None

@@ -10,6 +10,10 @@ ever followed, that thing is free; it costs a look into a dictionary. Anything e
 what is new, and every turn at a fork, a place from which ranks have gone different ways before. What all ranks do
 alike is always allowed; what one rank does alone raises, before its collective has met anybody else's.
 
+A model has many layers, and what is new of one is what the last one has shown: after its gather came that of the next one, after its
+gradients were reduced, the gather of the one before it. That is expected, and free, as if it had followed before; so the first step asks about a
+dozen times, however many layers there are, and a loop over parameters (a norm of each) three times.
+
 Which kind of phase comes next is not a fork: a program evaluates now and then, prints a norm every hundred steps, and
 accumulates over microbatches. Ranks expect there what followed the last time, after the same phases, and agree on what
 they did not expect. So training asks nothing, and neither does a program with a rhythm (rollouts and training, a teacher and
@@ -25,7 +29,7 @@ way for certain: that one will never start what this one waits for. :mod:`.watch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,6 +40,7 @@ __all__ = [
     "Details",
     "Order",
     "Phase",
+    "Series",
     "no_details",
     "order_of_group",
     "orders",
@@ -85,6 +90,9 @@ class Phase(NamedTuple):
             return self.what
         return f"a {self.kind}{f' of {self.what}' if self.what else ''}"
 
+
+Series = tuple[str, int]
+"""What is done to one of many, and which one: ``("gather", 3)``, of the fourth bucket."""
 
 _Past = tuple[tuple[tuple[Phase | None, int], ...], int]
 """Rows of equal forwards that came before the last one, with their lengths; and the length of that one so far."""
@@ -143,6 +151,7 @@ class Order:
         events: phases and collectives that were begun in this epoch.
         stalled: why nothing can follow any more: ranks have gone different ways, and this one was waiting for another one.
         thread: in which the last model was sharded, and very likely is trained.
+        numbers: of parameters, by name, for series over them.
     """
 
     schedules: dict[str, Any]
@@ -158,6 +167,7 @@ class Order:
         self.epoch = self.events = 0
         self.stalled: str | None = None
         self.thread = threading.get_ident()
+        self.numbers: dict[str, int] = {}
         self._limit = limit
         self._models = 0
         self.forget()
@@ -165,12 +175,14 @@ class Order:
     def __deepcopy__(self, memo: dict[int, Any]) -> Order:
         return self  # of a process group, of which there is one
 
-    def join(self, kind: str) -> str:
-        """A model is sharded, on all ranks. Returns its name here.
+    def join(self, kind: str, parameters: Iterable[str] = ()) -> str:
+        """A model is sharded, on all ranks, with parameters of these names. Returns its name here.
 
         From here on all ranks know the same again, which is nothing.
         """
         self._models += 1
+        for name in parameters:
+            self.numbers.setdefault(name, len(self.numbers))
         self._next_epoch()
         self.thread = threading.get_ident()
         self.forget()
@@ -185,11 +197,14 @@ class Order:
         self._before: Phase | None = None  # also at rest
         self._forward: Phase | None = None
         self._past: _Past = ((), 0)
+        self._recent: tuple[Series, ...] = ()
+        self._strides: dict[tuple[bool, tuple[str, ...]], Series] = {}  # from the last one, by what the last two were
 
     def restart(self) -> None:
         """After a failure that was the same on all ranks anything may follow."""
         self._next_epoch()
         self._at, self._phase, self._before, self._forward, self._past = self._start, None, None, None, ((), 0)
+        self._recent = ()
 
     def _next_epoch(self) -> None:
         self.epoch, self.events = self.epoch + 1, 0
@@ -204,8 +219,11 @@ class Order:
         if self.stalled is not None:
             raise standstill(self.stalled)
 
-    def enter(self, phase: Phase, agree: Agree, details: Details = no_details) -> None:
+    def enter(self, phase: Phase, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
         """A phase begins.
+
+        Args:
+            series: it is one of.
 
         Raises:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
@@ -217,14 +235,15 @@ class Order:
             self.forget()
             self._at = self._place(at)
         here = self._at
-        if phase not in here.phases or self._is_unexpected(phase, here):
-            self._ask(agree, str(phase), phase in here.phases, details)
-            if phase not in here.phases:
-                # What a forward is made of does not depend on what came before it; of a backward it does.
-                before = self._phase if phase.is_backward else self._before if phase.kind == AT_REST else None
-                if (phase, before) not in self._begins:
-                    self._begins[phase, before] = self._place(str(phase))
-                here.phases[phase] = self._begins[phase, before]
+        is_new = phase not in here.phases
+        if (is_new and not self._continues(series, here)) or (not is_new and self._is_unexpected(phase, here)):
+            self._ask(agree, str(phase), not is_new, details)
+        if is_new:
+            # What a forward is made of does not depend on what came before it; of a backward it does.
+            before = self._phase if phase.is_backward else self._before if phase.kind == AT_REST else None
+            if (phase, before) not in self._begins:
+                self._begins[phase, before] = self._place(str(phase))
+            here.phases[phase] = self._begins[phase, before]
         here.followed_by(phase, self._past)
         if phase.kind != AT_REST:
             self._phase = phase
@@ -236,7 +255,28 @@ class Order:
                     self._past = (*rows, (self._forward, length))[-_ROWS:], 1
                     self._forward = phase
         self._at, self._before = here.phases[phase], phase
+        self._follow(series)
         self.events += 1
+
+    def _continues(self, series: Series | None, here: _Place) -> bool:
+        """Whether something new is what a series goes on with, where nothing else has followed yet."""
+        if series is None or here.phases or here.collectives or not self._recent:
+            return False
+        what, number = series
+        return self._strides.get(self._context) == (what, number - self._recent[-1][1])
+
+    def _follow(self, series: Series | None) -> None:
+        if series is None:
+            self._recent = ()
+            return
+        if self._recent:
+            self._strides[self._context] = series[0], series[1] - self._recent[-1][1]
+        self._recent = (*self._recent, series)[-2:]
+
+    @property
+    def _context(self) -> tuple[bool, tuple[str, ...]]:
+        """Whether a backward accumulates is each rank's own affair, and makes no difference here."""
+        return self._phase is not None and self._phase.is_backward, tuple(what for what, _ in self._recent)
 
     def _is_unexpected(self, phase: Phase, here: _Place) -> bool:
         """Of a phase that has followed this place before."""
@@ -247,12 +287,13 @@ class Order:
             return True
         return phase != expected and not (phase.is_backward and isinstance(expected, Phase) and expected.is_backward)
 
-    def start(self, collective: str, agree: Agree, details: Details = no_details) -> None:
+    def start(self, collective: str, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
         """A collective is about to be started, or a compiled graph of some.
 
         Args:
             collective: ``"gather layers.0 (GPT #1)"``, ``"forward graph 1c5e... (GPT #1)"``.
             details: of a graph, its schedule. Ranks compare it, and show the first line that differs.
+            series: it is one of.
 
         Raises:
             RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
@@ -261,12 +302,13 @@ class Order:
             raise standstill(self.stalled)
         here = self._at
         if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
-            if not self._is_usual(collective, here):
+            if not self._is_usual(collective, here) and not self._continues(series, here):
                 self._ask(agree, collective, collective in here.collectives, details)
             if collective not in here.collectives:
                 here.collectives[collective] = self._place(collective)
             here.followed_by(collective, self._past)
         self._at = here.collectives[collective]
+        self._follow(series)
         self.events += 1
 
     def _is_usual(self, collective: str, here: _Place) -> bool:

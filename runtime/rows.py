@@ -33,7 +33,7 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     """The whole tensor, on every rank. Collective."""
-    topology.announce(f"full_tensor() of {split.name!r}")
+    topology.announce(f"full_tensor() of {split.name!r}", split.name)
     return split.assemble(_gather_part(local, split, topology))
 
 
@@ -92,7 +92,7 @@ class Move:
         """By way of the whole part. Collective, unless the source has all of it on every rank."""
         part = self.local
         if self.over.shard_groups:
-            self.over.announce(f"a gather of the rows of {self.source.name!r}")
+            self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
             part = _gather_part(self.local, self.source, self.over)
         rows, row_numel = self.target.rows(self.target_over.shard), _row_numel(self.target)
         return self.finish(part.reshape(-1)[rows.start * row_numel : rows.stop * row_numel].clone())
@@ -116,7 +116,7 @@ def move_rows(moves: Sequence[Move]) -> list[Tensor]:
 def _exchange(moves: Sequence[Move]) -> list[Tensor]:
     group = moves[0].group
     more = f" and {len(moves) - 1} more" if len(moves) > 1 else ""
-    moves[0].over.announce(f"an exchange of rows of {moves[0].source.name!r}{more}")
+    moves[0].over.announce(f"an exchange of rows of {moves[0].source.name!r}{more}", moves[0].source.name)
     me, others = group.rank, range(group.size)
     parts, outgoing = [], []
     for receiver in others:

@@ -196,7 +196,7 @@ class RowShardedTensor(DTensor):
         Args:
             what: is computed, for ranks that do something else.
         """
-        self.topology.announce(what or f"a {op} over {self.split.name!r}")
+        self.topology.announce(what or f"a {op} over {self.split.name!r}", self.split.name)
         value = self.topology.sum(value, op)
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
@@ -962,11 +962,7 @@ def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
     if not isinstance(result, Tensor) or isinstance(result, RowShardedTensor) or not result.is_floating_point():
         return result
     groups = [group for group in (tensors[0].topology.every, *tensors[0].split.groups) if group.size > 1]
-    return (
-        result
-        if not groups
-        else AveragedGradient.of(result, groups, f"a gradient of what was computed from {tensors[0].split.name!r}")
-    )
+    return result if not groups else AveragedGradient.of(result, groups, tensors[0].split.name)
 
 
 _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {

@@ -227,10 +227,10 @@ class Topology:
             return self.every
         return None if self.is_hfsdp else self.outer
 
-    def announce(self, what: str) -> None:
-        """An operation on parameters at rest is about to communicate. Raises RuntimeError if other ranks do something else."""
+    def announce(self, what: str, parameter: str | None = None) -> None:
+        """An operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
         if self.shard_groups:  # else every rank has all of it
-            announce(what, self.every.name)
+            announce(what, self.every.name, parameter)
 
     def sum(self, value: Tensor, op: str) -> Tensor:
         """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""

@@ -38,7 +38,7 @@ from . import compat
 from .journal import journal, program_line
 from .order import Order, orders, standstill
 
-__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "watchdog"]
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
 ORDER = "Order of collectives"
 """The topic of agreements about what comes next."""
@@ -246,7 +246,7 @@ class Watchdog:
         store, me = self._connection(), dist.get_rank()
         if mine is not None and (mine.is_next or mine.thread == order.thread):
             self._tell(store, order, mine, me)
-        own = {mine.key: (mine.ranks, mine.is_last_resort)} if mine is not None else {}
+        own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
         scopes = set().union(*(model.scopes for model in models)) | {order.group}
         for scope in scopes:
             if not store.check([f"{_of(scope)}/notice"]):
@@ -275,7 +275,7 @@ class Watchdog:
         wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
             return  # what this rank has visited is read last: it was asked before it could begin more
-        keys = own | {f"{ask['place']}/{ask['visit']}": (ask["ranks"], ask["is last resort"])}
+        keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
         text = _text(ask, self._here(order, any_of_mine, wait))
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
@@ -295,7 +295,6 @@ class Watchdog:
                 "place": mine.place,
                 "visit": mine.visit,
                 "is last resort": mine.is_last_resort,
-                "ranks": list(mine.ranks),
                 "counts": {
                     name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()
                 },
@@ -339,7 +338,7 @@ class Watchdog:
         store: dist.Store,
         order: Order,
         models: list[Watched],
-        keys: dict[str, tuple[Sequence[int], bool]],
+        keys: set[str],
         text: str,
         rank: int,
         more: set[str],
@@ -347,7 +346,7 @@ class Watchdog:
         """Write it down for all, answer in the place of those that do not come, and end the wait of this rank.
 
         Args:
-            keys: of agreements that some wait in, with the ranks that have to come and whether they are a last resort.
+            keys: of agreements that some wait in.
             rank: that went another way.
             more: process groups that this rank waits in.
         """
@@ -358,15 +357,9 @@ class Watchdog:
         self._answer(store, keys, text, rank)
         self._end(order, text, more)
 
-    def _answer(self, store: dist.Store, keys: dict[str, tuple[Sequence[int], bool]], text: str, rank: int) -> None:
-        for key, (ranks, is_last_resort) in keys.items():
-            if is_last_resort or store.add(f"{key}/answered", 1) > 1:
-                continue
-            answer = {"kind": "astray", "ranks": [rank], "text": text}
-            store.set(f"{key}/verdict", json.dumps(answer))
-            for other in ranks:  # the first rank waits for these
-                if not store.check([f"{key}/{other}"]):
-                    store.set(f"{key}/{other}", json.dumps({"astray": answer}))
+    def _answer(self, store: dist.Store, keys: set[str], text: str, rank: int) -> None:
+        for key in keys:
+            conclude_once(store, f"{key}/verdict", {"kind": "astray", "ranks": [rank], "text": text})
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
         """The wait of this rank."""
@@ -401,6 +394,11 @@ def _of(group: str) -> str:
 def _found(store: dist.Store, key: str) -> Any:
     # What is over is not deleted but set to null: a get of what has gone in the meantime would wait for it.
     return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def conclude_once(store: dist.Store, key: str, verdict: dict[str, Any]) -> None:
+    """Write a verdict that nobody else has written."""
+    store.compare_set(key, "", json.dumps(verdict))
 
 
 def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from test_failures import short_mesh, values
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime.order import AT_REST, Order, Phase
+from mfsdp_compile.runtime.order import AT_REST, Order, Phase, Series
 
 
 class Branches(nn.Module):
@@ -120,6 +120,19 @@ def test_branches_that_all_ranks_take(strategy: str) -> None:
     for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
         # Rounding of sums over ranks in another order, over seven steps.
         torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2, timeout=60)
+def test_agreements_do_not_grow_with_layers() -> None:
+    counts = []
+    for layers in (4, 12):
+        model = fully_shard_model(Branches(layers), short_mesh(), fsdp_unit_modules=[zoo.Block], check_values=False)
+        asked = count_agreements(model)
+        model(torch.ones(2, 8)).backward()
+        for param in model.parameters():
+            param.grad.full_tensor()
+        counts.append(len(asked))
+    assert counts[0] == counts[1] <= 20, counts
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
@@ -378,12 +391,72 @@ def test_a_fork_is_asked_for_every_time() -> None:
     assert store.asked == ["a backward after gather a (place 3)"]
 
 
+def numbered(*names: str) -> list[tuple[str, Series]]:
+    """Collectives of blocks: ``"gather 3"``."""
+    return [(name, (name.partition(" ")[0], int(name.partition(" ")[2]))) for name in names]
+
+
+def step_of(layers: int) -> list[Any]:
+    """What the eager runtime starts: the next block's gather before the last one's reduction."""
+    last = layers - 1
+    forward = numbered(*(f"gather {i}" for i in range(layers)))
+    turns = (turn for i in range(last - 1, -1, -1) for turn in (f"gather {i}", f"reduce {i + 1}"))
+    return [FORWARD, *forward, BACKWARD, *numbered(f"gather {last}", *turns, "reduce 0")]
+
+
+def asked_by(order: Order, steps: Sequence[Any]) -> list[str]:
+    store = Store()
+    for step in steps:
+        if isinstance(step, Phase):
+            order.enter(step, store)
+        else:
+            order.start(step[0], store, series=step[1])
+    return store.asked
+
+
+def test_layers_that_go_on_as_the_last_one_are_free() -> None:
+    counts = [len(asked_by(Order(), step_of(layers))) for layers in (8, 80)]
+    assert counts[0] == counts[1] <= 12
+    order = Order()
+    asked_by(order, step_of(8)[:5])
+    assert asked_by(order, numbered("gather 5")) == ["gather 5 after gather 3 (place 6)"]  # one is left out
+    order = Order()
+    asked_by(order, [*step_of(8), FORWARD, *numbered("gather 0", "gather 1")])
+    assert asked_by(order, numbered("gather 3"))  # expected after this, and new in this place
+    order, norms = Order(), [Phase(AT_REST, f"a norm of {i}") for i in range(50)]
+    store = Store()
+    for number, norm in enumerate(norms):
+        order.enter(norm, store, series=("norm", number))
+    assert len(store.asked) == 3
+
+
 def test_memory_is_bounded() -> None:
     store = Store()
     order = Order(limit=50)
     for i in range(100):
         go(order, store, FORWARD, f"gather {i}")
         assert order._places <= 53
+
+
+WAYS = st.lists(st.tuples(st.sampled_from("gr"), st.integers(0, 5)), max_size=6)
+
+
+@given(st.lists(WAYS, max_size=4), st.tuples(WAYS, WAYS), st.sampled_from([("", ""), ("", " that accumulates")]))
+def test_two_ranks_with_layers_never_part_without_asking(history: Any, ways: Any, kinds: Any) -> None:
+    """The same with series, of which more is free. Whether a backward accumulates is each rank's own affair."""
+    done = []
+    for way, kind in zip(ways, kinds, strict=True):
+        order, unasked = Order(), []
+        backward = Phase(f"backward{kind}", "M")
+        for earlier in history:
+            asked_by(order, [FORWARD, *numbered(*(f"{what} {n}" for what, n in earlier)), backward])
+        for step in (FORWARD, *numbered(*(f"{what} {n}" for what, n in way))):
+            if asked_by(order, [step]):
+                break
+            unasked.append(step)
+        done.append(unasked)
+    shorter = min(map(len, done))
+    assert done[0][:shorter] == done[1][:shorter]
 
 
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=4), min_size=1, max_size=8), st.data())
