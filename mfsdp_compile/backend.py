@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,8 +67,9 @@ def mfsdp(
         return _compile_inner(gm, example_inputs, chosen, None)
 
     escaped = _escaped(gm, shells)
-    record, call, inputs = prepare(gm, example_inputs, shells, chosen)
-    compiled = _compile_inner(gm, inputs, chosen, record)
+    with _telling_owners(list(dict.fromkeys(home.bucket for home in shells.values()))):
+        record, call, inputs = prepare(gm, example_inputs, shells, chosen)
+        compiled = _compile_inner(gm, inputs, chosen, record)
 
     def run(*args: Any) -> Any:
         buckets, backwards, tensors, rest = call.exchange(args)
@@ -76,7 +77,7 @@ def mfsdp(
         for owner in owners:
             owner.forget_old_code()
         graphs = GraphRun(owners, backwards, str(chosen))
-        try:
+        with _telling_owners(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
                     stack.enter_context(owner.eager.for_compiled_code())
@@ -87,13 +88,20 @@ def mfsdp(
                 for owner in owners:
                     owner.eager.hand_out(as_gathered(outputs[position], name))
             return outputs
-        except BaseException as error:
-            for owner in owners:
-                if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
-                    owner.failed(error)
-            raise
 
     return run
+
+
+@contextlib.contextmanager
+def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """An error inside, on this rank alone perhaps, is known to the models, which tell other ranks."""
+    try:
+        yield
+    except BaseException as error:
+        for owner in _owners(buckets):
+            if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
+                owner.failed(error)
+        raise
 
 
 def prepare(

@@ -490,16 +490,16 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
     return wait_tensor(all_reduce(tensor, op, group)).cpu()
 
 
-def on_failed_waits(explain: Callable[[], BaseException | None]) -> None:
-    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, raise what ``explain`` returns, with
-    torch's error as its cause. Once per process."""
+def on_failed_waits(explain: Callable[[RuntimeError], BaseException | None]) -> None:
+    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, raise what ``explain`` makes of torch's
+    error, which is its cause. Once per process."""
 
     @torch.library.impl(_gloo, "wait_tensor", "CPU")
     def wait(tensor: Tensor) -> Tensor:
         try:
             return wait_tensor.redispatch(_WAITS_ON_CPU, tensor)
         except RuntimeError as error:
-            if (explained := explain()) is not None:
+            if (explained := explain(error)) is not None:
                 raise explained from error
             raise
 
@@ -576,6 +576,16 @@ def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
             owner = frame.f_locals.get("self")
             if isinstance(owner, torch.nn.Module) and owner in modules:
                 return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def is_running(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this thread is inside a method of ``optimizer``."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
 

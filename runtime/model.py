@@ -35,8 +35,8 @@ from .experts import Experts, marked
 from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
 from .modules import label_module, shard_module
-from .optimizers import Optimizers
-from .order import Details, Order, Phase, Series, no_details, order_of_group
+from .optimizers import Optimizers, watch_steps
+from .order import STEP, Details, Order, Phase, Series, no_details, order_of_group
 from .partition import Partition, Partitioner, Peers, local_part
 from .references import check_not_replaced, check_references, move_hooks, retire
 from .running import named
@@ -240,6 +240,8 @@ class ShardedModel:
         self._use_varies: set[Bucket] = set()  # see note_eager_use
         self._told_missing: set[str] = set()
         self.started = self.steps = 0
+        self._stepping: torch.optim.Optimizer | None = None
+        self._half_step = False
         self._microbatch = ""
         self._join_order(type(module).__name__, [name for name, _ in module.named_parameters()])
         self._failure: str | None = None
@@ -383,6 +385,7 @@ class ShardedModel:
 
     def _know(self, module: nn.Module) -> None:
         _models.add(self)
+        watch_steps()
         self._module = weakref.ref(module)
         self._known = frozenset(id(param) for bucket in self.buckets for param in bucket.params)
 
@@ -568,8 +571,41 @@ class ShardedModel:
     def _agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
         agree_on_order(self.group, lines, epoch)
 
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to change weights; on all ranks, or the rows of one would be of other weights than those of the
+        next. In backward (a step in a hook for each parameter) ranks may come to theirs in another order."""
+        if optimizer is self._stepping or compat.in_backward():
+            return
+        self._check_step()
+        self._order.enter(Phase(STEP, f"{type(optimizer).__name__} of {self._name}"), self._agree_on_order)
+        self._stepping = optimizer
+
+    def end_step(self) -> None:
+        """What has begun last is complete."""
+        if self._stepping is not None:
+            self._stepping = None
+            self.steps += 1
+
+    def fail_step(self, error: BaseException) -> None:
+        """An error has come out of what has begun last, if it had begun."""
+        self._half_step |= self._stepping is not None
+        self._stepping = None
+        self.failed(error)
+
+    def _check_step(self) -> None:
+        """Raise RuntimeError if an optimizer's step has begun and not ended: an error has come out of it."""
+        if self._stepping is None or compat.is_running(self._stepping):  # it may call a closure
+            return
+        error = RuntimeError(
+            f"The last step of {type(self._stepping).__name__} over {self._name} was not finished on this rank: some weights are "
+            "those after it, and some those before. Call model.reset() on every rank, and load a checkpoint."
+        )
+        self.fail_step(error)
+        raise error
+
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
+        self._check_step()
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
         self._note(f"{kind} of {what}")
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
@@ -709,6 +745,7 @@ class ShardedModel:
         for partition in self.partitions:
             partition.forget_groups()
         self.started, self._failure = 0, None
+        self._compare_steps()
         module = self._module()
         names = [name for name, _ in module.named_parameters()] if module is not None else []
         self._join_order(self._name.rpartition(" #")[0], names)  # of the new group
@@ -721,6 +758,26 @@ class ShardedModel:
             bucket.set_plan(bucket.plan)
         self._label_modules()
         self._watch()
+
+    def _compare_steps(self) -> None:
+        """Do all ranks hold rows of the same weights? Collective; warns."""
+        half = self._half_step or self._stepping is not None
+        self._half_step, self._stepping = False, None
+        everyone = everyones((self.steps, half), self.group, "optimizer steps")
+        if len(set(everyone)) == 1 and not half:
+            return
+        ranks = dist.get_process_group_ranks(self.group)
+        each = [
+            f"rank {r} {count}{' and a part of one' if half else ''}"
+            for r, (count, half) in zip(ranks, everyone, strict=True)
+        ]
+        warnings.warn(
+            f"{self._name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer steps: its rows are of "
+            "different weights. Load a checkpoint before training goes on.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self.steps = max(count for count, _ in everyone)
 
     def touched(self, bucket: Bucket) -> None:
         """A bucket got gradients."""
@@ -1002,7 +1059,8 @@ class ShardedModel:
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
         duplicate._found_nan = []
-        duplicate.started, duplicate.steps, duplicate._failure = 0, 0, None
+        duplicate.started, duplicate.steps, duplicate._failure, duplicate._stepping = 0, 0, None, None
+        duplicate._half_step = False
         duplicate._microbatch = ""
         # Copies are numbered by themselves: one rank may make some for its own use.
         self._copies += 1

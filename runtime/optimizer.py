@@ -149,12 +149,19 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         for owner in owners:
             owner.before_step()
             owner.await_gathers()  # another optimizer's step may have started some
-        if over_runs is not None:
-            result = over_runs(step, closure)
-        else:
-            result = step() if closure is None else step(closure)
+        try:
+            for owner in owners:
+                owner.begin_step(self)
+            if over_runs is not None:
+                result = over_runs(step, closure)
+            else:
+                result = step() if closure is None else step(closure)
+        except BaseException as error:
+            for owner in owners:
+                owner.fail_step(error)
+            raise
         for owner in owners:
-            owner.steps += 1
+            owner.end_step()
         if install_optimized_model_weights:
             for owner in owners:
                 owner.refresh(ahead=True)

@@ -1,20 +1,31 @@
-"""Which optimizers hold which parameters of a model.
+"""Which optimizers hold which parameters of a model, and when they step.
 
 ``zero_grad`` of one optimizer leaves the gradients of another one alone: a step may come between
 (``first.step(); first.zero_grad(); second.step()``).
+
+A step that one rank skips, or does not finish, leaves rows of different weights. So models are told of each, whoever has made
+the optimizer.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+import functools
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["Optimizers"]
+from . import compat
+
+if TYPE_CHECKING:
+    from .model import ShardedModel
+
+__all__ = ["Optimizers", "owners_of", "watch_steps"]
 
 
 class Optimizers:
@@ -58,3 +69,28 @@ class Optimizers:
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Tell models of the steps of all optimizers over their parameters. Once per process."""
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
+
+
+@compat.python_only
+def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners_of(optimizer):
+        owner.begin_step(optimizer)
+
+
+@compat.python_only
+def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners_of(optimizer):
+        owner.end_step()
+
+
+def owners_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    """The models whose parameters an optimizer holds."""
+    homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
+    return list(dict.fromkeys(home.bucket.owner for home in homes if home is not None))

@@ -40,6 +40,7 @@ __all__ = [
     "Details",
     "Order",
     "Phase",
+    "STEP",
     "Series",
     "no_details",
     "order_of_group",
@@ -50,11 +51,15 @@ __all__ = [
 ADVICE = (
     "All ranks must go through the model in the same way, and call forward and backward equally often. Does a branch depend on "
     "data, or did one rank skip a batch? Run the block on every rank (and multiply what is not wanted by zero), or decide for "
-    "all ranks together. Weights and optimizer state are unchanged; model.reset() on every rank makes the model usable again."
+    "all ranks together. Weights and optimizer state are those of the last optimizer step; model.reset() on every rank makes the "
+    "model usable again."
 )
 
 AT_REST = "at rest"
 """The kind of phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
+
+STEP = "step"
+"""The kind of phase that is an optimizer's step."""
 
 Agree = Callable[[Sequence[str], int], None]
 """``agree(lines, epoch)`` raises RuntimeError on every rank unless all of them come with the same lines, in the same epoch
@@ -73,7 +78,7 @@ class Phase(NamedTuple):
 
     Args:
         kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``,
-            :data:`AT_REST`.
+            :data:`STEP`, :data:`AT_REST`.
         what: runs: ``"the model (GPT #1)"``, ``"compiled code of layers.0 (GPT #1)"``; a backward, ``"GPT #1"``; at rest,
             ``"full_tensor() of 'layers.0.weight'"``.
     """
@@ -149,6 +154,7 @@ class Order:
     Attributes:
         epoch: of its life; ranks that are not in the same one do not compare.
         events: phases and collectives that were begun in this epoch.
+        steps: of optimizers, that were begun.
         stalled: why nothing can follow any more: ranks have gone different ways, and this one was waiting for another one.
         thread: in which the last model was sharded, and very likely is trained.
         numbers: of parameters, by name, for series over them.
@@ -164,7 +170,7 @@ class Order:
         self.schedules = {}
         self.schedules_replaced = 0
         self.group = group
-        self.epoch = self.events = 0
+        self.epoch = self.events = self.steps = 0
         self.stalled: str | None = None
         self.thread = threading.get_ident()
         self.numbers: dict[str, int] = {}
@@ -245,7 +251,8 @@ class Order:
                 self._begins[phase, before] = self._place(str(phase))
             here.phases[phase] = self._begins[phase, before]
         here.followed_by(phase, self._past)
-        if phase.kind != AT_REST:
+        self.steps += phase.kind == STEP
+        if phase.kind not in (AT_REST, STEP):
             self._phase = phase
             if not phase.is_backward:
                 rows, length = self._past

@@ -179,6 +179,7 @@ class Watchdog:
         told = {
             "epoch": order.epoch,
             "number": order.events,
+            "steps": order.steps,
             "rank": dist.get_rank(),
             "how": how,
             "after": order.latest,
@@ -190,11 +191,12 @@ class Watchdog:
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
 
-    def explain(self) -> RuntimeError | None:
+    def explain(self, error: RuntimeError) -> RuntimeError | None:
         """The error to raise in the place of the one that a wait for a collective has ended with; None: that one.
 
         Other ranks may have ended the wait, before the thread of this one had a look."""
-        for order in self._live():
+        live = self._live()
+        for order in live:
             if order.stalled is None and dist.is_initialized():
                 with contextlib.suppress(RuntimeError):  # the store's process is gone
                     store = compat.default_store()
@@ -203,7 +205,14 @@ class Watchdog:
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
                 return standstill(order.stalled)
-        return None
+        if not live or any(order.stalled is not None for order in live):
+            return None
+        return RuntimeError(
+            f"A collective has failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: {error}. Another rank "
+            "has ended, was killed or stopped, or takes longer than the process group's time-out; what it printed last says why, "
+            "and `mfsdp hang` where each rank is. Weights and optimizer state are those of the last optimizer step; "
+            "model.reset() makes the model usable again where all ranks live."
+        )
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
@@ -262,7 +271,7 @@ class Watchdog:
         failed = _found(store, f"{_of(order.group)}/failed")
         if failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch and begun > failed["number"]:
             # Ranks that have met again since have begun another epoch.
-            text = _text_of_failure(failed, self._here(order, any_of_mine))
+            text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
             return
         ask = _found(store, f"{_of(order.group)}/ask")
@@ -276,7 +285,7 @@ class Watchdog:
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
             return  # what this rank has visited is read last: it was asked before it could begin more
         keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
-        text = _text(ask, self._here(order, any_of_mine, wait))
+        text = _text(ask, self._here(order, any_of_mine, wait)) + _steps(ask, order.steps)
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
     def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
@@ -288,6 +297,7 @@ class Watchdog:
             {
                 "epoch": order.epoch,
                 "number": order.events + 1,
+                "steps": order.steps,
                 "rank": me,
                 "what": mine.what,
                 "after": order.latest,
@@ -419,6 +429,15 @@ def _text_of_failure(failed: dict[str, Any], here: str) -> str:
     return (
         f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and does not start what other ranks "
         f"wait for; {here}."
+    )
+
+
+def _steps(told: dict[str, Any], mine: int) -> str:
+    if told["steps"] == mine:
+        return ""
+    return (
+        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {mine}: they hold rows of "
+        "different weights now. Load a checkpoint after the reset."
     )
 
 
