@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, settings
 # One thread per rank, also for libraries that read the environment when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Compiled code of this run alone: what a run that was killed has half written, another would load, and crash anywhere.
 # Inductor sets this itself when it is first asked, so before that.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
@@ -22,7 +24,7 @@ os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: 
 
 import torch
 import torch.distributed as dist
-from pool import Pools
+from pool import Pools, cpu_seconds
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
@@ -52,11 +54,53 @@ _SOME = 1000
 """Tests that are collected at least where all of them are."""
 
 
+_POOLS = Pools()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    pools = Pools({name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")})
-    yield pools
-    pools.close()
+    yield _POOLS
+    _POOLS.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", type=int, default=None, help="show so many tests that took most CPU seconds; 0: all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What a test takes: here, on its ranks, and in programs that it has started and waited for."""
+    item.stash[_BEFORE] = _used()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append(("cpu", _used() - item.stash[_BEFORE]))
+    return report
+
+
+_BEFORE = pytest.StashKey[float]()
+
+
+def _used() -> float:
+    return cpu_seconds() + _POOLS.cpu_seconds
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (most := config.getoption("--cpu")) is None:
+        return
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    seconds = {
+        report.nodeid: dict(report.user_properties)["cpu"]
+        for report in reports
+        if getattr(report, "when", None) == "teardown" and "cpu" in dict(report.user_properties)
+    }
+    terminalreporter.section(f"{sum(seconds.values()):.0f} CPU seconds in {len(seconds)} tests")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[: most or None]:
+        terminalreporter.line(f"{seconds[name]:8.2f}s {name}")
 
 
 @pytest.fixture
