@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -37,7 +38,7 @@ show the same on fewer strategies, models or ranks. Whole functions, or with par
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     found: set[str] = set()
     for item in items:
@@ -46,12 +47,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if names:
             item.add_marker(pytest.mark.long)
             found |= names
-    if len(items) > _SOME and (stale := long - found):
+    whole = {item.path.name for item in items} if not any("::" in given for given in config.args) else set()
+    if stale := {name for name in long - found if name.partition("::")[0] in whole}:
         raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
+    files = {item.path for item in items if _alone(item) and item.get_closest_marker("slow")}
+    for item in items:
+        # With --dist loadgroup: what the tests of a file share (traced models, fixtures) is made once.
+        if _alone(item) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _turn(item, files))
 
 
-_SOME = 1000
-"""Tests that are collected at least where all of them are."""
+def _alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("processes") is None
+
+
+def _turn(item: pytest.Item, slow: set[Path]) -> tuple[int, int]:
+    """Longest first: whole files, those that compile before; then rows with ranks, one by one, which come out even."""
+    if _alone(item):
+        return (0 if item.path in slow else 1), 0
+    callspec = getattr(item, "callspec", None)
+    return 2, -callspec.params.get("world_size", 2) if callspec is not None else 0
 
 
 _POOLS = Pools()
@@ -61,6 +78,12 @@ _POOLS = Pools()
 def pools() -> Iterator[Pools]:
     yield _POOLS
     _POOLS.close()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: not to be looked at again whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
