@@ -6,16 +6,27 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-if importlib.util.find_spec("mfsdp_compile.runtime") is None:
-    # A checkout that is imported as it lies, without an editable installation: the folders ``passes`` and ``runtime``
-    # are beside this one, where pyproject.toml maps them from.
-    _checkout = Path(__file__).resolve().parent.parent
-    if not (_checkout / "runtime" / "layout.py").is_file():
-        raise ImportError(
-            f"mfsdp_compile at {Path(__file__).parent} lacks its subpackages mfsdp_compile.passes and "
-            "mfsdp_compile.runtime: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
-        )
-    __path__.append(str(_checkout))
+_here = Path(__file__).resolve().parent
+
+
+def _elsewhere() -> str | None:
+    """Where Python would import ``runtime`` from, if that is not beside this file: another checkout, or nowhere."""
+    found = importlib.util.find_spec("mfsdp_compile.runtime")
+    if found is None or found.origin is None:
+        return "nowhere"
+    place = Path(found.origin).resolve().parent
+    return None if place in (_here / "runtime", _here.parent / "runtime") else f"in {place}"
+
+
+if _elsewhere() is not None and (_here.parent / "runtime" / "layout.py").is_file():
+    # A checkout that is imported as it lies: not installed, or another checkout is, whose ``passes`` and ``runtime`` an
+    # editable installation would give to this package. Its own are beside this folder, where pyproject.toml maps them from.
+    __path__.append(str(_here.parent))
+if (_other := _elsewhere()) is not None:
+    raise ImportError(
+        f"mfsdp_compile at {_here} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python finds "
+        f"them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
+    )
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
 from .explaining import explain
