@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-from pathlib import Path
 
-_here = Path(__file__).resolve().parent
+from ._places import CHECKOUT, PACKAGE, elsewhere
 
-
-def _elsewhere() -> str | None:
-    """Where Python would import ``runtime`` from, if that is not beside this file: another checkout, or nowhere."""
-    found = importlib.util.find_spec("mfsdp_compile.runtime")
-    if found is None or found.origin is None:
-        return "nowhere"
-    place = Path(found.origin).resolve().parent
-    return None if place in (_here / "runtime", _here.parent / "runtime") else f"in {place}"
-
-
-if _elsewhere() is not None and (_here.parent / "runtime" / "layout.py").is_file():
+if elsewhere() is not None:
     # A checkout that is imported as it lies: not installed, or another checkout is, whose ``passes`` and ``runtime`` an
     # editable installation would give to this package. Its own are beside this folder, where pyproject.toml maps them from.
-    __path__.append(str(_here.parent))
-if (_other := _elsewhere()) is not None:
-    raise ImportError(
-        f"mfsdp_compile at {_here} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python finds "
-        f"them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
-    )
+    if (CHECKOUT / "runtime" / "layout.py").is_file():
+        __path__.append(str(CHECKOUT))
+    if (_other := elsewhere()) is not None:
+        raise ImportError(
+            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python "
+            f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
+        )
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
 from .explaining import explain

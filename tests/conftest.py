@@ -3,6 +3,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mfsdp-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# What is drawn anew in each run: random models, and mutants for the verifier. Failures name it; given, it draws the same.
+os.environ.setdefault("MFSDP_SEED", str(secrets.randbits(32)))
 os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
 
 import torch

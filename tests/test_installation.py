@@ -120,7 +120,9 @@ def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) 
     assert [file.relative_to(ours).parts[0] for file in files] == list(names)
     for name in ("passes", "runtime"):
         shutil.rmtree(ours / name)
-    with pytest.raises(AssertionError, match=rf"ImportError: mfsdp_compile at {ours}/mfsdp_compile .*in {ROOT}/runtime"):
+    with pytest.raises(
+        AssertionError, match=rf"ImportError: mfsdp_compile at {ours}/mfsdp_compile .*in {ROOT}/runtime"
+    ):
         run(EDITABLE, cwd=tmp_path, PYTHONPATH=str(ours))
 
 
