@@ -253,9 +253,13 @@ def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
 
 
 @functools.cache
-def default_schedule() -> str:
-    """Of the model as it is compiled without options."""
-    return str(lines_of(compiled()[0]))
+def default_schedule() -> tuple[str, tuple[list[str], list[str], bool]]:
+    """Of the model as it is compiled without options; and what a text is read against."""
+    model, _ = compiled()
+    context = model.sharded.compiled_graphs[-1].context
+    buckets = context.buckets
+    read_against = [info.name for info in buckets], [info.unit for info in buckets], context.whole_model
+    return str(lines_of(model)), read_against
 
 
 @pytest.mark.parametrize(
@@ -267,25 +271,32 @@ def default_schedule() -> str:
         ("gather  layers.2\n", "fetch  layers.2\n", "'fetch  layers.2' is no start or wait"),
         ("[forward]", "[sideways]", "no graph is called 'sideways'"),
         ("await   layers.2\n", "", "never awaits the reduction of 'layers.2'"),
-        (
-            "wait    layers.1\ngather  layers.3\nwait    layers.2\n",
-            "wait    layers.2\ngather  layers.3\nwait    layers.1\n",
-            "cannot be followed|has no 'wait",
-        ),
     ],
 )
 def test_a_wrong_schedule_says_what_and_where(tmp_path: Path, old: str, new: str, message: str) -> None:
-    text = default_schedule()
+    text, read_against = default_schedule()
     assert old in text
     path = tmp_path / "wrong.sched"
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(Exception, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
+        ScheduleText.load(path).decisions(*read_against)
+    assert str(path) in str(caught.value)
+
+
+def test_a_schedule_that_the_graph_cannot_follow(tmp_path: Path) -> None:
+    text, _ = default_schedule()
+    old = "wait    layers.1\ngather  layers.3\nwait    layers.2\n"
+    new = "wait    layers.2\ngather  layers.3\nwait    layers.1\n"
+    assert old in text
+    path = tmp_path / "wrong.sched"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(Exception, match=r"cannot be followed|has no 'wait") as caught:
         compiled(schedule=str(path))
     assert str(path) in str(caught.value)
 
 
 def test_text_and_dataclass_round_trip() -> None:
-    text = ScheduleText.parse(default_schedule(), "here")
+    text = ScheduleText.parse(default_schedule()[0], "here")
     assert ScheduleText.parse(str(text), "there").lines == text.lines
 
 
