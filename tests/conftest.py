@@ -22,7 +22,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mfsdp-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-# What is drawn anew in each run: random models, and mutants for the verifier. Failures name it; given, it draws the same.
+# Each run draws other random models, and other mutants for the verifier. A failure names its seed, which draws the same.
 os.environ.setdefault("MFSDP_SEED", str(secrets.randbits(32)))
 os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
 
