@@ -24,9 +24,14 @@ HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
 
-# Tests in one process leave cores to those with ranks, which wait for one another.
-test: check
-	$(MAKE) --no-print-directory -j 2 slow processes
+# One run: what computes in one process leaves cores to ranks that wait for one another, or for a time-out.
+JOBS   ?= 3
+PYTEST  = $(BIN)/pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+# Hundreds of processes import the package: they need not compile its source each.
+unexport PYTHONDONTWRITEBYTECODE
+
+test: lint types
+	$(PYTEST) -m "not long"
 
 check: lint types fast
 
@@ -40,17 +45,17 @@ types: $(READY)
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 
 fast: $(READY)
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not processes and not slow and not long"
+	$(PYTEST) -m "not processes and not slow and not long"
 
 slow: $(READY)
-	$(BIN)/pytest -q -m "slow and not processes and not long"
+	$(PYTEST) -m "slow and not processes and not long"
 
 processes: $(READY)
-	$(BIN)/pytest -q -m "processes and not long"
+	$(PYTEST) -m "processes and not long"
 
 # What shorter tests show too, on more strategies, models and ranks: an hour and a half on two cores.
 long: $(READY)
-	$(BIN)/pytest -q -m long
+	$(PYTEST) -m long
 
 # In site/, with Python 3.11 or newer. It can be read from the disk; for its search, python -m http.server -d site.
 docs: $(READY)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
-from pathlib import Path
 
-if importlib.util.find_spec("mfsdp_compile.runtime") is None:
-    # A checkout that is imported as it lies, without an editable installation: the folders ``passes`` and ``runtime``
-    # are beside this one, where pyproject.toml maps them from.
-    _checkout = Path(__file__).resolve().parent.parent
-    if not (_checkout / "runtime" / "layout.py").is_file():
+from ._places import CHECKOUT, PACKAGE, elsewhere
+
+if elsewhere() is not None:
+    # A checkout that is imported as it lies: not installed, or another checkout is, whose ``passes`` and ``runtime`` an
+    # editable installation would give to this package. Its own are beside this folder, where pyproject.toml maps them from.
+    if (CHECKOUT / "runtime" / "layout.py").is_file():
+        __path__.append(str(CHECKOUT))
+    if (_other := elsewhere()) is not None:
         raise ImportError(
-            f"mfsdp_compile at {Path(__file__).parent} lacks its subpackages mfsdp_compile.passes and "
-            "mfsdp_compile.runtime: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
+            f"mfsdp_compile at {PACKAGE} lacks its subpackages mfsdp_compile.passes and mfsdp_compile.runtime, and Python "
+            f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
         )
-    __path__.append(str(_checkout))
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
 from .explaining import explain

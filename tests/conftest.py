@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,16 +16,19 @@ from hypothesis import HealthCheck, settings
 # One thread per rank, also for libraries that read the environment when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Compiled code of this run alone: what a run that was killed has half written, another would load, and crash anywhere.
 # Inductor sets this itself when it is first asked, so before that.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mfsdp-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# Each run draws other random models, and other mutants for the verifier. A failure names its seed, which draws the same.
+os.environ.setdefault("MFSDP_SEED", str(secrets.randbits(32)))
 os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
 
 import torch
 import torch.distributed as dist
-from pool import Pools
+from pool import Pools, cpu_seconds
 
 torch.set_num_threads(1)
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50)
@@ -35,7 +41,7 @@ show the same on fewer strategies, models or ranks. Whole functions, or with par
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     found: set[str] = set()
     for item in items:
@@ -44,19 +50,83 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if names:
             item.add_marker(pytest.mark.long)
             found |= names
-    if len(items) > _SOME and (stale := long - found):
+    whole = {item.path.name for item in items} if not any("::" in given for given in config.args) else set()
+    if stale := {name for name in long - found if name.partition("::")[0] in whole}:
         raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
+    files = {item.path for item in items if _alone(item) and item.get_closest_marker("slow")}
+    for item in items:
+        # With --dist loadgroup: what the tests of a file share (traced models, fixtures) is made once.
+        if _alone(item) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _turn(item, files))
 
 
-_SOME = 1000
-"""Tests that are collected at least where all of them are."""
+def _alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("processes") is None
+
+
+def _turn(item: pytest.Item, slow: set[Path]) -> tuple[int, int]:
+    """Longest first: whole files, those that compile before; then rows with ranks, one by one, which come out even."""
+    if _alone(item):
+        return (0 if item.path in slow else 1), 0
+    callspec = getattr(item, "callspec", None)
+    return 2, -callspec.params.get("world_size", 2) if callspec is not None else 0
+
+
+_POOLS = Pools()
 
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
-    pools = Pools({name: os.environ[name] for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_NUM_THREADS")})
-    yield pools
-    pools.close()
+    yield _POOLS
+    _POOLS.close()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: not to be looked at again whenever a test collects garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", type=int, default=None, help="show so many tests that took most CPU seconds; 0: all")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What a test takes: here, on its ranks, and in programs that it has started and waited for."""
+    item.stash[_BEFORE] = _used()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if report.when == "teardown":
+        report.user_properties.append(("cpu", _used() - item.stash[_BEFORE]))
+    return report
+
+
+_BEFORE = pytest.StashKey[float]()
+
+
+def _used() -> float:
+    return cpu_seconds() + _POOLS.cpu_seconds
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (most := config.getoption("--cpu")) is None:
+        return
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    seconds = {
+        report.nodeid: dict(report.user_properties)["cpu"]
+        for report in reports
+        if getattr(report, "when", None) == "teardown" and "cpu" in dict(report.user_properties)
+    }
+    terminalreporter.section(f"{sum(seconds.values()):.0f} CPU seconds in {len(seconds)} tests")
+    for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[: most or None]:
+        terminalreporter.line(f"{seconds[name]:8.2f}s {name}")
 
 
 @pytest.fixture

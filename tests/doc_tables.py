@@ -16,6 +16,7 @@ _WRITES = os.environ.get("MFSDP_WRITE_TABLES") == "1"
 
 def check_table(docs: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """The region ``<!-- table: name -->`` of a file is this table."""
+    rows_of(docs, name)  # it is there
     text = docs.read_text(encoding="utf-8")
     wanted = _with_table(text, name, header, rows)
     if _WRITES:
@@ -63,9 +64,10 @@ def check_rows(
 
 def rows_of(docs: Path, name: str) -> list[list[str]]:
     """Cells of a table, without its header."""
-    found = re.search(_region(name), docs.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert found is not None, f"{docs} has no table {name!r}"
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2].splitlines()[2:]]
+    found = re.findall(_region(name), docs.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(found) == 1, f"{docs} has {len(found)} tables {name!r}, from <!-- table: {name} --> to <!-- end -->"
+    assert "<!--" not in found[0][1], f"{docs}: table {name!r} does not end before another one begins"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[0][1].splitlines()[2:]]
 
 
 def _with_table(text: str, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -160,13 +160,14 @@ def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = Tr
         )
         largest = max((g.abs().max().item() for g in its.values() if g.numel()), default=0.0)
         for name, gradient in its.items():
-            _close(f"gradient of {name}, step {step}", mine[name], gradient, relative, largest)
+            close(f"gradient of {name}, step {step}", mine[name], gradient, relative, largest)
     if params:
         for name, param in alone.params.items():
-            _close(name, run.params[name], param, relative)
+            close(name, run.params[name], param, relative)
 
 
-def _close(what: str, mine: Tensor, its: Tensor, relative: float, scale: float = 0.0) -> None:
+def close(what: str, mine: Tensor, its: Tensor, relative: float = 1e-5, scale: float = 0.0) -> None:
+    """Equal up to ``relative`` of the largest element: sums in another order, of some hundred terms in float32."""
     assert mine.shape == its.shape, f"{what}: shapes {tuple(mine.shape)} and {tuple(its.shape)}"
     if not its.numel():
         return

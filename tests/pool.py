@@ -1,4 +1,7 @@
-"""Real processes for tests: started once per run, given test functions, stopped when one of them hangs or dies."""
+"""Real processes for tests: given test functions one after the other, stopped when one of them hangs or dies.
+
+They are forked from a server that has imported everything (``preload.py``), so that a pool starts in less than a second.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import importlib
 import inspect
 import multiprocessing as mp
 import os
+import resource
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,13 +58,17 @@ def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[
 class Pools:
     """One pool of processes per world size, made when first asked for."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._environment = environment
+    def __init__(self) -> None:
         self._pools: dict[int, Pool] = {}
+
+    @property
+    def cpu_seconds(self) -> float:
+        """What tests took on all ranks so far."""
+        return sum(pool.cpu_seconds for pool in self._pools.values())
 
     def of(self, world_size: int) -> Pool:
         if world_size not in self._pools:
-            self._pools[world_size] = Pool(world_size, self._environment)
+            self._pools[world_size] = Pool(world_size)
         return self._pools[world_size]
 
     def close(self) -> None:
@@ -68,22 +77,24 @@ class Pools:
 
 
 class Pool:
-    def __init__(self, world_size: int, environment: dict[str, str]) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._environment = environment
+        self.cpu_seconds = 0.0
         self._workers: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
-        port = _free_port()
+        context = _server()
+        environment = dict(os.environ)
         for rank in range(self.world_size):
             mine, its = context.Pipe()
-            process = context.Process(
-                target=_work, args=(its, rank, self.world_size, port, self._environment), daemon=True
-            )
+            process = context.Process(target=_work, args=(its, rank, self.world_size, environment), daemon=True)
             process.start()
             its.close()
             self._workers.append((process, mine))
+        _, first = self._workers[0]
+        port = first.recv()
+        for _, connection in self._workers:
+            connection.send(port)
 
     def stop(self) -> None:
         for process, connection in self._workers:
@@ -100,14 +111,15 @@ class Pool:
         for _, connection in self._workers:
             connection.send((name, params))
         deadline = time.monotonic() + timeout
-        results: dict[int, tuple[bool, Any]] = {}
+        results: dict[int, Sequence[Any]] = {}
         while len(results) < self.world_size and time.monotonic() < deadline:
             for rank, (process, connection) in enumerate(self._workers):
                 if rank in results:
                     continue
                 try:
                     if connection.poll(0.02):
-                        results[rank] = connection.recv()
+                        *results[rank], seconds = connection.recv()
+                        self.cpu_seconds += seconds
                     elif not process.is_alive():
                         results[rank] = (False, f"the process died with exit code {process.exitcode}")
                 except (EOFError, ConnectionResetError):
@@ -144,29 +156,62 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _work(connection: Connection, rank: int, world_size: int, port: int, environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+def _server() -> Any:
+    """Of this process: what is forked from it has imported everything, and nothing else has happened in it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["preload"])
+    before = os.environ.get("PYTHONPATH")
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join([here, before])  # older Pythons go by this
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def _work(connection: Connection, rank: int, world_size: int, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size))
     import faulthandler
     import gc
     import warnings
     from datetime import timedelta
 
+    import preload
     import torch
     import torch.distributed as dist
 
+    preload.check_fork()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     warnings.filterwarnings("ignore", message=".*cpu_offload.*")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=120))
+    # Rank 0 has the store, at a port that nobody else can take in between.
+    timeout = timedelta(seconds=120)
+    store = None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        connection.send(store.port)
+    port = connection.recv()
+    store = store or dist.TCPStore("127.0.0.1", port, world_size, timeout=timeout, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
     # Compile caches would skip the passes that tests look at. Compiled C++ is still shared, by its source.
     functorch_config.enable_autograd_cache = False
     inductor_config.fx_graph_cache = False
-    inductor_config.compile_threads = 1
+    used = 0.0  # what it took to get here is counted for the first test
     while True:
         try:
             (module, qualname), params = connection.recv()
@@ -184,14 +229,9 @@ def _work(connection: Connection, rank: int, world_size: int, port: int, environ
             torch._dynamo.reset()
             gc.collect()
             _destroy_groups()
+        before, used = used, cpu_seconds()
         try:
-            connection.send(outcome)
+            connection.send((*outcome, used - before))
         except Exception:  # a result that cannot be pickled
-            connection.send((False, traceback.format_exc()))
+            connection.send((False, traceback.format_exc(), used - before))
         sys.stdout.flush()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_parallelism_tables import check_table
+from doc_tables import check_table
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,3 +151,26 @@ def test_the_rules_of_the_verifier() -> None:
         (rule.number, rule.name, " ".join((rule.check.__doc__ or "").split("\n\n")[0].split())) for rule in RULES
     ]
     check_table(DOCS / "concepts.md", "rules", ("rule", "name", "what holds"), described)
+
+
+BEGIN, TABLE, END = "<!-- table: one -->\n", "| a |\n| --- |\n| 1 |\n", "<!-- end -->\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (TABLE + END, "has 0 tables 'one'"),
+        (BEGIN.replace("one", "two") + TABLE + END, "has 0 tables 'one'"),
+        (BEGIN + TABLE, "has 0 tables 'one'"),
+        (BEGIN + TABLE + "<!-- ned -->\n" + BEGIN.replace("one", "two") + TABLE + END, "does not end before another"),
+        ((BEGIN + TABLE + END) * 2, "has 2 tables 'one'"),
+        (BEGIN + TABLE.replace("1", "2") + END, "has another table 'one'"),
+    ],
+)
+def test_tables_that_are_missing_or_do_not_end(text: str, message: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(BEGIN + TABLE + END)
+    check_table(page, "one", ["a"], [[1]])
+    page.write_text(text)
+    with pytest.raises(AssertionError, match=message):
+        check_table(page, "one", ["a"], [[1]])

@@ -22,12 +22,21 @@ from mfsdp_compile.doctor import mesh_arguments
 
 SECONDS = 3.0
 """The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""
+PATIENCE = 30.0
+"""Until every rank has its error, on such a machine: far below the time-out of the default group."""
 
 
 def short_mesh() -> DeviceMesh:
     """All ranks, with a time-out that a test can wait for."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+
+
+def everywhere(mine: float) -> list[float]:
+    """By rank. Clocks that are monotonic are the same for all processes of a machine."""
+    all_of_them = [0.0] * dist.get_world_size()
+    dist.all_gather_object(all_of_them, mine)
+    return all_of_them
 
 
 @torch.library.custom_op("mfsdp_tests::may_fail", mutates_args=())
@@ -109,11 +118,12 @@ def test_one_ranks_forward_raises(mode: str, strategy: str, where: int) -> None:
         step(call, optimizer, data[1])
     except (RuntimeError, ValueError) as error:
         assert isinstance(error, ValueError) == (dist.get_rank() == 1)
-        if mode == EAGER and dist.get_rank() == 1:
-            assert time.monotonic() - begun < SECONDS  # it does not wait for anybody
     else:
         raise AssertionError("no error")
-    assert time.monotonic() - begun < 3 * SECONDS
+    ended = everywhere(time.monotonic())
+    if mode == EAGER:
+        assert ended[1] < ended[0]  # it does not wait for anybody
+    assert ended[dist.get_rank()] - begun < PATIENCE
     Failing.where = -1
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     model.reset()
@@ -239,7 +249,7 @@ def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> Non
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-    assert time.monotonic() - begun < 3 * SECONDS
+    assert time.monotonic() - begun < PATIENCE
     model.reset()
     after = [*values(model), *(t for state in optimizer.state.values() for t in state.values())]
     for a, b in zip(before, after, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mfsdp_compile.examples.measuring import allocated
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
 from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.passes.simulate import OptimizerCost, resting_memory
+from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory
 from mfsdp_compile.report import to_text
 
 pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
@@ -59,6 +59,25 @@ def compiled(
         step()
         model.zero_grad()
     return model, step
+
+
+@dataclass(frozen=True)
+class Default:
+    """Of the model as it is compiled without options."""
+
+    schedule: str
+    predicted: Timeline
+    read_against: tuple[list[str], list[str], bool]
+    """What the text of a schedule is read against."""
+
+
+@functools.cache
+def default() -> Default:
+    model, _ = compiled()
+    context = model.sharded.compiled_graphs[-1].context
+    buckets = context.buckets
+    read_against = [info.name for info in buckets], [info.unit for info in buckets], context.whole_model
+    return Default(str(lines_of(model)), forecasting.predicted(model), read_against)
 
 
 def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
@@ -96,7 +115,8 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
 
 def test_checkpointing_is_seen() -> None:
     """The ruler moves: activations are most of the memory, and checkpointing saves most of them."""
-    plain = forecasting.predicted(compiled()[0])
+    plain = default().predicted
+    torch.compiler.reset()
     again = forecasting.predicted(compiled(Checkpointed)[0])
     assert again.peak_bytes < plain.peak_bytes / 1.5
     assert again.compute_seconds > plain.compute_seconds * 1.1
@@ -220,42 +240,32 @@ def lines_of(model: nn.Module) -> ScheduleText:
 
 
 def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
-    model, _ = compiled()
-    path = tmp_path / "my.sched"
-    lines_of(model).save(path)
-    text = path.read_text()
-    same, _ = compiled(schedule=str(path))
-    assert str(lines_of(same)) == text
-
+    text = default().schedule
     assert text.count("gather  layers.2\nwait    layers.1") == 1  # of the forward: one unit ahead
     edited = text.replace("gather  layers.2\nwait    layers.1", "wait    layers.1")
     edited = edited.replace(
         "gather  layers.1\nwait    layers.0", "gather  layers.1\ngather  layers.2\nwait    layers.0", 1
     )
     path = tmp_path / "edited.sched"
-    path.write_text(edited)
+    ScheduleText.parse(edited, "edited").save(path)
+    assert path.read_text() == edited
+    torch.compiler.reset()
     ahead, step = compiled(schedule=str(path))
     assert str(lines_of(ahead)) == edited
     step()
 
 
 def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
-    model, _ = compiled()
-    forward, backward = str(lines_of(model)).split("[backward]")
+    forward, backward = default().schedule.split("[backward]")
     kept = backward.replace("gather  layers.3\n", "").replace("wait    layers.3\n", "")
     path = tmp_path / "kept.sched"
     path.write_text(f"{forward}[backward]{kept}")
+    torch.compiler.reset()
     other, step = compiled(schedule=str(path))
     assert str(lines_of(other)) == path.read_text()
-    more = forecasting.predicted(other).peak_bytes - forecasting.predicted(model).peak_bytes
+    more = forecasting.predicted(other).peak_bytes - default().predicted.peak_bytes
     assert more > 0
     assert abs(measured_peak(other, step) / forecasting.predicted(other).peak_bytes - 1) <= MEMORY_BOUND["aot_eager"]
-
-
-@functools.cache
-def default_schedule() -> str:
-    """Of the model as it is compiled without options."""
-    return str(lines_of(compiled()[0]))
 
 
 @pytest.mark.parametrize(
@@ -267,25 +277,32 @@ def default_schedule() -> str:
         ("gather  layers.2\n", "fetch  layers.2\n", "'fetch  layers.2' is no start or wait"),
         ("[forward]", "[sideways]", "no graph is called 'sideways'"),
         ("await   layers.2\n", "", "never awaits the reduction of 'layers.2'"),
-        (
-            "wait    layers.1\ngather  layers.3\nwait    layers.2\n",
-            "wait    layers.2\ngather  layers.3\nwait    layers.1\n",
-            "cannot be followed|has no 'wait",
-        ),
     ],
 )
 def test_a_wrong_schedule_says_what_and_where(tmp_path: Path, old: str, new: str, message: str) -> None:
-    text = default_schedule()
+    text = default().schedule
     assert old in text
     path = tmp_path / "wrong.sched"
     path.write_text(text.replace(old, new, 1))
-    with pytest.raises(Exception, match=message) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
+        ScheduleText.load(path).decisions(*default().read_against)
+    assert str(path) in str(caught.value)
+
+
+def test_a_schedule_that_the_graph_cannot_follow(tmp_path: Path) -> None:
+    text = default().schedule
+    old = "wait    layers.1\ngather  layers.3\nwait    layers.2\n"
+    new = "wait    layers.2\ngather  layers.3\nwait    layers.1\n"
+    assert old in text
+    path = tmp_path / "wrong.sched"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(Exception, match=r"cannot be followed|has no 'wait") as caught:
         compiled(schedule=str(path))
     assert str(path) in str(caught.value)
 
 
 def test_text_and_dataclass_round_trip() -> None:
-    text = ScheduleText.parse(default_schedule(), "here")
+    text = ScheduleText.parse(default().schedule, "here")
     assert ScheduleText.parse(str(text), "there").lines == text.lines
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mfsdp_compile import hang
 from mfsdp_compile.cli import main
-from mfsdp_compile.examples.processes import free_port
 
 SECONDS = 8
 """Time-out of the process group: short, but longer than ranks are apart when they have compiled."""
@@ -70,12 +72,20 @@ for step in range(6):
 """
 
 
-def start(folder: Path, how: str, mode: str, world: int) -> list[subprocess.Popen[str]]:
-    port = free_port()
+@contextlib.contextmanager
+def started(folder: Path, how: str, mode: str, world: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Ranks that meet at a store of this process, as those of torchrun do: nobody else can take its port in between."""
+    store = dist.TCPStore("localhost", 0, world, is_master=True, wait_for_workers=False)
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    return [
+    common = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world),
+        "OMP_NUM_THREADS": "1",
+    }
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    processes = [
         subprocess.Popen(
             [sys.executable, str(program), how, mode],
             env=os.environ | common | {"RANK": str(rank), "MFSDP_DEBUG_DIR": str(folder)},
@@ -85,15 +95,17 @@ def start(folder: Path, how: str, mode: str, world: int) -> list[subprocess.Pope
         )
         for rank in range(world)
     ]
-
-
-def end(processes: list[subprocess.Popen[str]], seconds: float = 90) -> None:
     try:
-        for process in processes:
-            process.communicate(timeout=seconds)
+        yield processes
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
+
+
+def end(processes: list[subprocess.Popen[str]], seconds: float = 90) -> None:
+    for process in processes:
+        process.communicate(timeout=seconds)
     assert all(process.returncode != 0 for process in processes), "a rank noticed nothing"
 
 
@@ -112,7 +124,8 @@ CASES = [
 @pytest.mark.processes
 @pytest.mark.parametrize(("how", "mode", "world"), CASES)
 def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, capsys: Any) -> None:
-    end(start(tmp_path, how, mode, world))
+    with started(tmp_path, how, mode, world) as processes:
+        end(processes)
     first = hang.analyse(hang.read(tmp_path))[0]
     assert first.ranks == (world - 1,)
     assert "gather" in first.text
@@ -127,22 +140,17 @@ def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, c
 @pytest.mark.processes
 def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     """Also one that waits in a collective, where Python does not come to run handlers."""
-    processes = start(tmp_path, "signalled", "eager", 2)
-    try:
+    with started(tmp_path, "signalled", "eager", 2) as processes:
         assert processes[1].stdout is not None
         assert processes[1].stdout.readline() == "asleep\n"
         time.sleep(1)
         for process in processes:
             process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 3  # before anything else makes them write
+        deadline = time.monotonic() + 20  # their time-out makes them write too, and says why
         files = [tmp_path / "hang" / f"rank-{rank}.json" for rank in range(2)]
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
         states = [json.loads(file.read_text())[0] for file in files]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
     assert [state["why"] for state in states] == ["SIGUSR1", "SIGUSR1"]
     assert "time.sleep(60)" in states[1]["place"]
     assert hang.analyse(dict(enumerate(states)))[0].ranks == (1,)

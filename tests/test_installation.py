@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,37 @@ print("mfsdp" in torch._dynamo.list_backends())
 """
     out = run(program, cwd=tmp_path, PYTHONPATH=str(ROOT)).split()
     assert out == [str(ROOT / "passes" / "unshard.py"), str(ROOT / "runtime" / "layout.py"), "True"]
+
+
+EDITABLE = f"""
+import sys
+from importlib.util import spec_from_file_location
+class Finder:  # as setuptools writes it for pip install -e of a package whose folders are mapped
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        folder = {{"mfsdp_compile.passes": "passes", "mfsdp_compile.runtime": "runtime"}}.get(name)
+        return folder and spec_from_file_location(name, f"{ROOT}/{{folder}}/__init__.py")
+sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f).lower()] + [Finder]
+import mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout
+for module in (mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtime.layout):
+    print(module.__file__)
+"""
+
+
+def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) -> None:
+    """All of it: a mixture of two checkouts would be neither."""
+    ours = tmp_path.resolve() / "checkout"
+    names = ("mfsdp_compile", "passes", "runtime")
+    for name in names:
+        shutil.copytree(ROOT / name, ours / name, ignore=shutil.ignore_patterns("__pycache__"))
+    files = map(Path, run(EDITABLE, cwd=tmp_path, PYTHONPATH=str(ours)).split())
+    assert [file.relative_to(ours).parts[0] for file in files] == list(names)
+    for name in ("passes", "runtime"):
+        shutil.rmtree(ours / name)
+    with pytest.raises(
+        AssertionError, match=rf"ImportError: mfsdp_compile at {ours}/mfsdp_compile .*in {ROOT}/runtime"
+    ):
+        run(EDITABLE, cwd=tmp_path, PYTHONPATH=str(ours))
 
 
 @pytest.fixture(scope="module")

@@ -179,13 +179,13 @@ def test_rows_that_do_not_fit_together_get_separate_buckets() -> None:
 
 def test_world_of_65536_ranks_is_planned_in_milliseconds() -> None:
     params = llama_layer(8192, 28672, 1024)
-    begun = time.perf_counter()
+    begun = time.process_time()
     planned = plan_layouts(params, 2, world_size=65536)
     for layout in planned:
         for rank in (0, 1, 32768, 65535):
             for index in range(len(layout.slots)):
                 layout.rows(index, rank)
-    assert time.perf_counter() - begun < 0.05  # measured: 0.3 ms
+    assert time.process_time() - begun < 0.05  # measured: 0.3 ms
     for index, slot in enumerate(planned[0].slots):
         assert sum(len(planned[0].rows(index, rank)) for rank in range(65536)) == slot.num_rows
 

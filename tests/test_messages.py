@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import messages
@@ -25,13 +26,18 @@ PASSED_ON = {
 }
 """Files in which something is raised with another error's words, behind a name."""
 
-ALL = [message for message in messages.messages(NOT_OURS) if message.kind != "SystemExit"]
+
+@functools.cache
+def everything() -> list[Message]:
+    return [message for message in messages.messages(NOT_OURS) if message.kind != "SystemExit"]
+
+
 EXPLAINED, LISTED = messages.said_in(TROUBLESHOOTING), messages.said_in(THE_REST)
 
 
 def without_a_place(said: set[str]) -> list[Message]:
     """Messages that none of ``said`` is a part of."""
-    return [m for m in ALL if m.texts and not any(fragment in text for fragment in said for text in m.texts)]
+    return [m for m in everything() if m.texts and not any(fragment in text for fragment in said for text in m.texts)]
 
 
 def test_every_message_is_on_a_page() -> None:
@@ -46,7 +52,7 @@ def test_every_message_is_on_a_page() -> None:
 
 @pytest.mark.parametrize(("page", "said"), [(TROUBLESHOOTING, EXPLAINED), (THE_REST, LISTED)])
 def test_every_message_on_a_page_is_real(page: object, said: dict[str, int]) -> None:
-    texts = [text for message in ALL for text in message.texts]
+    texts = [text for message in everything() for text in message.texts]
     unreal = [f"{page}:{line}: {fragment}" for fragment, line in said.items() if not any(fragment in t for t in texts)]
     assert not unreal, "no message of the package has these words (… stands for values):\n" + "\n".join(unreal)
 
@@ -59,7 +65,7 @@ def test_they_say_enough_to_be_found() -> None:
 
 
 def test_what_has_no_words_of_its_own() -> None:
-    assert {message.place.partition(":")[0] for message in ALL if not message.texts} == PASSED_ON
+    assert {message.place.partition(":")[0] for message in everything() if not message.texts} == PASSED_ON
 
 
 def test_a_message_without_a_place_is_noticed() -> None:
@@ -70,11 +76,13 @@ def test_a_message_without_a_place_is_noticed() -> None:
 
 def test_messages_are_read_from_sources() -> None:
     """Of each way to write one there is a known one."""
-    by_words = {text: message for message in ALL for text in message.texts}
+    by_words = {text: message for message in everything() for text in message.texts}
     plain = "fully_shard_model takes an nn.Module, got a …"
     assert by_words[plain].kind == "TypeError"
     made_by_a_function = next(text for text in by_words if text.startswith("The gradient of … is not reduced yet"))
     assert by_words[made_by_a_function].place.startswith("runtime/tensor.py")
     in_a_constructor = next(text for text in by_words if "breaks … of sharded training" in text)
     assert by_words[in_a_constructor].kind == "ScheduleError"
-    assert any(message.kind == "warning" and "Buffers differ between ranks" in message.texts[0] for message in ALL)
+    assert any(
+        message.kind == "warning" and "Buffers differ between ranks" in message.texts[0] for message in everything()
+    )

@@ -527,7 +527,7 @@ def test_gradients_of_inputs_alone_add_nothing(strategy: str) -> None:
         for each in x:
             (alone(each).pow(2).sum() / 2).backward()
     for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), its.grad, rtol=1e-5, atol=1e-5)
+        parity.close(f"gradient of {tuple(its.shape)}", mine.grad.full_tensor(), its.grad)
 
 
 SECONDS = 5.0

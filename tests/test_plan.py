@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import cpu_seconds
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
@@ -175,9 +176,9 @@ def test_checkpointing_trades_memory_for_time() -> None:
 def test_memory_falls_with_ranks_in_closed_form() -> None:
     work = llama(10)
     traced, job = traced_llama(10), Job(work, CPU)
-    begun = time.monotonic()
+    begun = time.process_time()
     needed = [planned(job, traced, Candidate(ZERO3, world)).needed for world in (2, 8, 32, 65_536)]
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
     assert needed[:3] == sorted(needed[:3], reverse=True)  # with more ranks than rows, padding takes more than is saved
     infos = problem_of(job, traced, Candidate(ZERO3, 65_536)).context.buckets
     assert all(info.layout.world_size == 65_536 for info in infos)
@@ -397,14 +398,14 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [pytest.param("llama3-70b", marks=pytest.mark.long), "llama3-405b"])
 def test_large_models_are_planned_in_seconds(model: str) -> None:
-    """The project asks for 10 s on two quiet cores, and docs/foresight.md says what was measured; a machine that does other
-    work besides gets longer."""
+    """The project asks for 10 s on two quiet cores, and docs/foresight.md says what was measured. Here in CPU seconds, of which
+    a machine that does other work takes up to twice as many."""
     command = [sys.executable, "-m", "mfsdp_compile.cli", "plan", "--model", model, "--world", "65536"]
-    begun = time.monotonic()
-    done = subprocess.run([*command, "--checkpoint", "full"], capture_output=True, text=True, timeout=120, check=False)
+    begun = cpu_seconds()
+    done = subprocess.run([*command, "--checkpoint", "full"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "best" in done.stdout
-    assert time.monotonic() - begun < 90
+    assert cpu_seconds() - begun < 40
 
 
 def test_optimizers_cost_what_they_keep() -> None:

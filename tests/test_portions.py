@@ -18,7 +18,7 @@ import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, raises_everywhere
 from pool import on_ranks
-from test_failures import SECONDS, Failing, short_mesh, values
+from test_failures import PATIENCE, Failing, short_mesh, values
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -265,7 +265,7 @@ def test_ranks_that_ask_for_something_else_are_told() -> None:
     begun = time.monotonic()
     with raises_everywhere(Exception, "did not come within"):
         step(call, optimizer, parity.batches(1)[0, dist.get_rank()])
-    assert time.monotonic() - begun < 8 * SECONDS  # compilation, and 1.5 times the time-out once or twice
+    assert time.monotonic() - begun < 2 * PATIENCE  # compilation, and 1.5 times the time-out once or twice
 
 
 # -- the option -------------------------------------------------------------------------------------------------------

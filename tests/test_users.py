@@ -25,9 +25,9 @@ from mfsdp_compile.runtime import compat
 MODES = [EAGER, AOT_EAGER]
 
 
-def train_step(call: Any) -> None:
-    """The model is usable."""
-    call(parity.batches(1)[0][dist.get_rank()]).backward()
+def train_step(call: Any, number: int = 0) -> None:
+    """The model is usable. Steps of other numbers have other batches."""
+    call(parity.batches(number + 1)[number][dist.get_rank()]).backward()
 
 
 @on_ranks(2)
@@ -146,7 +146,8 @@ def test_state_of_scalars_is_carried_over() -> None:
     optimizer.step()
     optimizers[1].step()
     for name, param in sharded.module.named_parameters():
-        torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-4, atol=1e-5)
+        # Adam makes steps of about lr from gradients of any size: 1e-3 of one step.
+        torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(2)
@@ -200,9 +201,7 @@ def test_penalties_next_to_the_loss() -> None:
             penalty(alone.parameters()).backward()
             sum(alone(x) / len(data) for x in data).backward()
         for key, param in model.module.named_parameters():
-            torch.testing.assert_close(
-                param.grad.full_tensor(), alone.get_parameter(key).grad, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}"
-            )
+            parity.close(f"{name}: {key}", param.grad.full_tensor(), alone.get_parameter(key).grad)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
@@ -243,24 +242,26 @@ def test_a_gradient_taken_off_is_left_alone() -> None:
     model, call = parity.shard(parity.build(zoo.Plain), EAGER)
     train_step(call)
     kept, model.module.head.weight.grad = model.module.head.weight.grad, None
-    before = kept.to_local().clone()
-    train_step(call)
-    assert torch.equal(kept.to_local(), before)
+    before = kept.full_tensor()
+    train_step(call, 1)
+    assert torch.equal(kept.full_tensor(), before)
+    assert not torch.equal(model.module.head.weight.grad.full_tensor(), before)
 
 
 @on_ranks(2)
 def test_gradients_of_two_backwards_may_be_mixed() -> None:
     model, call = parity.shard(parity.build(zoo.Plain), EAGER)
-    train_step(call)
     head, enter = model.module.head.weight, model.module.enter.weight
-    first = {param: param.grad for param in (head, enter)}
-    whole = {param: param.grad.full_tensor() for param in (head, enter)}
-    model.zero_grad_buffer()
-    train_step(call)
-    head.grad = first[head]  # the others keep the second backward's
-    train_step(call)
-    for param in (head, enter):
-        torch.testing.assert_close(param.grad.full_tensor(), 2 * whole[param])
+    whole, kept = [], None
+    for number in (2, 0, 1):
+        model.zero_grad_buffer()
+        train_step(call, number)
+        kept = head.grad if number == 0 else kept
+        whole.append({param: param.grad.full_tensor() for param in (head, enter)})
+    head.grad = kept  # the others keep the last backward's
+    train_step(call, 2)
+    for param, added in ((head, 1), (enter, 2)):
+        assert torch.equal(param.grad.full_tensor(), whole[0][param] + whole[added][param])
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -1,0 +1,52 @@
+"""Imported by the server that test processes are forked from: what takes seconds to import, and nothing that starts a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+import torch
+
+torch.set_num_threads(1)
+
+MODULES = (
+    "pytest",
+    "hypothesis",
+    "functorch",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch._inductor.codegen.cpp",
+    "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "mfsdp_compile",
+    "mfsdp_compile.backend",
+    "transformers",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "peft",
+)
+for module in MODULES:
+    with contextlib.suppress(ImportError):  # what is not installed
+        importlib.import_module(module)
+
+# A million objects that stay: each collection in each process would look at them again, a third of a second of it.
+gc.collect()
+gc.freeze()
+
+_threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+_server = os.getpid()
+
+
+def check_fork() -> None:
+    """In a process that was forked: the server had one thread, and is another process."""
+    if os.getpid() == _server or _threads != 1:
+        raise RuntimeError(f"test processes were to be forked from a server with one thread; it had {_threads}")
