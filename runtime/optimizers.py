@@ -9,9 +9,9 @@ the optimizer.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
-import functools
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

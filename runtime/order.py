@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 __all__ = [
     "ADVICE",
     "AT_REST",
+    "STEP",
     "Agree",
     "Details",
     "Order",
     "Phase",
-    "STEP",
     "Series",
     "no_details",
     "order_of_group",
