@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.files import remove
 
 from .pickles import CheckpointError, dump_object
 
@@ -164,7 +164,7 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
             raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove(partial)  # of a process that was killed and had the same number
+    remove(partial)  # of a process that was killed and had the same number
     try:
         yield partial
         replaced = out.is_dir() and not out.is_symlink()
@@ -177,13 +177,6 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
                 old.rename(out)
             raise
     finally:
-        _remove(partial)
+        remove(partial)
     if replaced:
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        remove(old)
