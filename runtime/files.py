@@ -36,6 +36,7 @@ __all__ = [
     "read_text",
     "remove",
     "safe_name",
+    "subfolder",
     "typed",
     "whole",
 ]
@@ -105,6 +106,18 @@ def inside(folder: Path, name: Any) -> Path:
         )
     if not is_absent(path) and not is_regular(path):
         raise FileRefused(f"{path} is not a regular file")
+    return path
+
+
+def subfolder(folder: Path, name: str) -> Path:
+    """A folder in ``folder``. It may be missing.
+
+    Raises:
+        FileRefused: it is a link that leads outside.
+    """
+    path = child(folder, name)
+    if not _is_within(path, folder):
+        raise FileRefused(f"{path} is a link to a folder outside, {os.path.realpath(path)!r}")
     return path
 
 
@@ -318,5 +331,3 @@ def printable(value: Any, most: int = 1000) -> Any:
 
 def _escaped(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
-
-

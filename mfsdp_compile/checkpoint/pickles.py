@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     reserves memory for the highest number that it mentions).
     """
 
-    dispatch = dict(_Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
@@ -226,8 +226,10 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     dispatch |= dict.fromkeys(
         (
             code[0]
-            for code in (pickle.INST, pickle.OBJ, pickle.PERSID, pickle.BINPERSID)
-            + (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
+            for code in (
+                *(pickle.INST, pickle.OBJ, pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+                *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+            )
         ),
         _never,
     )
@@ -295,7 +297,9 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in typed(state["chunks"], list, "chunks")]
     found = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if odd := [chunk for chunk in found if not len(chunk.offsets) == len(chunk.sizes) == len(size)]:
-        raise ValueError(f"a tensor of {len(size)} dimensions has a chunk {tuple(odd[0].sizes)} at {tuple(odd[0].offsets)}")
+        raise ValueError(
+            f"a tensor of {len(size)} dimensions has a chunk {tuple(odd[0].sizes)} at {tuple(odd[0].offsets)}"
+        )
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype, requires_grad=bool(requires_grad)), size=size, chunks=found
     )
