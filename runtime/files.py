@@ -204,8 +204,13 @@ def open_regular(path: Path) -> IO[bytes]:
 
 def open_new(path: Path) -> IO[bytes]:
     """For writing. What is at ``path`` is removed first: a link is not followed."""
-    path.unlink(missing_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except FileExistsError:
+        path.unlink()
+        descriptor = os.open(path, flags, 0o666)
+    return os.fdopen(descriptor, "wb")
 
 
 def remove(path: Path) -> None:

@@ -141,7 +141,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     path = directory / MANIFEST
     try:
-        found = typed(read_json(path), dict, "the manifest")
+        found = typed(read_json(inside(directory, MANIFEST)), dict, "the manifest")
         digest = found.pop("sha256", None)
         if digest != _digest(found):
             raise FileRefused("its hash is another")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.files import child, read_bytes, safe_name, typed, whole
+from mfsdp_compile.runtime.files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
 
 __all__ = ["CheckpointError", "Foreign", "check_sums", "dump_object", "load_metadata", "load_object"]
 
@@ -244,7 +244,9 @@ def load_metadata(path: Path) -> Metadata:
         CheckpointError: missing, damaged, not a checkpoint's metadata, or naming another class; with the file's name.
     """
     try:
-        top = _MetadataUnpickler(io.BytesIO(read_bytes(path, MOST_METADATA_BYTES)), path).load()
+        top = _MetadataUnpickler(
+            io.BytesIO(read_bytes(inside(path.parent, path.name), MOST_METADATA_BYTES)), path
+        ).load()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: it is not a checkpoint of torch.distributed.checkpoint, or one whose "
@@ -252,6 +254,8 @@ def load_metadata(path: Path) -> Metadata:
         ) from None
     except (CheckpointError, OSError):
         raise
+    except FileRefused as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise _damaged(path, error) from error
     try:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.agreement import agree
-from mfsdp_compile.runtime.files import FileRefused, read_text, remove
+from mfsdp_compile.runtime.files import FileRefused, inside, read_text, remove
 from mfsdp_compile.runtime.lineage import Lineage
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optimizer_state import optimizer_name
@@ -104,7 +104,7 @@ class Checkpoints:
         complete, damaged = self._find()
         if damaged:
             with contextlib.suppress(OSError, FileRefused):
-                name = read_text(self.root / _LATEST)
+                name = read_text(inside(self.root, _LATEST))
                 for path, what in damaged:
                     if path.name == name:
                         raise what
