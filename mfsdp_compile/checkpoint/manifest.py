@@ -234,7 +234,7 @@ def hash_file(path: Path) -> FileRecord:
             return len(data), hashlib.sha256(data).digest()
 
         starts = range(0, size, BLOCK_BYTES)
-        threads = min(MOST_THREADS, len(os.sched_getaffinity(0)), len(starts))
+        threads = min(MOST_THREADS, os.cpu_count() or 1, len(starts))
         whole_file, length = hashlib.sha256(), 0
         with ThreadPoolExecutor(max(threads, 1)) as pool:
             # pool.map takes all of its argument at once: a list of block numbers, a millionth of the file.
