@@ -23,7 +23,7 @@ __all__ = ["Hardware", "Link", "hardware", "known_hardware"]
 
 def _finite(value: Any, what: str) -> None:
     if not math.isfinite(typed(value, (int, float), what)):
-        raise FileRefused(f"{what} is {value}")
+        raise FileRefused(f"{what} is {value}, and must be finite")
 
 
 @dataclass(frozen=True)
