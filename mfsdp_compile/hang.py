@@ -7,13 +7,18 @@ the others wait in.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mfsdp_compile.runtime.files import FileRefused, inside, members, printable, read_json, typed, whole
+
 __all__ = ["Finding", "analyse", "read", "run"]
+
+
+MOST_RANKS = 1 << 22
+"""That a job has: absent ones are counted one by one."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def run(folder: str) -> int:
     print()
     for rank, state in sorted(states.items()):
         print(f"rank {rank} on {state['host']}, written for {state['why']}: {_last(state)}")
-        if state["place"] is not None:
+        if state["place"]:
             print(f"    at {state['place']}")
     return 0
 
@@ -58,16 +63,77 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     Raises:
         ValueError: a file is not what a rank has written.
     """
-    if not any(folder.glob("rank-*.json")):
+
+    def written(folder: Path) -> list[Path]:
+        return [path for path in members(folder) if path.match("rank-*.json")]
+
+    if not written(folder):
         folder = folder / "hang"
-    states = {}
-    for path in folder.glob("rank-*.json"):
+    states: dict[int, dict[str, Any]] = {}
+    for path in written(folder):
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))[0]
-            states[int(state["rank"])] = state
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            incidents = typed(read_json(inside(folder, path.name)), list, "the file")
+            if not incidents:
+                raise FileRefused("it is an empty list")
+            state = _checked(incidents[0])
+            if path.name != f"rank-{state['rank']}.json":
+                raise FileRefused(f"it says that it is of rank {state['rank']}")
+            states[state["rank"]] = state
+        except (FileRefused, OSError) as error:
             raise ValueError(f"{path} is not what a rank has written: {error}") from None
+    if len({state["world_size"] for state in states.values()}) > 1:
+        raise ValueError(f"{folder} holds files of jobs of different sizes. Remove those of the other job.")
     return states
+
+
+def _checked(state: Any) -> dict[str, Any]:
+    """What of a rank's state is looked at, with control characters escaped.
+
+    Raises:
+        FileRefused: something is missing, or of another type, or a number makes no sense.
+    """
+
+    def text(held: Mapping[str, Any], name: str) -> str:
+        return str(printable(typed(held.get(name), str, name)))
+
+    def items(held: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+        return [typed(item, dict, f"an element of {name}") for item in typed(held.get(name), list, name)]
+
+    typed(state, dict, "a state")
+    world = whole(state.get("world_size"), "world_size", 1, MOST_RANKS)
+
+    def group(held: Any) -> dict[str, Any]:
+        ranks = typed(typed(held, dict, "a group").get("ranks"), list, "ranks")
+        return {
+            "ranks": [whole(rank, "a rank of a group", 0, world - 1) for rank in ranks],
+            "started": whole(held.get("started"), "started"),
+        }
+
+    def launch(held: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "what": text(held, "what"),
+            "group": text(held, "group"),
+            "number": whole(held.get("number"), "number"),
+            "started": typed(held.get("started"), bool, "started"),
+        }
+
+    def entry(held: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "step": whole(held.get("step"), "step"),
+            "model": text(held, "model"),
+            "what": text(held, "what"),
+            "launches": [launch(each) for each in items(held, "launches")],
+        }
+
+    return {
+        "rank": whole(state.get("rank"), "rank", 0, world - 1),
+        "world_size": world,
+        "host": text(state, "host"),
+        "why": text(state, "why"),
+        "place": None if state.get("place") is None else text(state, "place"),
+        "groups": {printable(k): group(v) for k, v in typed(state.get("groups"), dict, "groups").items()},
+        "entries": [entry(each) for each in items(state, "entries")],
+    }
 
 
 def analyse(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:

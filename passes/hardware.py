@@ -9,13 +9,21 @@ Plain data. ``mfsdp calibrate`` measures the machine at hand and writes such a f
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from mfsdp_compile.runtime.files import FileRefused, parse_json, read_text, safe_name, typed, whole
+
 __all__ = ["Hardware", "Link", "hardware", "known_hardware"]
+
+
+def _finite(value: Any, what: str) -> None:
+    if not math.isfinite(typed(value, (int, float), what)):
+        raise FileRefused(f"{what} is {value}, and must be finite")
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,10 @@ class Link:
 
     bandwidth: float
     latency: float
+
+    def __post_init__(self) -> None:
+        _finite(self.bandwidth, "bandwidth")
+        _finite(self.latency, "latency")
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,18 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        safe_name(self.name, "name")
+        for name in (
+            *("matmul_efficiency", "attention_efficiency", "memory_efficiency", "memory_bandwidth", "kernel_seconds"),
+            *("collective_seconds", "compute_slowdown"),
+        ):
+            _finite(getattr(self, name), f"{self.name}: {name}")
+        for name in ("memory_bytes", "ranks_per_node"):
+            whole(getattr(self, name), f"{self.name}: {name}", low=-(1 << 63))
+        for name, value in typed(self.flops, Mapping, "flops").items():  # type: ignore[type-abstract]
+            _finite(value, f"{self.name}: flops of {safe_name(name)}")
+        for name, text in typed(self.sources, Mapping, "sources").items():  # type: ignore[type-abstract]
+            safe_name(name), safe_name(text, f"the source of {name}")
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}: {name} is a fraction above 0, got {getattr(self, name)}")
@@ -100,10 +124,12 @@ class Hardware:
             ValueError: it is none; the message names ``where`` it came from.
         """
         try:
-            given: dict[str, Any] = json.loads(text)
-            links: dict[str, Any] = {name: Link(**given.pop(name)) for name in ("intra_node", "inter_node")}
+            given = dict(typed(parse_json(text), dict, "it"))
+            links: dict[str, Any] = {
+                name: Link(**typed(given.pop(name), dict, name)) for name in ("intra_node", "inter_node")
+            }
             return Hardware(**given, **links)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             expected = ", ".join(f.name for f in fields(Hardware))
             raise ValueError(f"{where} does not describe hardware: {error}. It takes {expected}.") from error
 
@@ -122,8 +148,8 @@ def hardware(name: str) -> Hardware:
     """
     if name.endswith(".json"):
         try:
-            return Hardware.from_json(Path(name).read_text(), name)
-        except OSError as error:
+            return Hardware.from_json(read_text(Path(name)), name)
+        except (OSError, FileRefused) as error:
             raise ValueError(f"hardware file {name}: {error}") from error
     if name not in known_hardware():
         raise ValueError(

@@ -34,6 +34,7 @@ from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .experts import Experts, marked
 from .journal import journal
 from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
+from .lineage import Lineage
 from .modules import label_module, shard_module
 from .optimizers import Optimizers, watch_steps
 from .order import STEP, Details, Order, Phase, Series, no_details, order_of_group
@@ -188,6 +189,7 @@ class ShardedModel:
         self.precision = precision
         self.overlap = overlap
         self.synchronisation = Synchronisation()
+        self.lineage = Lineage()
         plans: list[tuple[Unit, list[BucketPlan]]] = []
         found: list[Experts] = []
         partitions: dict[str, Partition | None] = {}
@@ -1058,6 +1060,7 @@ class ShardedModel:
         duplicate.everyone = self.everyone
         duplicate.precision, duplicate.overlap = self.precision, self.overlap
         duplicate.synchronisation = copy.copy(self.synchronisation)
+        duplicate.lineage = Lineage(continues=self.lineage.continues)
         duplicate._found_nan = []
         duplicate.started, duplicate.steps, duplicate._failure, duplicate._stepping = 0, 0, None, None
         duplicate._half_step = False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
 import random
+import resource
 import shutil
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,7 @@ from mfsdp_compile.checkpoint import (
 )
 from mfsdp_compile.checkpoint.files import read_metadata
 from mfsdp_compile.checkpoint.manifest import read_manifest
+from mfsdp_compile.checkpoint.saving import PublishingWriter
 from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.examples.measuring import collectives
 from mfsdp_compile.runtime.tensor import RowShardedTensor
@@ -562,15 +566,25 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
     model, optimizer = make()
     train(model, optimizer, range(2))
     expected = whole(model, optimizer)
-    with Checkpoints(root) as checkpoints:
-        for step in range(3):
-            future = checkpoints.save_async(step, model, optimizer, extra=step)
-            losses = train(model, optimizer, range(10, 13))  # collectives of its own, at the same time
-            assert len(losses) == 3
-        assert [path.name for path in checkpoints.all()][:2] == [
-            "step-00000000",
-            "step-00000001",
-        ]  # one after the other
+    trained, real = threading.Event(), PublishingWriter.write_data
+
+    def when_trained(writer: PublishingWriter, *arguments: Any) -> Any:
+        assert trained.wait(60)
+        return real(writer, *arguments)
+
+    PublishingWriter.write_data = when_trained  # type: ignore[method-assign]
+    try:
+        with Checkpoints(root) as checkpoints:
+            for step in range(3):
+                trained.clear()
+                future = checkpoints.save_async(step, model, optimizer, extra=step)
+                assert [path.name for path in checkpoints.all()] == [f"step-{i:08}" for i in range(step)]
+                losses = train(model, optimizer, range(10, 13))  # collectives of its own, before anything is written
+                assert len(losses) == 3
+                assert not future.done()
+                trained.set()
+    finally:
+        PublishingWriter.write_data = real  # type: ignore[method-assign]
     assert future.result() == root / "step-00000002"
     other, its_optimizer = make("optim", seed=3)
     load(root / "step-00000000", other, its_optimizer)
@@ -584,24 +598,21 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
     model, optimizer = make()
     checkpoints = Checkpoints(root)
     checkpoints.save(0, model, optimizer)
-    real = torch.save
-    calls = []
-
-    def broken(*args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if dist.get_rank() == 1 and len(calls) > 3:
-            raise OSError(28, "No space left on device")
-        real(*args, **kwargs)
-
-    torch.save = broken  # type: ignore[assignment]
-    try:
-        for save in (checkpoints.save, lambda *a: checkpoints.save_async(*a).result()):
-            with raises_everywhere(Exception, "No space left on device"):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for save in (checkpoints.save, lambda *a: checkpoints.save_async(*a).result()):
+        if dist.get_rank() == 1:  # of its file more than this cannot be written, as on a full disk
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limit[1]))
+        try:
+            with raises_everywhere(
+                CheckpointError, "On rank 1: ", f"{root}/.saving-1 takes no more (EFBIG)", " bytes were to be written, "
+            ):
                 save(1, model, optimizer)
-    finally:
-        torch.save = real
-    checkpoints._under_way = None
-    assert [path.name for path in checkpoints.all()] == ["step-00000000"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        dist.barrier()
+        assert sorted(path.name for path in root.iterdir()) == [".lock", "latest", "step-00000000"]
+    with contextlib.suppress(CheckpointError):
+        checkpoints.wait()  # as a program does that has not asked for the future
     checkpoints.save(1, model, optimizer)
     assert checkpoints.latest() == root / "step-00000001"
 

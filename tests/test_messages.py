@@ -16,7 +16,6 @@ NOT_OURS = "mfsdp_compile/examples"
 
 PASSED_ON = {
     "mfsdp_compile/checkpoint/files.py",
-    "mfsdp_compile/checkpoint/loading.py",
     "mfsdp_compile/convert/blocks.py",
     "mfsdp_compile/convert/commands.py",
     "mfsdp_compile/convert/inspect.py",

@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from mfsdp_compile.runtime.files import FileRefused, inside, open_regular
+
 from .pickles import CheckpointError, check_sums, load_metadata, load_object
 from .writing import CheckpointWriter, new_output
 
@@ -71,10 +73,17 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for name, items in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
+        for name, group in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
             try:
-                super().read_data(dataclasses.replace(plan, items=list(items)), planner)
-            except CheckpointError as error:
+                items = list(group)
+                with open_regular(inside(Path(self.path), name)) as file:
+                    for index in (item.storage_index for item in items):
+                        info = self.storage_data[index]
+                        if not info.transform_descriptors:
+                            window = io.BufferedReader(_Window(file, info.offset, info.length))
+                            check_sums(window, f"entry {index.fqn!r}", contents=False)
+                super().read_data(dataclasses.replace(plan, items=items), planner)
+            except (CheckpointError, FileRefused) as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
             except Exception as error:  # what damaged archives raise is not documented
                 raise CheckpointError(
@@ -177,8 +186,9 @@ class CheckpointReader:
         if any(not 0 <= i < n for i, n in zip(index, entry.size, strict=False)):
             raise IndexError(f"{key} has shape {tuple(entry.size)}: there is no part {index}")
         wanted = [b - a for a, b in zip(start, stop, strict=True)]
+        chunks = self._at_row(key, entry, index[0]) if index else self._covering(key, entry)
         result = torch.empty(wanted, dtype=entry.properties.dtype)
-        for chunk in self._at_row(key, entry, index[0]) if index else self._covering(key, entry):
+        for chunk in chunks:
             low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
             high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
@@ -244,7 +254,7 @@ class CheckpointReader:
         """The chunks that have something of ``tensor[row]``: there may be ten thousands of others, of other layers."""
         if self._rows is None or self._rows[0] != key:
             rows: dict[int, list[ChunkStorageMetadata]] = {}
-            for chunk in self._covering(key, entry):
+            for chunk in filter(lambda chunk: math.prod(chunk.sizes), self._covering(key, entry)):
                 for at in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
                     rows.setdefault(at, []).append(chunk)
             self._rows = (key, rows)
@@ -263,7 +273,16 @@ class CheckpointReader:
                 f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
                 f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
             )
-        return entry.chunks
+        filled = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+        for chunk in filled:  # before memory is reserved for them
+            info = self._location(MetadataIndex(key, chunk.offsets))
+            self._check_length(info, key)
+            if info.length < (needed := math.prod(chunk.sizes) * entry.properties.dtype.itemsize):
+                raise CheckpointError(
+                    f"{self._named(info, key)}: .metadata promises {needed:,} bytes of values in {info.length:,} bytes of the "
+                    "file. Use another checkpoint."
+                )
+        return filled or entry.chunks[:1]
 
     def _entry(self, key: str) -> TensorStorageMetadata | BytesStorageMetadata:
         try:
@@ -299,24 +318,32 @@ class CheckpointReader:
 
     @contextlib.contextmanager
     def _open(self, info: Any, key: str) -> Iterator[IO[bytes]]:
-        path = self.directory / info.relative_path
+        with open_regular(self._check_length(info, key)) as file:
+            yield io.BufferedReader(_Window(file, info.offset, info.length))
+
+    def _check_length(self, info: Any, key: str) -> Path:
+        """The file that an entry lies in, if it is as long as it must be."""
         try:
+            path = inside(self.directory, info.relative_path)
             size = path.stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; {key} lies in it. Copy the checkpoint again.") from None
+        except FileRefused as error:
+            raise CheckpointError(f"{self.directory}: {key} cannot be read: {error}.") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(
+                f"{self.directory / info.relative_path} is missing; {key} lies in it. Copy the checkpoint again."
+            ) from None
         if info.offset + info.length > size:
             raise CheckpointError(
                 f"{path} is cut short: it has {size:,} bytes, and {key} lies at {info.offset:,} to "
                 f"{info.offset + info.length:,}. Copy the checkpoint again."
             )
-        with path.open("rb", buffering=0) as file:
-            yield io.BufferedReader(_Window(file, info.offset, info.length))
+        return path
 
 
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
@@ -333,6 +360,6 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0
+        count: int = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0  # type: ignore[attr-defined]
         self._at += count
         return count

@@ -147,7 +147,12 @@ def load(
                 f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then begins anew. Nothing was "
                 "loaded."
             )
-        plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None))
+        try:
+            plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise CheckpointError(
+                f"{directory} is not laid out as its .metadata says ({type(error).__name__}: {error}). Nothing was loaded."
+            ) from error
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
     agree(sharded.everyone, f"Loading {directory}", describe, PATIENCE)
@@ -161,10 +166,13 @@ def load(
             # Every rank knows what it needs; asking the others for their opinion takes longer than reading.
             dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
         except CheckpointException as error:
-            raise as_checkpoint_error(error, f"Loading {directory} failed half-way: load another checkpoint") from error
+            causes = "; ".join(as_causes(error))
+            raise CheckpointError(f"Loading {directory} failed half-way: load another checkpoint. {causes}") from error
     found.finish(values)
     sharded.zero_gradients()  # they were of other weights
     sharded.synchronisation.microbatches = 0
+    if manifest is not None:
+        sharded.lineage.take_up((manifest.run, *manifest.continues))
     sharded.refresh()
     prefix = f"rng.{rank}."
     drawn = {key.removeprefix(prefix): values[key] for key in extras if key.startswith(prefix)}
@@ -374,7 +382,7 @@ class _Plan:
         for key in self._stored:
             if key.startswith("optimizer.param_groups."):
                 number, *setting = self._path(key)[2:]
-                if str(number).isdigit():  # else torch's flattened form, by parameter: settings are the program's
+                if str(number).isdecimal():  # else torch's flattened form, by parameter: settings are the program's
                     compat.set_element(stored.setdefault(int(number), {}), tuple(setting), self._value(key))
         group_of = {}
         for number, group in stored.items():
@@ -461,9 +469,13 @@ class _Plan:
 
 def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
     """In the words of the ranks that have failed; torch's own exception is none that ``except Exception`` catches."""
-    causes = dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
     ranks = ", ".join(map(str, sorted(error.failures)[:8]))
-    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(list(causes)[:4])}")
+    return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(as_causes(error))}")
+
+
+def as_causes(error: CheckpointException) -> list[str]:
+    """What has failed, on whichever rank. Without communication torch calls every rank 0."""
+    return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
 
 
 def _inner(name: str) -> str:

@@ -1,15 +1,10 @@
 """What a checkpoint is made of: written last, so that a checkpoint that has one is complete.
 
-``manifest.json`` lists every file with its length and a digest, says from what model, ranks and versions it comes, and
-carries a hash of itself. It is plain JSON: reading it runs nothing.
+``manifest.json`` lists every file with its length and a digest, says from what model, run, ranks and versions it comes,
+and carries a hash of itself. It is plain JSON: reading it runs nothing.
 
-Digests find damage at the speed of memory, several times that of SHA-256, so that they can always be looked at:
-
-    file      | 4 MiB | 4 MiB | ... | rest |
-    4 MiB     4 x 128 rows of 1,024 words of 8 bytes; each 128 rows are summed to one, modulo 2**64
-    digest    SHA-256 of these sums, and of the rest as it is
-
-A changed word changes its sum; changes of several would have to cancel out. They do not show who wrote a file.
+A digest is SHA-256 over the SHA-256 of each 4 MiB of the file, in order. Blocks are hashed by several threads, as
+hashlib releases the interpreter. Every byte and every order counts; a digest does not show who wrote a file.
 """
 
 from __future__ import annotations
@@ -19,7 +14,8 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +23,17 @@ from typing import Any
 import torch
 
 import mfsdp_compile
+from mfsdp_compile.runtime.files import (
+    FileRefused,
+    child,
+    inside,
+    open_new,
+    open_regular,
+    read_json,
+    safe_name,
+    typed,
+    whole,
+)
 
 from .files import CheckpointError
 
@@ -42,7 +49,13 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+
+BLOCK_BYTES = 4 << 20
+"""Hashed at a time by one thread. Part of the format."""
+
+MOST_THREADS = 4
+"""For one file. Ranks of a machine hash their files at the same time."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,8 @@ class Manifest:
         layout: fingerprint of the bucket layouts. Another one means other ranks or strategies, and no error.
         versions: of torch, this package and Python.
         rng: whether the state of random number generators is in it, for each rank.
+        run: that wrote it (:class:`~mfsdp_compile.runtime.lineage.Lineage`); empty: one process that converted it.
+        continues: runs that this one took up again, by loading their checkpoints.
         optimizer: class of the optimizer whose state is in it; None: there is none, or it is not known.
         files: by name relative to the checkpoint.
     """
@@ -78,6 +93,8 @@ class Manifest:
     layout: str
     versions: Mapping[str, str]
     rng: bool
+    run: str = ""
+    continues: Sequence[str] = ()
     optimizer: str | None = None
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
@@ -124,57 +141,114 @@ def read_manifest(directory: Path) -> Manifest | None:
     """
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
+        found = typed(read_json(inside(directory, MANIFEST)), dict, "the manifest")
+        digest = found.pop("sha256", None)
+        if digest != _digest(found):
+            raise FileRefused("its hash is another")
+        if (version := whole(found.pop("format", None), "format")) != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {version}, and this version of mfsdp-compile reads format {FORMAT}. Load the "
+                f"checkpoint with a{' later' if version > FORMAT else 'n earlier'} version, or without its manifest: "
+                "verify=False."
+            )
+        return _checked(directory, found)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        body = json.loads(text)
-        digest = body.pop("sha256")
-        if digest != _digest(body):
-            raise ValueError("its hash is another")
-        if body.pop("format") > FORMAT:
-            raise CheckpointError(f"{path} was written by a later version of mfsdp-compile. Update the package.")
-        files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
-        return Manifest(**body, files=files)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except FileRefused as error:
         raise CheckpointError(
             f"{path} is damaged ({error}). Copy the checkpoint again, or use an earlier one; verify=False loads it "
             "without looking at the manifest."
         ) from None
 
 
+def _checked(directory: Path, found: dict[str, Any]) -> Manifest:
+    """
+    Raises:
+        FileRefused: it lacks something, has more, or a value that makes no sense.
+    """
+    if odd := sorted(set(found) ^ {each.name for each in fields(Manifest)}):
+        raise FileRefused(f"it lacks, or has beside what it should, {odd[0]!r:.80}")
+
+    def text(name: str) -> str:
+        return safe_name(found[name], name)
+
+    files = {}
+    for name, record in typed(found["files"], dict, "files").items():
+        child(directory, name)
+        if set(typed(record, dict, f"the record of {name}")) != {"bytes", "digest"}:
+            raise FileRefused(f"the record of {name} is {record!r:.80}")
+        digest = safe_name(record["digest"], f"the digest of {name}")
+        files[name] = FileRecord(whole(record["bytes"], f"the length of {name}"), digest)
+    return Manifest(
+        step=None if found["step"] is None else whole(found["step"], "step"),
+        serial=whole(found["serial"], "serial"),
+        created=text("created"),
+        world_size=whole(found["world_size"], "world_size", 1),
+        sharding=text("sharding"),
+        layout=text("layout"),
+        versions={safe_name(k): safe_name(v) for k, v in typed(found["versions"], dict, "versions").items()},
+        rng=typed(found["rng"], bool, "rng"),
+        run=text("run"),
+        continues=tuple(safe_name(run, "a run") for run in typed(found["continues"], list, "continues")),
+        optimizer=None if found["optimizer"] is None else text("optimizer"),
+        files=files,
+    )
+
+
 def damaged_files(directory: Path, files: Mapping[str, FileRecord], names: Sequence[str]) -> list[str]:
-    """What is wrong with each of ``names``, one line per file; reads every byte of them."""
+    """What is wrong with each of ``names``, one line per file; reads every byte of those that have the right length."""
     found = []
     for name in names:
         try:
-            record = hash_file(directory / name)
+            path = inside(directory, name)
+            size = path.stat().st_size
+            right = size == files[name].bytes and hash_file(path) == files[name]
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
-            continue
-        if record.bytes != files[name].bytes:
-            found.append(f"{name} has {record.bytes:,} bytes instead of {files[name].bytes:,}")
-        elif record != files[name]:
-            found.append(f"{name} has other contents than were written")
+        except FileRefused as error:
+            found.append(f"{name} is not read: {error}")
+        else:
+            if size != files[name].bytes:
+                found.append(f"{name} has {size:,} bytes instead of {files[name].bytes:,}")
+            elif not right:
+                found.append(f"{name} has other contents than were written")
     return found
 
 
 def hash_file(path: Path) -> FileRecord:
-    digest, length = hashlib.sha256(), 0
-    buffer = bytearray(4 << 20)
-    rows = torch.frombuffer(buffer, dtype=torch.int64).view(4, 128, 1024)
-    with open(path, "rb") as file:
-        while count := file.readinto(buffer):
-            digest.update(rows.sum(1).numpy() if count == len(buffer) else memoryview(buffer)[:count])
-            length += count
-    return FileRecord(length, digest.hexdigest())
+    """Length and digest; with :data:`BLOCK_BYTES` in memory for each thread.
+
+    Raises:
+        FileRefused: a pipe or device.
+    """
+    with open_regular(path) as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+
+        def block(start: int) -> tuple[int, bytes]:
+            data = os.pread(descriptor, BLOCK_BYTES, start)
+            while 0 < len(data) < min(BLOCK_BYTES, size - start):  # a system may return less at a time
+                more = os.pread(descriptor, BLOCK_BYTES - len(data), start + len(data))
+                if not more:
+                    break
+                data += more
+            return len(data), hashlib.sha256(data).digest()
+
+        starts = range(0, size, BLOCK_BYTES)
+        threads = min(MOST_THREADS, os.cpu_count() or 1, len(starts))
+        whole_file, length = hashlib.sha256(), 0
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
+            # pool.map takes all of its argument at once: a list of block numbers, a millionth of the file.
+            for count, digest in pool.map(block, starts) if threads > 1 else map(block, starts):
+                whole_file.update(digest)
+                length += count
+    return FileRecord(length, whole_file.hexdigest())
 
 
 def write_durably(path: Path, text: str) -> None:
     """All of it or nothing, also when the power fails: written beside, flushed to the disk, renamed."""
     beside = path.with_name(f"{path.name}.tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
+    with open_new(beside) as file:
+        file.write(text.encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

@@ -1,7 +1,7 @@
 """Pickles in checkpoints, read without running what a stranger may have put into them.
 
 A checkpoint has pickles in two places. ``.metadata`` is a plain one: :func:`load_metadata` unpickles it into inert
-records, of classes made for the occasion, and builds torch's metadata from what they hold. Everything else (tensors, bytes
+records, and builds torch's metadata from what they hold. Everything else (tensors, bytes
 entries, ``common.pt``) was written by ``torch.save``: :func:`load_object` reads it with ``weights_only=True`` and a short
 list of further classes. Classes of Megatron and Transformer Engine, as in the training arguments of ``common.pt``, are
 neither imported nor refused: a :class:`Foreign` object keeps their place, and is written again under the old name.
@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import copyreg
 import io
-import pathlib
 import pickle
 import signal
 import types
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
 
 __all__ = ["CheckpointError", "Foreign", "check_sums", "dump_object", "load_metadata", "load_object"]
 
@@ -53,44 +54,186 @@ _METADATA_NAMES = frozenset(
     | {"MetadataIndex", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"}
 )
 _PATHS = frozenset({"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"})
+_LAYOUTS = {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+MOST_METADATA_BYTES = 4 << 30
+MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the name of a class in a pickle becomes."""
+
+    name: str
 
 
 class _Record:
-    """What an object of a pickle becomes: the name of its class, and its state."""
+    """What an object of a pickle becomes: the name of its class, the arguments of its constructor, its state."""
 
-    kind = ""
+    __slots__ = ("arguments", "kind", "state")
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, kind: str, arguments: tuple[Any, ...]) -> None:
+        self.kind, self.arguments = kind, arguments
         self.state: Any = {}
 
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+
+def _make(kind: Any, arguments: Any) -> Any:
+    """What calling a class of a pickle gives.
+
+    Raises:
+        ValueError: it is no class, or these are not arguments that it is called with in metadata.
+    """
+    if not isinstance(kind, _Kind) or type(arguments) is not tuple:
+        raise ValueError("the pickle calls what is no class")
+    if kind.name == "Size":
+        (numbers,) = arguments
+        return tuple(numbers) if type(numbers) in (tuple, list) else _refuse(kind)
+    if kind.name in ("tuple", "list", "set", "OrderedDict"):
+        if kind.name == "OrderedDict" and not arguments:
+            return {}
+        (items,) = arguments or ((),)
+        if type(items) not in (tuple, list):
+            return _refuse(kind)
+        made: dict[str, Any] = {"tuple": tuple, "list": list, "set": _as_set, "OrderedDict": _as_dict}
+        return made[kind.name](items)
+    if kind.name == "_get_layout":
+        (name,) = arguments
+        return _LAYOUTS[_text(name)]
+    if kind.name in _PATHS:
+        return "/".join(map(_text, arguments))
+    return _Record(kind.name, arguments)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+def _refuse(kind: _Kind) -> Any:
+    raise ValueError(f"{kind.name} is called with what it never is in metadata")
+
+
+def _as_key(key: Any) -> Any:
+    """Of a dictionary or set. Hashing a tuple of a million tuples in one another ends the process."""
+    if type(key) is tuple and all(type(item) in (int, str) for item in key):
+        return key
+    if type(key) not in (str, int, bool, float, bytes, _Record, type(None)):
+        raise ValueError(f"a {type(key).__name__} is the key of a dictionary or in a set")
+    return key
+
+
+def _as_set(items: Any) -> set[Any]:
+    return {_as_key(item) for item in items}
+
+
+def _as_dict(items: Any) -> dict[Any, Any]:
+    return {_as_key(key): value for key, value in items}
+
+
+_Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
+class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
+    """Builds records, dictionaries, lists, tuples, sets, numbers and strings: no class of a pickle is ever called or changed.
+
+    In Python, where each operation can be replaced (the one in C lets a pickle set attributes of what it names, and
+    reserves memory for the highest number that it mentions).
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)
         self._path = path
-        self._kinds: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _METADATA_MODULES and name in _METADATA_NAMES:
-            return self._kinds.setdefault(name, type(name, (_Record,), {"kind": name}))
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) in {("torch", "Size"), ("builtins", "tuple"), ("builtins", "list"), ("builtins", "set")}:
-            return {"Size": tuple}.get(name) or {"tuple": tuple, "list": list, "set": set}[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return {str(layout): layout for layout in (torch.strided, torch.sparse_coo, torch.sparse_csr)}.__getitem__
-        if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return PurePosixPath
+            return _Kind(name)
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        if (module, name) in {
+            ("torch", "Size"),
+            ("builtins", "tuple"),
+            ("builtins", "list"),
+            ("builtins", "set"),
+            ("collections", "OrderedDict"),
+            ("torch.serialization", "_get_layout"),
+        } or (module in ("pathlib", "pathlib._local") and name in _PATHS):
+            return _Kind(name)
         raise CheckpointError(
             f"{self._path} asks for the class {module}.{name}, which no checkpoint's metadata needs. Unpickling it could "
             "run any code, so it was not loaded. Do not use this checkpoint unless you know who wrote it."
         )
+
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = _make(self.stack[-1], arguments)
+
+    def _newobj_ex(self) -> None:
+        named = self.stack.pop()
+        if named != {}:
+            raise ValueError("a class is called with arguments by name")
+        self._reduce()
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) is not _Record:
+            raise ValueError(f"the pickle sets the state of a {type(self.stack[-1]).__name__}")
+        self.stack[-1].state = state
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._of(dict)[_as_key(key)] = value
+
+    def _setitems(self) -> None:
+        items = self.pop_mark()
+        self._of(dict).update(zip(map(_as_key, items[::2]), items[1::2], strict=True))
+
+    def _append(self) -> None:
+        value = self.stack.pop()
+        self._of(list).append(value)
+
+    def _appends(self) -> None:
+        items = self.pop_mark()
+        self._of(list).extend(items)
+
+    def _additems(self) -> None:
+        items = self.pop_mark()
+        self._of(set).update(map(_as_key, items))
+
+    def _frozenset(self) -> None:
+        self.append(_as_set(self.pop_mark()))
+
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.append(dict(zip(map(_as_key, items[::2]), items[1::2], strict=True)))
+
+    def _of(self, kind: type) -> Any:
+        if type(self.stack[-1]) is not kind:
+            raise ValueError(f"the pickle adds to a {type(self.stack[-1]).__name__}")
+        return self.stack[-1]
+
+    def _never(self) -> None:
+        raise ValueError("it has an operation that metadata never has")
+
+    dispatch |= {
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _reduce,
+        pickle.NEWOBJ_EX[0]: _newobj_ex,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.ADDITEMS[0]: _additems,
+        pickle.FROZENSET[0]: _frozenset,
+        pickle.DICT[0]: _dict,
+    }
+    dispatch |= dict.fromkeys(
+        (
+            code[0]
+            for code in (
+                *(pickle.INST, pickle.OBJ, pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4),
+                *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+            )
+        ),
+        _never,
+    )
 
 
 def load_metadata(path: Path) -> Metadata:
@@ -102,8 +245,9 @@ def load_metadata(path: Path) -> Metadata:
         CheckpointError: missing, damaged, not a checkpoint's metadata, or naming another class; with the file's name.
     """
     try:
-        with path.open("rb") as file:
-            top = _MetadataUnpickler(file, path).load()
+        top = _MetadataUnpickler(
+            io.BytesIO(read_bytes(inside(path.parent, path.name), MOST_METADATA_BYTES)), path
+        ).load()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: it is not a checkpoint of torch.distributed.checkpoint, or one whose "
@@ -111,6 +255,8 @@ def load_metadata(path: Path) -> Metadata:
         ) from None
     except (CheckpointError, OSError):
         raise
+    except FileRefused as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
     except Exception as error:  # a damaged pickle raises nearly anything
         raise _damaged(path, error) from error
     try:
@@ -128,15 +274,19 @@ def _damaged(where: Path | str, error: BaseException | str) -> CheckpointError:
 
 def _metadata(top: Any) -> Metadata:
     state = _state(top, "Metadata")
+    entries = typed(state["state_dict_metadata"], dict, "state_dict_metadata")
     metadata = Metadata(
-        state_dict_metadata={_text(key): _entry(value) for key, value in state["state_dict_metadata"].items()},
+        state_dict_metadata={_text(key): _entry(value) for key, value in entries.items()},
         planner_data=_paths(state.get("planner_data")),
         storage_data=dict(_location(*item) for item in (state["storage_data"] or {}).items()),
         storage_meta=StorageMeta(),
     )
-    if "version" in state:
-        metadata.version = state["version"]
-    metadata.mcore_data = dict(state.get("mcore_data") or {})  # type: ignore[attr-defined]
+    if state.get("version") is not None:
+        metadata.version = _text(state["version"])
+    noted = typed(state.get("mcore_data") or {}, dict, "mcore_data")
+    metadata.mcore_data = {  # type: ignore[attr-defined]
+        _text(key): _plain(typed(facts, dict, "a note of Megatron")) for key, facts in noted.items()
+    }
     return metadata
 
 
@@ -147,49 +297,80 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     # A tuple whose length depends on the version of torch: 2.15 added strides at its end, at which older ones fail.
     dtype, _, requires_grad, *_ = _state(state["properties"], "TensorProperties", tuple)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"a dtype is {dtype!r}")
-    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in state["chunks"]]
+        raise ValueError(f"a dtype is {dtype!r:.80}")
+    size = _size(state["size"])
+    chunks = [_state(chunk, "ChunkStorageMetadata") for chunk in typed(state["chunks"], list, "chunks")]
+    found = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
+    if odd := [chunk for chunk in found if not len(chunk.offsets) == len(chunk.sizes) == len(size)]:
+        raise ValueError(
+            f"a tensor of {len(size)} dimensions has a chunk {tuple(odd[0].sizes)} at {tuple(odd[0].offsets)}"
+        )
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype, requires_grad=bool(requires_grad)),
-        size=_size(state["size"]),
-        chunks=[ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks],
+        properties=TensorProperties(dtype=dtype, requires_grad=bool(requires_grad)), size=size, chunks=found
     )
 
 
 def _location(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
     at, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-    path, offset, length = _text(where["relative_path"]), int(where["offset"]), int(where["length"])
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or pathlib.PureWindowsPath(path).drive:
-        raise ValueError(f"a part lies outside of the checkpoint, at {path!r}")
-    if offset < 0 or length < 0:
-        raise ValueError(f"a part lies at bytes {offset} to {offset + length} of {path!r}")
+    path = _text(where["relative_path"])
+    child(Path(), path)
+    offset, length = whole(where["offset"], "an offset"), whole(where["length"], "a length")
     offsets = None if at.get("offset") is None else _size(at["offset"])
-    found = MetadataIndex(_text(at["fqn"]), offsets, at.get("index"))
-    return found, compat.storage_info(path, offset, length, where.get("transform_descriptors"))
+    number = None if at.get("index") is None else whole(at["index"], "the number of a chunk")
+    descriptors = where.get("transform_descriptors")
+    if descriptors is not None:
+        descriptors = tuple(_text(name) for name in typed(descriptors, (list, tuple), "transform_descriptors"))
+    return MetadataIndex(_text(at["fqn"]), offsets, number), compat.storage_info(path, offset, length, descriptors)
 
 
 def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Where in nested dictionaries the entries were, if that is what it says; planners may note anything there."""
-    if not isinstance(data, dict) or not all(isinstance(path, tuple) for path in data.values()):
+    """Where in nested dictionaries and lists the entries were, if that is what it says; planners may note anything there.
+
+    Raises:
+        FileRefused: a list would have more elements than there are entries.
+    """
+    if not isinstance(data, dict) or not all(type(path) is tuple for path in data.values()):
         return None
-    known = all(isinstance(step, str | int) for path in data.values() for step in path)
-    return data if known and all(isinstance(key, str) for key in data) else None
+    known = all(type(step) in (str, int) for path in data.values() for step in path)
+    if not known or not all(isinstance(key, str) for key in data):
+        return None
+    for path in data.values():
+        for step in path:
+            if type(step) is int:
+                whole(step, "the place of an entry in a list", 0, len(data) - 1)
+    return data
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """Numbers, strings, dtypes and nested collections of them, of Megatron's notes on a tensor."""
+    if depth > 8:
+        raise ValueError("notes are nested too deep")
+    if type(value) in (tuple, list):
+        return type(value)(_plain(held, depth + 1) for held in value)
+    if type(value) is dict:
+        return {_text(key): _plain(held, depth + 1) for key, held in value.items()}
+    if value is not None and type(value) not in (bool, int, float, str, torch.dtype):
+        raise ValueError(f"a note is of type {type(value).__name__}")
+    return value
 
 
 def _state(record: Any, kind: str, of: type = dict) -> Any:
-    if not isinstance(record, _Record) or record.kind != kind or not isinstance(record.state, of):
+    if not isinstance(record, _Record) or record.kind != kind or type(record.state) is not of:
         raise ValueError(f"expected a {kind}, found {getattr(record, 'kind', '') or type(record).__name__}")
     return record.state
 
 
 def _size(numbers: Any) -> torch.Size:
-    return torch.Size([int(n) for n in numbers])
+    if len(typed(numbers, (tuple, list), "a shape")) > MOST_DIMENSIONS:
+        raise ValueError(f"a shape has {len(numbers):,} dimensions")
+    for number in numbers:
+        if type(number) is not int or not 0 <= number < 1 << 63:
+            whole(number, "a size or an offset")
+    return torch.Size(numbers)
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a name, found {type(value).__name__}")
-    return value
+    return safe_name(value)
 
 
 # -- what torch.save wrote --------------------------------------------------------------------------------------------
@@ -294,8 +475,11 @@ def _foreign_class(name: str) -> type[Foreign]:
     return type(qualified, (Foreign,), {"__module__": module, "__qualname__": qualified})
 
 
-def check_sums(file: IO[bytes], where: Path | str) -> None:
+def check_sums(file: IO[bytes], where: Path | str, contents: bool = True) -> None:
     """Compare a ``torch.save`` archive's contents with its checksums, which torch itself does not look at.
+
+    Args:
+        contents: else only whether it would grow when it is read is looked at.
 
     Raises:
         CheckpointError: a byte has changed, or the file is cut short. Nothing is known of files that were written
@@ -303,8 +487,15 @@ def check_sums(file: IO[bytes], where: Path | str) -> None:
     """
     try:
         file.seek(0)
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
         with zipfile.ZipFile(file) as archive:
-            wrong = archive.testzip() if any(item.CRC for item in archive.infolist()) else None
+            items = archive.infolist()
+            if any(item.compress_type != zipfile.ZIP_STORED for item in items):
+                raise ValueError("it is compressed, which torch.save does not do")
+            if (claimed := sum(item.file_size for item in items)) > size:
+                raise ValueError(f"its parts have {claimed:,} bytes, all of it {size:,}")
+            wrong = archive.testzip() if contents and any(item.CRC for item in items) else None
     except OSError:
         raise
     except Exception as error:

@@ -10,6 +10,7 @@ checkpoint as it was.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,19 +21,24 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 
 from .manifest import FileRecord, Manifest, hash_file
+from .space import explaining_full_disks
 
 __all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
 
 
 PATIENCE = 10.0
 """Seconds for a file that another rank has written and flushed to show on the first one, through a network file system."""
+
+
+BYTES_PER_ENTRY = 200
+"""That a chunk of a tensor takes in ``.metadata`` and the manifest, about."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,10 @@ class PublishingWriter(FileSystemWriter):
         self._publish = publish
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # Torch's own writer makes a file also for a rank that has nothing to write.
-        results = super().write_data(plan, planner).wait() if plan.items else []
+        needed = sum(map(_bytes_of, plan.items))
+        with explaining_full_disks(self._directory, needed):
+            # Torch's own writer makes a file also for a rank that has nothing to write.
+            results = super().write_data(plan, planner).wait() if plan.items else []
         firsts: set[str] = set()
         hashed: list[WriteResult] = []
         for result in results:
@@ -80,9 +88,10 @@ class PublishingWriter(FileSystemWriter):
             for each in results
         ]
         self._check_arrived(files)
-        super().finish(metadata, plain)
-        files[".metadata"] = hash_file(self._directory / ".metadata")
-        replace(self._manifest, files=files).write(self._directory)
+        with explaining_full_disks(self._directory, BYTES_PER_ENTRY * sum(map(len, results))):
+            super().finish(metadata, plain)
+            files[".metadata"] = hash_file(self._directory / ".metadata")
+            replace(self._manifest, files=files).write(self._directory)
         sync_directory(self._directory)
         self._publish()
 
@@ -110,6 +119,12 @@ class PublishingWriter(FileSystemWriter):
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         """Copies in the CPU's memory, so that training may go on while they are written."""
         return _staged(state_dict)
+
+
+def _bytes_of(item: WriteItem) -> int:
+    """Of a tensor's values; what else there is, is small."""
+    held = item.tensor_data
+    return math.prod(held.chunk.sizes) * held.properties.dtype.itemsize if held is not None else 0
 
 
 def _staged(value: Any) -> Any:

@@ -8,9 +8,8 @@ import hashlib
 import operator
 import os
 import re
-import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.agreement import agree
+from mfsdp_compile.runtime.files import FileRefused, inside, read_text, remove
+from mfsdp_compile.runtime.lineage import Lineage
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optimizer_state import optimizer_name
 from mfsdp_compile.wrapper import unwrapped
@@ -56,9 +57,14 @@ class Checkpoints:
     the name of the last one, for other programs; :meth:`latest` looks for itself. All methods are collective but for
     :meth:`latest` and :meth:`all`.
 
+    One folder is for one training. Every sharded model is a run, whose id is in its checkpoints; loading a checkpoint takes up
+    the runs that it comes from. Where another run saves into the folder too (two jobs by mistake, or one that was begun anew),
+    saving goes on, as a mistake in one job must not cost the work of another; but ``keep`` counts and removes only checkpoints
+    of this run and of those that it took up, and a warning names the others.
+
     Args:
         root: the folder; it is made if need be. Several machines must share it.
-        keep: how many to keep, counted from the last; None: all.
+        keep: how many to keep of this run, counted from the last; None: all.
     """
 
     def __init__(self, root: str | os.PathLike[str], keep: int | None = None) -> None:
@@ -68,6 +74,7 @@ class Checkpoints:
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
+        self._told: set[str] = set()  # runs that a warning has named
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -96,27 +103,28 @@ class Checkpoints:
         """
         complete, damaged = self._find()
         if damaged:
-            with contextlib.suppress(FileNotFoundError):
-                name = (self.root / _LATEST).read_text(encoding="utf-8")
+            with contextlib.suppress(OSError, FileRefused):
+                name = read_text(inside(self.root, _LATEST))
                 for path, what in damaged:
                     if path.name == name:
                         raise what
         return complete[-1][1] if complete else None
 
-    def _find(self) -> tuple[list[tuple[int, Path]], list[tuple[Path, CheckpointError]]]:
-        """The complete ones with their serial numbers, sorted; the damaged ones with what is wrong."""
-        complete, damaged = [], []
+    def _find(self) -> tuple[list[tuple[Manifest, Path]], list[tuple[Path, CheckpointError]]]:
+        """The complete ones with their manifests, in the order of their serial numbers; the damaged ones with what is wrong."""
+        complete: list[tuple[Manifest, Path]] = []
+        damaged: list[tuple[Path, CheckpointError]] = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
             if not _NAME.fullmatch(path.name):
                 continue
             try:
                 if (manifest := read_manifest(path)) is not None:
-                    complete.append((manifest.serial, path))
+                    complete.append((manifest, path))
             except CheckpointError as error:
                 damaged.append((path, error))
             except OSError as error:
                 damaged.append((path, CheckpointError(f"{path} cannot be read ({error}).")))
-        return sorted(complete), damaged
+        return sorted(complete, key=lambda held: (held[0].serial, held[1])), damaged
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -147,9 +155,7 @@ class Checkpoints:
         try:
             dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
         except CheckpointException as error:
-            raise as_checkpoint_error(
-                error, f"Saving {save.path} failed; earlier checkpoints are as they were"
-            ) from error
+            raise save.failed(error) from error
         finally:
             save.lock.close()
         return save.path
@@ -176,7 +182,7 @@ class Checkpoints:
             save.lock.close()
             error = written.exception()
             if isinstance(error, CheckpointException):
-                error = as_checkpoint_error(error, f"Saving {save.path} failed; earlier checkpoints are as they were")
+                error = save.failed(error)
             if error is not None:
                 done.set_exception(error)
             else:
@@ -230,8 +236,9 @@ class Checkpoints:
         if dist.get_rank(group) == 0:
             try:
                 lock.enter_context(_locked(self.root))
-                chosen = [(*self._prepare(step), None)]
+                chosen = [(*self._prepare(step, sharded.lineage), None)]
             except Exception as error:  # the other ranks wait for it
+                lock.close()
                 chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
         dist.broadcast_object_list(chosen, group=group, group_src=0)
         directory, final, serial, refusal = chosen[0]
@@ -243,7 +250,7 @@ class Checkpoints:
             sync_directory(self.root)
             try:
                 write_durably(self.root / _LATEST, final.name)
-                self._remove_old()
+                self._remove_old(sharded.lineage)
             except OSError as error:  # the checkpoint is there
                 warnings.warn(
                     f"{final} is complete, but what is around it could not be kept in order: {error}", stacklevel=2
@@ -251,16 +258,19 @@ class Checkpoints:
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
-        return _Save(state, writer, group, final, lock)
+        return _Save(state, writer, group, final, directory, lock)
 
-    def _prepare(self, step: int) -> tuple[Path, Path, int]:
+    def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
         """On the first rank: where to write, what to call it then, and its serial number."""
-        for left in self.root.glob(".saving-*"):  # by a process that died; none is at work, as this one has the lock
-            shutil.rmtree(left)
-        for left in self.root.glob(".removing-*"):
-            shutil.rmtree(left)
+        for pattern in (
+            ".saving-*",
+            ".removing-*",
+        ):  # by a process that died; none is at work, as this one has the lock
+            for left in self.root.glob(pattern):
+                remove(left)
         complete, _ = self._find()
-        serial = complete[-1][0] + 1 if complete else 0
+        self._warn_of_others(complete, lineage)
+        serial = complete[-1][0].serial + 1 if complete else 0
         final, number = self.root / f"step-{step:08}", 0
         while final.exists():  # from a run that was taken up again further back; it stays
             number += 1
@@ -269,13 +279,28 @@ class Checkpoints:
         directory.mkdir()
         return directory, final, serial
 
-    def _remove_old(self) -> None:
+    def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
+        others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
+        for run, (manifest, path) in others.items():
+            if run in self._told:
+                continue
+            self._told.add(run)
+            warnings.warn(
+                f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the last is {path.name}, made "
+                f"{manifest.created}. This run, {lineage.run}, has not loaded it, saves beside it, and does not remove it. If "
+                "another job is at work, give each a folder of its own: loading takes the last checkpoint of all. If this "
+                "training was begun anew, remove the old checkpoints; if it should go on from them, load first.",
+                stacklevel=4,
+            )
+
+    def _remove_old(self, lineage: Lineage) -> None:
         if self.keep is None:
             return
-        for _, path in self._find()[0][: -self.keep]:
+        own = [path for manifest, path in self._find()[0] if lineage.has(manifest.run)]
+        for path in own[: -self.keep]:
             doomed = self.root / f".removing-{path.name}"
             os.rename(path, doomed)  # at once, so that nobody takes the half for the whole
-            shutil.rmtree(doomed)
+            remove(doomed)
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -320,14 +345,24 @@ class _Save:
     writer: PublishingWriter
     group: dist.ProcessGroup
     path: Path
+    directory: Path
     lock: contextlib.ExitStack
+
+    def failed(self, error: CheckpointException) -> CheckpointError:
+        """On every rank. The first one removes what was written, as it takes room; under this name it is not
+        published."""
+        if dist.get_rank(self.group) == 0:
+            with contextlib.suppress(OSError):  # the next save removes what could not be removed now
+                remove(self.directory)
+        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
 
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """One process writes at a time. The system lets go of the lock of a process that dies."""
     root.mkdir(parents=True, exist_ok=True)
-    with open(root / ".lock", "w") as file:
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -351,5 +386,7 @@ def _manifest(
         layout=hashlib.sha256(layouts.encode()).hexdigest(),
         versions=versions(),
         rng=True,
+        run=sharded.lineage.run,
+        continues=sharded.lineage.continues,
         optimizer=optimizer_name(optimizer) if optimizer is not None else None,
     )

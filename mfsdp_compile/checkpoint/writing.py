@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import pickle
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.files import remove
 
 from .pickles import CheckpointError, dump_object
+from .space import explaining_full_disks
 
 __all__ = ["CheckpointWriter", "new_output"]
 
@@ -147,11 +148,11 @@ class CheckpointWriter:
 
 
 @contextlib.contextmanager
-def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
+def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
     """A place to write ``out`` at, a file or a directory, that takes its name when the block ends without an error.
 
     Until then everything is at ``OUT.partial-<pid>``, and after an error nothing is. ``overwrite``: what is there is
-    replaced, if it is a checkpoint.
+    replaced, if it is a checkpoint. ``needed``: bytes that will be written, for the message where they find no room.
 
     Raises:
         CheckpointError: ``out`` exists and is not to be overwritten, or is something else than a checkpoint.
@@ -164,9 +165,10 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
             raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove(partial)  # of a process that was killed and had the same number
+    remove(partial)  # of a process that was killed and had the same number
     try:
-        yield partial
+        with explaining_full_disks(partial, needed):
+            yield partial
         replaced = out.is_dir() and not out.is_symlink()
         if replaced:
             out.rename(old)  # a directory cannot be renamed over another
@@ -177,13 +179,6 @@ def new_output(out: Path, overwrite: bool = False) -> Iterator[Path]:
                 old.rename(out)
             raise
     finally:
-        _remove(partial)
+        remove(partial)
     if replaced:
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        remove(old)

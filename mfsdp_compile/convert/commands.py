@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from mfsdp_compile.checkpoint.files import CheckpointError, new_output
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest, seal
+from mfsdp_compile.runtime.files import FileRefused, inside, read_json, typed
 
 from . import huggingface, inspect, torch_dist
 from .groups import FILE_NAME, map_from_dcp, read_map, write_map
@@ -208,8 +208,9 @@ def _format_of(source: Path) -> str:
 
 def _says_torch_dist(source: Path) -> bool:
     try:
-        return json.loads((source / "metadata.json").read_text()).get("sharded_backend") == "torch_dist"
-    except (OSError, ValueError, AttributeError):
+        found = typed(read_json(inside(source, "metadata.json")), dict, "metadata.json")
+        return found.get("sharded_backend") == "torch_dist"
+    except (OSError, FileRefused):
         return False
 
 
@@ -220,7 +221,10 @@ def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
     if given.dry_run:
         print("\n".join(plan.lines()))
         return 0
-    with new_output(given.out, given.overwrite) as partial, _progress(plan.nbytes, given.out.name) as advance:
+    with (
+        new_output(given.out, given.overwrite, plan.nbytes) as partial,
+        _progress(plan.nbytes, given.out.name) as advance,
+    ):
         plan.write(partial, advance)
         if (partial / ".metadata").exists():
             seal(partial, read_manifest(source))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader
+from mfsdp_compile.runtime.files import FileRefused, read_json, safe_name, typed, whole
 
 from . import keys
 
@@ -75,12 +76,13 @@ def read_map(path: Path) -> dict[str, int]:
         CheckpointError: not such a file.
     """
     try:
-        mapped = json.loads(path.read_text())
+        mapped = read_json(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} could not be read as JSON: {error}") from error
-    if not isinstance(mapped, dict) or not all(type(number) is int for number in mapped.values()):
-        raise CheckpointError(f"{path} is not an object of parameter names and numbers of groups.")
-    return mapped
+    try:
+        return {safe_name(name): whole(n, f"the group of {name}") for name, n in typed(mapped, dict, "it").items()}
+    except FileRefused as error:
+        raise CheckpointError(f"{path} is not an object of parameter names and numbers of groups: {error}.") from None
 
 
 def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int]:

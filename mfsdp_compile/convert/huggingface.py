@@ -12,7 +12,6 @@ data, and at export it is left out again.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,16 @@ import torch
 from torch import Tensor
 
 from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.runtime.files import (
+    FileRefused,
+    copy_inside,
+    inside,
+    members,
+    read_json,
+    safe_name,
+    subfolder,
+    typed,
+)
 
 from .keys import Prefixes
 from .plan import Move, Plan
@@ -66,7 +75,7 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
         CheckpointError: safetensors is not installed, or ``source`` is not readable.
     """
     reader, plan = SafetensorsReader(source), Plan()
-    extras = [path for path in sorted(source.iterdir()) if _is_extra(path)] if source.is_dir() else []
+    extras = _extras(source)
     tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
     for name, other in tied:
         if other not in reader.layouts:
@@ -89,8 +98,7 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
             writer.add_alias(f"{options.prefixes.model}.{name}", f"{options.prefixes.model}.{other}")
         if source.is_dir():
             (out / CARRIED).mkdir()
-        for path in extras:
-            shutil.copyfile(path, out / CARRIED / path.name)
+        copy_inside(source, {f"{CARRIED}/{path.name}": path for path in extras}, out)
         writer.close()
 
     plan.write = write
@@ -117,7 +125,7 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
             "with --model-prefix; mfsdp checkpoint inspect shows keys."
         )
     stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
-    carried = options.files_from or source / CARRIED
+    carried = options.files_from or _carried(source)
     for name, other in _tied(options, _config(carried), stored):
         if name in keys and other in keys:
             _check_tied(reader, keys[name], keys[other])
@@ -126,7 +134,7 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
     files = split_into_files(
         layouts, sum(x.nbytes for x in layouts.values()) if single_file else options.max_shard_bytes
     )
-    extras = [path for path in sorted(carried.iterdir()) if _is_extra(path)] if carried.is_dir() else []
+    extras = _extras(carried)
     if not single_file and not any(path.name == "config.json" for path in extras):
         plan.notes.append(
             f"{carried} has no config.json, which from_pretrained needs beside the weights. Say with --files-from where "
@@ -151,30 +159,48 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
         for file, names in files.items():
             write_file(out / file, layouts, names, read)
         write_index(out, layouts, files)
-        for path in extras:
-            if path.name == "config.json" and options.dtype is not None:
-                (out / path.name).write_text(_with_dtype(_config(carried), options.dtype))
-            else:
-                shutil.copyfile(path, out / path.name)
+        copy_inside(carried, {path.name: path for path in extras}, out)
+        if options.dtype is not None and (out / "config.json").exists():
+            (out / "config.json").write_text(_with_dtype(_config(carried), options.dtype))
 
     plan.write = write
     return plan
 
 
-def _is_extra(path: Path) -> bool:
-    weights = path.suffix in _WEIGHTS or path.name.endswith(".index.json")
-    return path.is_file() and not weights and not path.name.startswith(".")
+def _carried(source: Path) -> Path:
+    try:
+        return subfolder(source, CARRIED)
+    except FileRefused as error:
+        raise CheckpointError(f"{source} cannot be read: {error}.") from None
+
+
+def _extras(folder: Path) -> list[Path]:
+    """Files of a folder that are no weights."""
+    try:
+        return [
+            inside(folder, path.name)
+            for path in members(folder)
+            if not (path.suffix in _WEIGHTS or path.name.endswith(".index.json") or path.name.startswith("."))
+            and not path.is_dir()
+        ]
+    except FileRefused as error:
+        raise CheckpointError(f"{folder} cannot be copied: {error}.") from None
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """What matters of a configuration, checked; the rest as it is."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
     try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
+        config = typed(read_json(inside(folder, path.name)), dict, "it")
+        for held in (config, typed(config.get("text_config") or {}, dict, "text_config")):
+            typed(held.get("tie_word_embeddings", True), bool, "tie_word_embeddings")
+        for name in typed(config.get("architectures") or [], list, "architectures"):
+            safe_name(name, "an architecture")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except FileRefused as error:
         raise CheckpointError(f"{path} is damaged ({error}). Copy it again.") from error
-    return config if isinstance(config, dict) else {}
+    return config
 
 
 def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[str, str]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.manifest import MANIFEST
+from mfsdp_compile.runtime.files import FileRefused, copy_inside, inside, links_inside, read_json
 
 from .plan import Move, Plan
 from .torch_dist import load_common
@@ -190,6 +191,16 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
         shape, dtype = (tuple(reader.shape(key)), reader.dtype(key)) if tensor else (None, None)
         plan.moves.append(Move(new, (key,), shape, dtype))
 
+    try:
+        extras = {
+            path.relative_to(source).as_posix(): path
+            for path in links_inside(source)
+            if path.parent != source
+            or not (path.suffix == ".distcp" or path.name.startswith(".") or path.name == MANIFEST)
+        }
+    except FileRefused as error:
+        raise CheckpointError(f"{source} cannot be copied: {error}.") from None
+
     def write(out: Path, advance: Callable[[int], None]) -> None:
         writer = CheckpointWriter(out)
         paths = reader.metadata.planner_data or {}
@@ -203,11 +214,7 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
             if key in reader.metadata.mcore_data:  # type: ignore[attr-defined]
                 writer.mcore_data[new] = reader.mcore_data(key)
             advance(reader.numel(key) * reader.dtype(key).itemsize)
-        for path in sorted(source.iterdir()):
-            if path.is_dir():
-                shutil.copytree(path, out / path.name)
-            elif path.suffix != ".distcp" and not path.name.startswith("."):
-                shutil.copyfile(path, out / path.name)
+        copy_inside(source, extras, out)
         writer.close()
 
     plan.write = write
@@ -216,8 +223,8 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
 
 def _json(path: Path) -> str:
     try:
-        return json.dumps(json.loads(path.read_text()))
-    except ValueError as error:
+        return json.dumps(read_json(inside(path.parent, path.name)))
+    except FileRefused as error:
         raise CheckpointError(f"{path} is damaged ({error}). Copy it again.") from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mfsdp_compile.checkpoint.files import CheckpointError
+from mfsdp_compile.runtime.files import FileRefused, inside, open_regular, parse_json, read_json, safe_name, typed
 
 __all__ = ["DTYPES", "INDEX", "Layout", "SafetensorsReader", "split_into_files", "write_file"]
 
@@ -42,6 +44,9 @@ DTYPES = {
     "C64": torch.complex64,
 }
 """What the format calls the dtypes that it has."""
+
+MOST_HEADER_BYTES = 100_000_000
+"""As the library has it."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -70,6 +75,7 @@ class SafetensorsReader:
         self._file_of = dict(_files(path, self._names))
         self.layouts: dict[str, Layout] = {}
         for file in sorted(set(self._file_of.values())):
+            _check_header(file)
             with self._opened(file) as opened:
                 for name in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(name)
@@ -90,14 +96,13 @@ class SafetensorsReader:
             return part
 
     def _names(self, file: Path) -> list[str]:
+        _check_header(file)
         with self._opened(file) as opened:
             return list(opened.keys())
 
     def _opened(self, file: Path) -> Any:
         try:
             return self._open(file, framework="pt")
-        except FileNotFoundError:
-            raise CheckpointError(f"{file} is missing. Copy the folder again.") from None
         except Exception as error:  # SafetensorError, which is not importable without the library
             raise CheckpointError(f"{file} is damaged or cut short ({error}). Copy it again.") from error
 
@@ -124,23 +129,46 @@ def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str
         raise CheckpointError(f"{path} does not exist.")
     if path.is_file():
         yield from ((name, path) for name in names(path))
-    elif (path / INDEX).is_file():
+    elif (path / INDEX).exists():
         try:
-            weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-            for name, file in weight_map.items():
-                if Path(file).name != file:
-                    raise ValueError(f"{file!r} is not in this folder")
-                yield name, path / file
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            index = typed(read_json(inside(path, INDEX)), dict, "it")
+            for name, file in typed(index.get("weight_map"), dict, "weight_map").items():
+                yield safe_name(name, "the name of a tensor"), inside(path, file)
+        except FileRefused as error:
             raise CheckpointError(f"{path / INDEX} is damaged ({error}). Copy it again.") from error
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = [file for file in sorted(path.iterdir()) if file.name.endswith(".safetensors")]
         if len(files) != 1:
             raise CheckpointError(
                 f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder as Hugging Face's "
                 "save_pretrained makes it has one file, or an index; folders with .bin files have to be saved anew."
             )
-        yield from ((name, files[0]) for name in names(files[0]))
+        try:
+            file = inside(path, files[0].name)
+        except FileRefused as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.") from None
+        yield from ((name, file) for name in names(file))
+
+
+def _check_header(file: Path) -> None:
+    """What the library does not look at: names that occur twice, or that would write to a terminal.
+
+    Raises:
+        CheckpointError: there are such names; the file is cut short, or no file.
+    """
+    try:
+        with open_regular(file) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            length = int.from_bytes(opened.read(8), "little")
+            if not 2 <= length <= min(size - 8, MOST_HEADER_BYTES):
+                raise FileRefused(f"its header has {length:,} bytes, all of it {size:,}")
+            header = parse_json(opened.read(length).decode("utf-8"))
+        for name in typed(header, dict, "the header"):
+            safe_name(name, "the name of a tensor")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing. Copy the folder again.") from None
+    except (FileRefused, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is damaged or cut short ({error}). Copy it again.") from None
 
 
 def split_into_files(layouts: Mapping[str, Layout], max_bytes: int) -> dict[str, list[str]]:

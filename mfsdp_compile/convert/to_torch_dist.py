@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
 from mfsdp_compile.checkpoint.pickles import dump_object
+from mfsdp_compile.runtime.files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys
 from .blocks import RESHAPED, flatten_blocks
@@ -24,6 +25,9 @@ from .plan import Move, Plan
 from .torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
 
 __all__ = ["plan_to_torch_dist"]
+
+MOST_CARRIED_BYTES = 1 << 30
+"""Of ``common.pt`` and ``metadata.json``: training arguments."""
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -79,8 +83,7 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
         CheckpointError: ``source`` is not readable; layers are to be stacked that differ; half of a matrix is missing.
     """
     reader, plan = CheckpointReader(source), Plan()
-    carried = source / CARRIED
-    layout = _layout(carried / "layout.json")
+    layout = _layout(source)
     named, others = _parameters(reader, options)
     if not named:
         raise CheckpointError(
@@ -96,10 +99,8 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
         plan.moves.append(Move(target.key, shown, target.stored_shape, target.dtype))
     raw = [key for key in layout["values"] if key in reader]
     plan.moves += [Move(key, (key,)) for key in raw]
-    common = carried / "common.pt"
-    content: bytes | None = None
-    if common.is_file():
-        content = common.read_bytes()
+    content, known = (_carried_bytes(source, name) for name in ("common.pt", "metadata.json"))
+    if content is not None:
         plan.moves.append(Move("common.pt", (f"{CARRIED}/common.pt",)))
     elif not any(key.startswith(COMMON_ENTRY) for key in raw):
         leaves = [key for key in others if key not in raw and options.prefixes.parse_group(key) is None]
@@ -119,8 +120,7 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
             writer.add_bytes(key, reader.raw(key))
         if content is not None:
             (out / "common.pt").write_bytes(content)
-        known = carried / "metadata.json"
-        (out / "metadata.json").write_text(known.read_text() if known.is_file() else json.dumps(FORMAT))
+        (out / "metadata.json").write_bytes(json.dumps(FORMAT).encode() if known is None else known)
         writer.close()
 
     plan.write = write
@@ -133,16 +133,34 @@ def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable
         advance(tensor.nbytes)
 
 
-def _layout(path: Path) -> dict[str, Any]:
-    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
-    if not path.is_file():
-        return empty
+def _carried_bytes(source: Path, name: str) -> bytes | None:
+    """A file of the subfolder; None: there is none."""
     try:
-        found = json.loads(path.read_text())
-        layout = {name: type(default)(found[name]) for name, default in empty.items()}
-        layout["flattened"] = {key: [int(n) for n in shape] for key, shape in layout["flattened"].items()}
+        return read_bytes(inside(source, f"{CARRIED}/{name}"), MOST_CARRIED_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except FileRefused as error:
+        raise CheckpointError(f"{source} cannot be read: {error}.") from None
+
+
+def _layout(source: Path) -> dict[str, Any]:
+    empty: dict[str, Any] = {"stacked": {}, "mtp_renamed": False, "flattened": {}, "values": [], "chained": {}}
+    try:
+        found = typed(read_json(inside(source, f"{CARRIED}/layout.json")), dict, "it")
+        layout = {name: typed(found.get(name), type(default), name) for name, default in empty.items()}
+        for name, kind in (("stacked", bool), ("flattened", list), ("chained", str)):
+            for key, held in layout[name].items():
+                typed(held, kind, f"{name} of {safe_name(key)}")
+        for shape in layout["flattened"].values():
+            for size in shape:
+                whole(size, "a size")
+        for key in layout["values"]:
+            safe_name(key)
         return layout
-    except (ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return empty
+    except FileRefused as error:
+        path = source / CARRIED / "layout.json"
         raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
 
 

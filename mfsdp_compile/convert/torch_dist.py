@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
 from mfsdp_compile.checkpoint.pickles import load_object
+from mfsdp_compile.runtime.files import FileRefused, copy_inside, inside, open_regular
 
 from . import keys
 from .blocks import Stored
@@ -78,10 +78,13 @@ def load_common(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: damaged, or it holds a class that is not known to be harmless.
     """
-    if not path.is_file():
+    try:
+        with open_regular(inside(path.parent, path.name)) as file:
+            common = load_object(file, path)
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    with path.open("rb") as file:
-        common = load_object(file, path)
+    except FileRefused as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from None
     if not isinstance(common, dict):
         raise CheckpointError(f"{path} holds a {type(common).__name__}, and not the dictionary that Megatron writes.")
     return common
@@ -144,9 +147,8 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
         carried = out / CARRIED
         carried.mkdir()
         (carried / "layout.json").write_text(json.dumps(layout, indent=1))
-        for name in ("common.pt", "metadata.json"):
-            if (source / name).is_file():
-                shutil.copyfile(source / name, carried / name)
+        held = {f"{CARRIED}/{name}": source / name for name in ("common.pt", "metadata.json")}
+        copy_inside(source, {name: path for name, path in held.items() if path.is_file()}, out)
         writer.close()
 
     plan.write = write

@@ -7,6 +7,7 @@ them. Nothing is ignored: a key that is not here is an error.
 from __future__ import annotations
 
 import difflib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+from mfsdp_compile.runtime.files import FileRefused, read_text
+
+MOST_BYTES = 1 << 20
 
 __all__ = ["JobConfig", "load", "parse"]
 
@@ -128,10 +133,15 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> JobConfig:
     Raises:
         ValueError: a section or a key is not known, or a value of another type.
     """
-    values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    try:
+        values: dict[str, Any] = tomllib.loads(read_text(path, MOST_BYTES))
+    except (FileRefused, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is no configuration: {error}") from None
     for name, text in (overrides or {}).items():
         section, _, key = name.partition(".")
-        values.setdefault(section, {})[key] = _value(text)
+        if not isinstance(values.setdefault(section, {}), dict):
+            raise ValueError(f"[{section}] in {path} is {values[section]!r:.80}; it takes keys with values")
+        values[section][key] = _value(text)
     sections = get_type_hints(JobConfig)
     for section in values:
         _check_known(section, sections, f"[{section}] in {path}")
@@ -154,14 +164,16 @@ def parse(words: Sequence[str], default: Path) -> JobConfig:
 
 def _section(kind: type[Any], given: Any, where: str) -> Any:
     if not isinstance(given, dict):
-        raise ValueError(f"{where} is {given!r}; it takes keys with values")
+        raise ValueError(f"{where} is {given!r:.80}; it takes keys with values")
     types = get_type_hints(kind)
     for key, value in given.items():
         _check_known(key, types, f"{where}: {key}")
         wanted = types[key]
         is_right = isinstance(value, wanted) or (isinstance(value, int) and isinstance(1.0, wanted))
         if not is_right or (isinstance(value, bool) and wanted is not bool):
-            raise ValueError(f"{where}: {key} takes {getattr(wanted, '__name__', wanted)}, got {value!r}")
+            raise ValueError(f"{where}: {key} takes {getattr(wanted, '__name__', wanted)}, got {value!r:.80}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{where}: {key} is {value}")
     return kind(**given)
 
 
@@ -175,5 +187,5 @@ def _check_known(name: str, known: Mapping[str, Any], where: str) -> None:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text

@@ -115,7 +115,7 @@ def train(config: JobConfig) -> list[float]:
 
     torch.manual_seed(0)  # all ranks build the same model
     model, call = parallelize(llama.Llama(FLAVORS[_one_of(config.model.flavor, *FLAVORS)]), mesh, config)
-    kind = getattr(torch.optim, config.optimizer.name)
+    kind = optimizer_class(config.optimizer.name)
     optimizer = kind(model.parameters(), lr=config.optimizer.lr, weight_decay=config.optimizer.weight_decay)
     optimizer = fully_shard_optimizer(optimizer)
     factor = functools.partial(lr_factor, config.lr_scheduler, training.steps)
@@ -149,6 +149,19 @@ def train(config: JobConfig) -> list[float]:
             checkpoints.save_async(step + 1, model, optimizer, extra={"schedule": schedule.state_dict()})
     checkpoints.wait()
     return losses
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """
+    Raises:
+        ValueError: ``torch.optim`` has no optimizer of this name.
+    """
+    kinds = {
+        key: kind
+        for key, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
+    return kinds[_one_of(name, *kinds)]
 
 
 def lr_factor(config: LRScheduler, steps: int, step: int) -> float:

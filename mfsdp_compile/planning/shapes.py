@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.files import read_json, safe_name, typed
 
 __all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "Part", "Workload", "workload"]
 
@@ -269,12 +269,17 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
             f"hf:{path}: there is no such file, nor a config.json in such a folder; names are not looked up in the hub. "
             f"Models that are known by name: {', '.join(SHAPES)}"
         )
-    values = json.loads(file.read_text())
-    if "model_type" not in values:
-        raise ValueError(f"{file} is no configuration of transformers: it has no model_type")
-    config = transformers.AutoConfig.for_model(**values)
+    try:
+        values = typed(read_json(file), dict, "it")
+        safe_name(values.get("model_type"), "model_type")
+        names = [safe_name(name) for name in typed(values.get("architectures") or [], list, "architectures")]
+        config = transformers.AutoConfig.for_model(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no configuration of transformers: {error}") from error
     config.use_cache = False
-    named = getattr(transformers, (values.get("architectures") or [""])[0], None)
+    named = getattr(transformers, names[0], None) if names else None
+    if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+        named = None
     takes_images = getattr(named, "main_input_name", "input_ids") == "pixel_values"
     if hasattr(config, "vision_config"):
         raise ValueError(

@@ -1,0 +1,55 @@
+"""Disks that are full, told as such: torch reports what it could not write as an unexpected position in an archive."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from .pickles import CheckpointError
+
+__all__ = ["explaining_full_disks"]
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "a quota is used up",
+    errno.EFBIG: "a file may not be as large",
+}
+
+
+@contextlib.contextmanager
+def explaining_full_disks(directory: Path, needed: int) -> Iterator[None]:
+    """An error inside that a full disk has caused, directly or not, becomes one that says so.
+
+    Args:
+        directory: that is written to.
+        needed: bytes that the block wants to write.
+
+    Raises:
+        CheckpointError: in its place.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (number := _cause(error)) is None:
+            raise
+        while not directory.is_dir() and directory != directory.parent:
+            directory = directory.parent
+        raise CheckpointError(
+            f"{_FULL[number]}: {directory} takes no more ({errno.errorcode[number]}). {needed:,} bytes were to be written, "
+            f"and {shutil.disk_usage(directory).free:,} are free there. Make room, or write to another disk; what was "
+            "written of this checkpoint is removed"
+        ) from error
+
+
+def _cause(error: BaseException | None) -> int | None:
+    """The number of the error of the system, of the first in a chain that is about space."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error.errno
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None

@@ -1,0 +1,338 @@
+"""Files that a stranger may have written: every name, size and JSON document in them is checked here, and nowhere else.
+
+Readers of checkpoints, safetensors, Hugging Face folders, dumps of hung jobs, descriptions of hardware and job
+configurations all call these functions. What they refuse raises :class:`FileRefused`; an ``OSError`` (no such file, no
+permission) passes through.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import IO, Any, TypeVar
+
+__all__ = [
+    "FileRefused",
+    "child",
+    "copy_inside",
+    "inside",
+    "is_absent",
+    "is_regular",
+    "links_inside",
+    "members",
+    "open_new",
+    "open_regular",
+    "parse_json",
+    "printable",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "remove",
+    "safe_name",
+    "subfolder",
+    "typed",
+    "whole",
+]
+
+MOST_BYTES = 64 << 20
+"""Of a text file: a manifest of 65,536 ranks has 10 MiB."""
+
+MOST_DEPTH = 64
+"""Of nested lists and objects."""
+
+MOST_LETTERS = 4096
+"""Of a name."""
+
+T = TypeVar("T")
+
+
+class FileRefused(ValueError):
+    """A file, or a name or value in it, is not one that a program of good faith writes."""
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def safe_name(name: Any, what: str = "a name") -> str:
+    """A string that can be shown in a terminal: no control characters, not endless.
+
+    Raises:
+        FileRefused: it is something else.
+    """
+    if not isinstance(name, str):
+        raise FileRefused(f"{what} is of type {type(name).__name__} instead of a string")
+    if len(name) > MOST_LETTERS:
+        raise FileRefused(f"{what} has {len(name):,} characters, and {MOST_LETTERS:,} at most make sense")
+    if not name.isprintable():
+        raise FileRefused(f"{what} has control characters: {name!r:.200}")
+    return name
+
+
+def child(folder: Path, name: Any) -> Path:
+    """``folder / name``, for a relative ``name`` without ``..``; the file system is not asked.
+
+    Raises:
+        FileRefused: the name is absolute, climbs, is empty, or is no printable string.
+    """
+    name = safe_name(name, "the name of a file")
+    path = PurePosixPath(name)
+    climbs = ".." in path.parts or ".." in PureWindowsPath(name).parts
+    if not path.parts or path.is_absolute() or climbs or PureWindowsPath(name).anchor:
+        raise FileRefused(f"a file lies outside of the folder, at {name!r}")
+    return folder / name
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """The file that ``name``, as written in a file of ``folder``, stands for. It may be missing.
+
+    Symbolic links are followed, and must end in ``folder``. Folders in the cache of the Hugging Face Hub, which consist
+    of links (``snapshots/REVISION/config.json`` to ``blobs/HASH``), may lead to ``blobs`` beside them.
+
+    Raises:
+        FileRefused: the name leads out of the folder, or to a pipe, device, socket or folder.
+    """
+    path = child(folder, name)
+    if not _is_within(path, folder):
+        raise FileRefused(
+            f"{path} is a link to {os.path.realpath(path)!r}, outside of the folder. If you trust it, put a copy of the "
+            "file in the place of the link"
+        )
+    if not is_absent(path) and not is_regular(path):
+        raise FileRefused(f"{path} is not a regular file")
+    return path
+
+
+def subfolder(folder: Path, name: str) -> Path:
+    """A folder in ``folder``. It may be missing.
+
+    Raises:
+        FileRefused: it is a link that leads outside.
+    """
+    path = child(folder, name)
+    if not _is_within(path, folder):
+        raise FileRefused(f"{path} is a link to a folder outside, {os.path.realpath(path)!r}")
+    return path
+
+
+def _is_within(path: Path, folder: Path) -> bool:
+    root, end = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    blobs = root.parent.parent / "blobs" if root.parent.name == "snapshots" else root
+    return end.is_relative_to(root) or (end.is_relative_to(blobs) and Path(os.path.realpath(blobs)) == blobs)
+
+
+def links_inside(folder: Path) -> Iterator[Path]:
+    """Regular files in ``folder`` and its subfolders, sorted.
+
+    Raises:
+        FileRefused: one of them, or a subfolder, is a link that leads outside; or one is a pipe or device.
+    """
+    for path in members(folder):
+        if path.is_dir():
+            if not _is_within(path, folder) or path.is_symlink():
+                raise FileRefused(f"{path} is a link to another folder, which is not followed")
+            for held in links_inside(path):
+                yield inside(folder, held.relative_to(folder).as_posix())
+        else:
+            yield inside(folder, path.name)
+
+
+def members(folder: Path) -> list[Path]:
+    """Names in ``folder``, sorted; none if there is no such folder.
+
+    Raises:
+        FileRefused: a name has control characters.
+    """
+    if not folder.is_dir():
+        return []
+    return sorted(folder / safe_name(name, f"a name in {folder}") for name in os.listdir(folder))
+
+
+def copy_inside(folder: Path, names: Mapping[str, Path] | None, to: Path) -> None:
+    """Copy files of ``folder``, by the names that they get under ``to``; None: all of them, with subfolders."""
+    chosen = names if names is not None else {p.relative_to(folder).as_posix(): p for p in links_inside(folder)}
+    for name, path in chosen.items():
+        target = child(to, name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open_regular(inside(folder, path.relative_to(folder).as_posix())) as source, target.open("xb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def is_absent(path: Path) -> bool:
+    """Also where a part of the path is no folder, or a link leads nowhere."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return False
+
+
+def is_regular(path: Path) -> bool:
+    """A file, or a link to one: no pipe, whose reader waits for ever, and no device, which has no end."""
+    return stat.S_ISREG(path.stat().st_mode)
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """For reading. Returns at once also where the path is a pipe.
+
+    Raises:
+        FileRefused: it is a pipe, device or socket.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise (
+                IsADirectoryError(21, "Is a directory", str(path))
+                if stat.S_ISDIR(mode)
+                else FileRefused(f"{path} is not a regular file")
+            )
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def open_new(path: Path) -> IO[bytes]:
+    """For writing. What is at ``path`` is removed first: a link is not followed."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except FileExistsError:
+        path.unlink()
+        descriptor = os.open(path, flags, 0o666)
+    return os.fdopen(descriptor, "wb")
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, or a file, or a link (not what it leads to), if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """All of a file.
+
+    Raises:
+        FileRefused: it is longer than ``most``, or no regular file.
+    """
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > most:
+            raise FileRefused(f"{path} has {size:,} bytes, and {most:,} at most make sense")
+        return file.read(most)
+
+
+def read_text(path: Path, most: int = MOST_BYTES) -> str:
+    """As :func:`read_bytes`, UTF-8."""
+    try:
+        return read_bytes(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileRefused(f"{path} is not UTF-8: {error}") from None
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path, most: int = MOST_BYTES) -> Any:
+    """What a file of JSON holds.
+
+    Raises:
+        FileRefused: too long, or as :func:`parse_json`.
+    """
+    return parse_json(read_text(path, most))
+
+
+def parse_json(text: str) -> Any:
+    """JSON as its standard has it: no NaN or infinity, no name twice in one object, no numbers beyond a double's range.
+
+    Raises:
+        FileRefused: it is something else, or nested deeper than :data:`MOST_DEPTH`.
+    """
+    if (depth := _depth(text)) > MOST_DEPTH:
+        raise FileRefused(f"the JSON is nested {depth:,} deep, and {MOST_DEPTH} at most make sense")
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+    except FileRefused:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise FileRefused(f"it is not JSON: {error}") from None
+
+
+def _depth(text: str) -> int:
+    """At each opening bracket outside of strings; at the speed of C."""
+    bare = text.replace("\\\\", "").replace('\\"', "")
+    brackets = "".join(bare.split('"')[::2])
+    steps = (1 if letter in "[{" else -1 for letter in brackets if letter in "[]{}")
+    return max(accumulate(steps), default=0)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise FileRefused(f"the name {twice!r:.200} is there twice")
+    return found
+
+
+def _no_constant(text: str) -> Any:
+    raise FileRefused(f"{text} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise FileRefused(f"{text:.50} is not a number that a double can hold")
+    return value
+
+
+def typed(value: Any, kind: type[T] | tuple[type[T], ...], what: str) -> T:
+    """``value``, if it is of a type. A bool is no int.
+
+    Raises:
+        FileRefused: it is of another; the message says what of.
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(k.__name__ for k in kinds)
+        raise FileRefused(f"{what} is {value!r:.80} instead of {names}")
+    return value
+
+
+def whole(value: Any, what: str, low: int = 0, high: int = (1 << 63) - 1) -> int:
+    """A whole number within bounds, both included.
+
+    Raises:
+        FileRefused: it is something else.
+    """
+    number = typed(value, int, what)
+    if not low <= number <= high:
+        shown = f"{number:,}" if number.bit_length() < 128 else f"a number of {number.bit_length():,} bits"
+        raise FileRefused(f"{what} is {shown}, and {low:,} to {high:,} makes sense")
+    return number
+
+
+def printable(value: Any, most: int = 1000) -> Any:
+    """Strings in nested lists and dictionaries, as a terminal may show them: control characters escaped, not endless."""
+    if isinstance(value, str):
+        cut = value if len(value) <= most else f"{value[:most]}... ({len(value):,} characters)"
+        return cut if cut.isprintable() else "".join(map(_escaped, cut))
+    if isinstance(value, Mapping):
+        return {printable(key, most): printable(held, most) for key, held in value.items()}
+    if isinstance(value, list):
+        return [printable(held, most) for held in value]
+    return value
+
+
+def _escaped(letter: str) -> str:
+    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
