@@ -490,17 +490,16 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
     return wait_tensor(all_reduce(tensor, op, group)).cpu()
 
 
-def on_failed_waits(explain: Callable[[RuntimeError], BaseException | None]) -> None:
-    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, raise what ``explain`` makes of torch's
-    error, which is its cause. Once per process."""
+def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
+    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, call ``explain`` with torch's error. It
+    may raise another one in its place. Once per process."""
 
     @torch.library.impl(_gloo, "wait_tensor", "CPU")
     def wait(tensor: Tensor) -> Tensor:
         try:
             return wait_tensor.redispatch(_WAITS_ON_CPU, tensor)
         except RuntimeError as error:
-            if (explained := explain(error)) is not None:
-                raise explained from error
+            explain(error)
             raise
 
 

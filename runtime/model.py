@@ -598,12 +598,14 @@ class ShardedModel:
         """Raise RuntimeError if an optimizer's step has begun and not ended: an error has come out of it."""
         if self._stepping is None or compat.is_running(self._stepping):  # it may call a closure
             return
-        error = RuntimeError(
-            f"The last step of {type(self._stepping).__name__} over {self._name} was not finished on this rank: some weights are "
-            "those after it, and some those before. Call model.reset() on every rank, and load a checkpoint."
-        )
-        self.fail_step(error)
-        raise error
+        try:
+            raise RuntimeError(
+                f"The last step of {type(self._stepping).__name__} over {self._name} was not finished on this rank: some weights "
+                "are those after it, and some those before. Call model.reset() on every rank, and load a checkpoint."
+            )
+        except RuntimeError as error:
+            self.fail_step(error)
+            raise
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""

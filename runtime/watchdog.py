@@ -191,8 +191,8 @@ class Watchdog:
     def forget_failure(self, store: dist.Store, group: str) -> None:
         store.set(f"{_of(group)}/failed", "null")
 
-    def explain(self, error: RuntimeError) -> RuntimeError | None:
-        """The error to raise in the place of the one that a wait for a collective has ended with; None: that one.
+    def explain(self, error: RuntimeError) -> None:
+        """Raise what says more than the error that a wait for a collective has ended with.
 
         Other ranks may have ended the wait, before the thread of this one had a look."""
         live = self._live()
@@ -204,15 +204,15 @@ class Watchdog:
                         order.stalled = over["text"]
             if order.stalled is not None and order.group not in self._explained:
                 self._explained.add(order.group)
-                return standstill(order.stalled)
+                raise standstill(order.stalled) from error
         if not live or any(order.stalled is not None for order in live):
-            return None
-        return RuntimeError(
+            return
+        raise RuntimeError(
             f"A collective has failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: {error}. Another rank "
             "has ended, was killed or stopped, or takes longer than the process group's time-out; what it printed last says why, "
             "and `mfsdp hang` where each rank is. Weights and optimizer state are those of the last optimizer step; "
             "model.reset() makes the model usable again where all ranks live."
-        )
+        ) from error
 
     # -- the watching thread ------------------------------------------------------------------------------------------
 
