@@ -22,6 +22,7 @@ PASSED_ON = {
     "mfsdp_compile/convert/to_torch_dist.py",
     "mfsdp_compile/convert/torch_dist.py",
     "mfsdp_compile/planning/tracing.py",
+    "runtime/watchdog.py",
 }
 """Files in which something is raised with another error's words, behind a name."""
 
