@@ -2,7 +2,7 @@
 
 Ranks add their digests up; the last one to come sees whether all are equal, and publishes a verdict, as does one that has met an
 error. Only ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of
-them is left waiting in a collective. Traffic: four small requests per rank, whatever their number.
+them is left waiting in a collective. Traffic: five small requests per rank, whatever their number.
 """
 
 from __future__ import annotations
@@ -368,19 +368,20 @@ def _answer(
     Args:
         missing: ranks that have not come.
     """
-    begun = time.monotonic()
     if look is None:
-        with contextlib.suppress(RuntimeError):  # DistStoreError
+        try:
             store.wait([key], timeout)
-    while look is not None and not store.check([key]):  # asking: a wait that is cut into pieces would warn at each end
+        except RuntimeError:  # DistStoreError
+            conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
+        return dict(json.loads(store.get(key)))
+    begun = time.monotonic()
+    while not store.check([key]):  # asking: a wait that is cut into pieces would warn at the end of each
         waited = time.monotonic() - begun
         if waited >= look.due and (verdict := look.at(missing())) is not None:
             return verdict
         if waited >= timeout.total_seconds():
-            break
+            conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
         time.sleep(min(max(waited / 10, 1e-3), 1.0, LOOK.total_seconds()))
-    if not store.check([key]):
-        conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
     return dict(json.loads(store.get(key)))
 
 

@@ -1,24 +1,50 @@
-"""Faults of one rank: an error on all ranks within seconds, with a process group that would wait for half an hour; and whose it is."""
+"""Faults of one rank: an error on all ranks within seconds, with a process group that would wait for half an hour; and whose it is.
+
+The table in docs/debugging.md has what these tests show.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing as mp
+import os
+import signal
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import parity
 import pytest
 import torch
 import torch.distributed as dist
+import zoo
+from doc_tables import DOCS, check_rows
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks
+from test_failures import SECONDS as SHORT
+from test_failures import short_mesh
 from test_stalls import SECONDS, Training
 from torch import Tensor
 
-from mfsdp_compile import fully_shard_optimizer
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
 
 CULPRIT = 1
+HEADER = ("on one rank", "other ranks have, within 30 s", "afterwards")
+RESET = "`model.reset()` on every rank, and on"
+RESTART = "start again, from the last checkpoint"
+LOAD = "`model.reset()` on every rank, and load a checkpoint: it warns of that"
+
+
+def has_row(fault: str, told: str, afterwards: str) -> None:
+    """In the documentation."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        check_rows(DOCS / "debugging.md", "faults", HEADER, [(fault, f"`{told}`", afterwards)], keys=1)
 
 
 @contextlib.contextmanager
@@ -71,6 +97,7 @@ def test_compiling_fails(error: BaseException) -> None:
     call: Any = torch.compile(training.model, backend="mfsdp", options={"inner": AOT_EAGER, "passes": [a_pass]})
     with expected("Rank 1 had failed with", type(error).__name__):
         call(training.x).backward()
+    has_row(f"{type(error).__name__} while the model is compiled", "Rank 1 had failed with", RESET)
     fails[0] = False
     training.model.reset()
     torch._dynamo.reset()
@@ -105,6 +132,7 @@ def test_a_step_fails(mode: str, extended: bool) -> None:
             except MemoryError:  # a program that tries to go on
                 if extended:
                     raise
+    has_row("an error inside `optimizer.step()`", "Rank 1 had failed with", LOAD)
     finds_steps_that_differ(training.model)
     optimizer.fails = False
     training.step(2)
@@ -117,13 +145,14 @@ def test_a_step_is_skipped(mode: str, known: int) -> None:
     """``if loss is bad: continue``, after the backward: no collective is missed, and rows would be of different weights."""
     training = Training(mode)
     training.step(known)
-    with expected(*(["Rank 1", "different weights now"] if known else ["before the first step"])):
+    with expected(*(["Rank 1", "they hold rows of different weights now"] if known else ["before the first step"])):
         training.call(training.x).backward()
         if dist.get_rank() != CULPRIT:
             training.optimizer.step()
         training.optimizer.zero_grad()
         training.step(2)
     if known:  # before the first step ranks meet: none has made it
+        has_row("`optimizer.step()` is skipped", "they hold rows of different weights now", LOAD)
         finds_steps_that_differ(training.model)
     training.model.reset()
     training.step(2)
@@ -151,3 +180,88 @@ def test_steps_that_all_ranks_make_are_free() -> None:
         alone = torch.optim.SGD([param], lr=0.1)
         param.register_post_accumulate_grad_hook(lambda p, alone=alone: alone.step())
     training.call(training.x).backward()
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_that_does_not_come_to_a_save() -> None:
+    """It is stopped, in the program's own code: others wait for one and a half time-outs of the model, no matter what."""
+    model: Any = fully_shard_model(parity.build(zoo.Plain), short_mesh())
+    with tempfile.TemporaryDirectory() as folder:
+        root = [folder]
+        dist.broadcast_object_list(root)
+        checkpoints = Checkpoints(root[0])
+        if dist.get_rank() == CULPRIT:
+            time.sleep(2.5 * SHORT)
+        with expected("Saving a checkpoint: rank 1 did not come within"):
+            checkpoints.save(1, model)
+        has_row("it does not come to `Checkpoints.save`", "Saving a checkpoint: rank 1 did not come within", "save again")
+        checkpoints.save(1, model)
+        dist.barrier()
+
+
+def dies_or_stops(mode: str, how: int, rank: int, store: str, said: Connection) -> None:
+    """In the backward of the third step."""
+    short = timedelta(seconds=5)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=short)
+    torch.set_num_threads(1)
+    model: Any = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
+    call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(fails: bool) -> None:
+        loss = call(torch.ones(2, 8))
+        if fails and rank == CULPRIT:
+            said.send(("here", 0.0))
+            loss.register_hook(lambda _: os.kill(os.getpid(), how))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(False)
+    step(False)
+    begun = time.monotonic()
+    try:
+        step(True)
+    except RuntimeError as error:
+        said.send((str(error), time.monotonic() - begun))
+    if how == signal.SIGSTOP:
+        model.reset()
+        step(False)
+        said.send(("goes on", 0.0))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: Path) -> None:
+    fork = mp.get_context("fork")
+    pipes = [fork.Pipe(duplex=False) for _ in range(2)]
+    ranks = [
+        fork.Process(target=dies_or_stops, args=(mode, how, rank, str(tmp_path / "store"), pipes[rank][1]))
+        for rank in range(2)
+    ]
+
+    def hear(rank: int) -> tuple[str, float]:
+        assert pipes[rank][0].poll(60), f"rank {rank} says nothing"
+        said: tuple[str, float] = pipes[rank][0].recv()
+        return said
+
+    try:
+        for process in ranks:
+            process.start()
+        assert hear(CULPRIT)[0] == "here"
+        text, took = hear(1 - CULPRIT)
+        assert "A collective has failed on rank 0, in " in text, text
+        assert "Another rank has ended, was killed or stopped" in text
+        assert took < SECONDS
+        if how == signal.SIGSTOP:
+            os.kill(ranks[CULPRIT].pid or 0, signal.SIGCONT)
+            text, _ = hear(CULPRIT)
+            assert "A collective has failed on rank 1, in " in text, text
+            assert [hear(rank)[0] for rank in range(2)] == ["goes on"] * 2
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    fault, afterwards = ("it is stopped", RESET) if how == signal.SIGSTOP else ("it is killed", RESTART)
+    has_row(f"{fault}, in backward", "A collective has failed on rank 0, in", afterwards)

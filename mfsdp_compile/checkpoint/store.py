@@ -229,7 +229,7 @@ class Checkpoints:
             state["rng"] = {str(dist.get_rank(group)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
-        agree(sharded.everyone, "Saving a checkpoint", contents)
+        agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
         lock = contextlib.ExitStack()
