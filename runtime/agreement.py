@@ -436,9 +436,8 @@ def _compare(
         store.wait(keys, timeout)
     except RuntimeError:  # DistStoreError: one has ended in the meantime
         return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
-    told = (
-        store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-    )  # in one request, if that can be had
+    # In one request, if that can be had.
+    told = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
     outcomes = {rank: json.loads(outcome) for rank, outcome in zip(ranks, told, strict=True)}
     for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
         for first, *others in alike:
