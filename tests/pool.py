@@ -56,7 +56,11 @@ def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[
 
 
 class Pools:
-    """One pool of processes per world size, made when first asked for."""
+    """One pool of processes per world size, made when first asked for.
+
+    Processes that wait for a test cost some percent of a core each, for the threads of their process groups: a pool is stopped when one
+    of another size is asked for, and forked again in a moment.
+    """
 
     def __init__(self) -> None:
         self._pools: dict[int, Pool] = {}
@@ -69,6 +73,9 @@ class Pools:
     def of(self, world_size: int) -> Pool:
         if world_size not in self._pools:
             self._pools[world_size] = Pool(world_size)
+        for size, pool in self._pools.items():
+            if size != world_size:
+                pool.stop()
         return self._pools[world_size]
 
     def close(self) -> None:
