@@ -41,6 +41,7 @@ from .order import STEP, Details, Order, Phase, Series, no_details, order_of_gro
 from .partition import Partition, Partitioner, Peers, local_part
 from .references import check_not_replaced, check_references, move_hooks, retire
 from .running import named
+from .tensor import UnreducedGradient, refuse_unreduced
 from .topology import Accumulation, Group, Topology, launches
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 from .watchdog import watchdog
@@ -243,7 +244,7 @@ class ShardedModel:
         self._told_missing: set[str] = set()
         self.started = self.steps = 0
         self._stepping: torch.optim.Optimizer | None = None
-        self._half_step = False
+        self._half_step, self._version = False, 0
         self._microbatch = ""
         self._join_order(type(module).__name__, [name for name, _ in module.named_parameters()])
         self._failure: str | None = None
@@ -478,6 +479,7 @@ class ShardedModel:
     def leave_backward(self) -> None:
         """Outside of backward: forget one that raised."""
         if not compat.in_backward():
+            self._check_step()
             if self._backward.outer is not None and self._failure is None:
                 self._failure = "an error in backward"
             if self._failure is not None:
@@ -578,9 +580,12 @@ class ShardedModel:
         next. In backward (a step in a hook for each parameter) ranks may come to theirs in another order."""
         if optimizer is self._stepping or compat.in_backward():
             return
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if isinstance(param.grad, UnreducedGradient):  # before weight decay has changed something
+                refuse_unreduced(param.grad)
         self._check_step()
         self._order.enter(Phase(STEP, f"{type(optimizer).__name__} of {self._name}"), self._agree_on_order)
-        self._stepping = optimizer
+        self._stepping, self._version = optimizer, self._weights_version
 
     def end_step(self) -> None:
         """What has begun last is complete."""
@@ -588,15 +593,26 @@ class ShardedModel:
             self._stepping = None
             self.steps += 1
 
+    @property
+    def _weights_version(self) -> int:
+        return sum(bucket.flat._version for bucket in self.buckets)
+
     def fail_step(self, error: BaseException) -> None:
-        """An error has come out of what has begun last, if it had begun."""
-        self._half_step |= self._stepping is not None
+        """An error has come out of what has begun last, if it had begun. Where that has changed no weight it may be tried again, which
+        ranks compare before the next forward."""
+        has_changed = self._stepping is not None and self._weights_version != self._version
+        self._half_step |= has_changed
         self._stepping = None
-        self.failed(error)
+        if self._failure is None:
+            self._failure = type(error).__name__
+            report_failure(self.group, error, is_certain=has_changed)
 
     def _check_step(self) -> None:
-        """Raise RuntimeError if an optimizer's step has begun and not ended: an error has come out of it."""
+        """Raise RuntimeError if an optimizer's step has begun and not ended, in the middle of its changes."""
         if self._stepping is None or compat.is_running(self._stepping):  # it may call a closure
+            return
+        if self._weights_version == self._version:
+            self.fail_step(RuntimeError(f"a step of {type(self._stepping).__name__} that was not made"))
             return
         try:
             raise RuntimeError(
@@ -609,7 +625,6 @@ class ShardedModel:
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """A forward begins, of the model, a part of it, or compiled code."""
-        self._check_step()
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
         self._note(f"{kind} of {what}")
         if self.topology.gather_group is not None:  # else one rank may well evaluate alone
@@ -703,13 +718,17 @@ class ShardedModel:
             # Ranks that wait for this one come when they have timed out.
             self.agree("The step before failed", [stopped])
             self.eager.settle()
-            for group in [*(group for topology in self.topologies for group in topology.groups), *self._other_groups]:
+            groups = [*(group for topology in self.topologies for group in topology.groups), *self._other_groups]
+            for group in groups if has_others(self.group) else ():
                 group.probe(self.topology.mesh.device_type)  # what failed everywhere may have been a collective
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
                 "weights as they are."
             ) from None
+        self._forget_failure()
+
+    def _forget_failure(self) -> None:
         forget_failure(self.group)
         self._order.restart()
         self._failure = None

@@ -19,7 +19,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from .partition import Partition, whole_tensor
 from .rows import Move, all_gather_rows, move_rows, same_ranks, take_rows
 from .topology import Group, Topology
 
-__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "like_rows"]
+__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "like_rows", "refuse_unreduced"]
 
 aten = torch.ops.aten
 
@@ -429,10 +429,10 @@ class UnreducedGradient(RowShardedTensor):
         return f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        raise _unreduced(self)
+        refuse_unreduced(self)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        raise _unreduced(self)
+        refuse_unreduced(self)
 
     @classmethod
     @compat.python_only
@@ -455,11 +455,11 @@ def _dispatch_unreduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if others:
             torch._foreach_zero_(others)
         return args[0] if func is aten.zero_.default else None
-    raise _unreduced(waiting[0])
+    return refuse_unreduced(waiting[0])
 
 
-def _unreduced(gradient: UnreducedGradient) -> RuntimeError:
-    return RuntimeError(
+def refuse_unreduced(gradient: UnreducedGradient) -> NoReturn:
+    raise RuntimeError(
         f"The gradient of {gradient.split.name!r} is not reduced yet: the last microbatch of this step was not marked as "
         "such. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
         "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in step()."

@@ -217,15 +217,18 @@ class Watchdog:
     # -- the watching thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._ends.wait(TICK):
+        # To connect may take seconds, for torch's client sometimes begins again: not when there is something to look at.
+        look = self._connection
+        while True:
             try:
-                self.look()
-            except (
-                RuntimeError,
-                ValueError,
-                KeyError,
-            ):  # the store's process is gone, or a process group was destroyed
+                look()
+            except dist.DistNetworkError:  # the store's process is gone, or this connection
                 self._store = self._store_of = None
+            except (RuntimeError, ValueError, KeyError):  # a process group was destroyed
+                pass
+            look = self.look
+            if self._ends.wait(TICK):
+                return
 
     def look(self) -> None:
         """Once: whether the program stands still, and if so, why."""

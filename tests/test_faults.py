@@ -194,7 +194,9 @@ def test_a_rank_that_does_not_come_to_a_save() -> None:
             time.sleep(2.5 * SHORT)
         with expected("Saving a checkpoint: rank 1 did not come within"):
             checkpoints.save(1, model)
-        has_row("it does not come to `Checkpoints.save`", "Saving a checkpoint: rank 1 did not come within", "save again")
+        has_row(
+            "it does not come to `Checkpoints.save`", "Saving a checkpoint: rank 1 did not come within", "save again"
+        )
         checkpoints.save(1, model)
         dist.barrier()
 

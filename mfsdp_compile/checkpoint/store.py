@@ -210,7 +210,8 @@ class Checkpoints:
         self.wait()
         model = unwrapped(model, "Checkpoints.save")
         model.sharded.check_parameters_are_everyones("Checkpoints")
-        sharded, group = model.sharded, self._group(model.sharded)
+        sharded = model.sharded
+        is_first = dist.get_rank(sharded.everyone) == 0
         state: dict[str, Any] = {}
 
         def contents() -> list[str]:
@@ -224,16 +225,17 @@ class Checkpoints:
                 state["optimizer"] = optimizer.state_dict()
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
-            if dist.get_rank(group):  # what is not sharded (buffers, steps) is the first rank's, all of it
+            if not is_first:  # what is not sharded (buffers, steps) is the first rank's, all of it
                 state.update({key: sharded_part(value) for key, value in state.items()})
-            state["rng"] = {str(dist.get_rank(group)): get_generators()}
+            state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
+        group = self._group(sharded)  # which waits for all ranks: not before they have come
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
         lock = contextlib.ExitStack()
-        if dist.get_rank(group) == 0:
+        if is_first:
             try:
                 lock.enter_context(_locked(self.root))
                 chosen = [(*self._prepare(step, sharded.lineage), None)]
