@@ -69,6 +69,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/ablation.py
+	$(BIN)/python benchmarks/control_plane.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \

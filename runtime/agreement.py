@@ -358,7 +358,7 @@ def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, boo
 def _answer(
     store: dist.Store,
     key: str,
-    missing: Callable[[], list[int]],
+    missing: Callable[[], Sequence[int]],
     ranks: Sequence[int],
     timeout: timedelta,
     look: _Look | None,

@@ -46,6 +46,7 @@ from . import compat, gradients, guards
 from .bucket import Bucket, Home
 from .exchange import When
 from .ops import pack, start_collective, start_stage
+from .order import Series
 from .topology import Group
 
 __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "refuse_write"]
@@ -194,7 +195,7 @@ class BackwardOwner(Protocol):
     def enter_forward(self, what: str) -> None:
         """A forward begins."""
 
-    def start(self, collective: str, *, group: Group | None) -> None:
+    def start(self, collective: str, *, group: Group | None, series: Series | None) -> None:
         """A collective is about to be started, over ``group``. Raises if other ranks do something else."""
 
     def failed(self, error: BaseException) -> None:
