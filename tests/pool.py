@@ -90,7 +90,7 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def start(self) -> None:
-        context = _server()
+        context = server()
         environment = dict(os.environ)
         for rank in range(self.world_size):
             mine, its = context.Pipe()
@@ -163,7 +163,7 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _server() -> Any:
+def server() -> Any:
     """Of this process: what is forked from it has imported everything, and nothing else has happened in it."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preload"])

@@ -6,7 +6,6 @@ The table in docs/debugging.md has what these tests show.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import signal
 import tempfile
@@ -25,7 +24,7 @@ import torch.distributed as dist
 import zoo
 from doc_tables import DOCS, check_rows
 from parity import AOT_EAGER, EAGER
-from pool import on_ranks
+from pool import on_ranks, server
 from test_failures import SECONDS as SHORT
 from test_failures import short_mesh
 from test_stalls import SECONDS, Training
@@ -236,10 +235,10 @@ def dies_or_stops(mode: str, how: int, rank: int, store: str, said: Connection) 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: Path) -> None:
-    fork = mp.get_context("fork")
-    pipes = [fork.Pipe(duplex=False) for _ in range(2)]
+    context = server()
+    pipes = [context.Pipe(duplex=False) for _ in range(2)]
     ranks = [
-        fork.Process(target=dies_or_stops, args=(mode, how, rank, str(tmp_path / "store"), pipes[rank][1]))
+        context.Process(target=dies_or_stops, args=(mode, how, rank, str(tmp_path / "store"), pipes[rank][1]))
         for rank in range(2)
     ]
 
