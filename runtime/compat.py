@@ -372,8 +372,21 @@ def new_group(
 _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
+CONNECT_TIMEOUT = 10.0
+"""Seconds in which the process that has a store answers."""
+
+
 def another_connection(store: dist.Store) -> dist.Store:
-    """To the same store. One that is waiting in it is locked for other threads."""
+    """A connection of one's own to the same store: a thread that waits in a store locks it for others.
+
+    Raises:
+        OSError: nobody listens there any more. torch would try for five minutes.
+    """
+    server = store
+    while isinstance(server, dist.PrefixStore):
+        server = server.underlying_store
+    if isinstance(server, dist.TCPStore):
+        socket.create_connection((server.host, server.port), timeout=CONNECT_TIMEOUT).close()
     another: dist.Store = store.clone()
     another.set_timeout(timedelta(seconds=30))
     return another

@@ -47,6 +47,8 @@ TICK = 1.0
 """Seconds between two looks at whether the program moves; and that a rank waits in an agreement before it tells others."""
 LONGEST = 5.0
 """Seconds between two looks into the store, when nothing has moved for a while."""
+EXIT_TIMEOUT = 10.0
+"""Seconds that a program which ends waits for its watchdog, which may be connecting to a store that has gone."""
 
 _log = logging.getLogger("mfsdp_compile")
 
@@ -132,7 +134,7 @@ class Watchdog:
         """The program ends. A thread that came back from the store while Python is being taken down would abort the process."""
         self._ends.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the store's process has ended before
                 for order in self._live():
@@ -222,7 +224,7 @@ class Watchdog:
         while True:
             try:
                 look()
-            except dist.DistNetworkError:  # the store's process is gone, or this connection
+            except (dist.DistNetworkError, OSError):  # the store's process is gone, or this connection
                 self._store = self._store_of = None
             except (RuntimeError, ValueError, KeyError):  # a process group was destroyed
                 pass
@@ -381,7 +383,7 @@ class Watchdog:
         with self._lock:
             models = self._live().get(order, [])
             for name in more.union(*(model.communicators for model in models)):
-                with contextlib.suppress(RuntimeError, ValueError, KeyError):  # it was destroyed
+                with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # it was destroyed, or its store
                     compat.break_connections(compat.process_group(name))
 
     # -- what is watched ----------------------------------------------------------------------------------------------

@@ -17,6 +17,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# torch's stores look up the names of addresses whenever a process connects: ten seconds each time that a name server loses
+# the question, in which the store answers nobody.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # Compiled code of this run alone: what a run that was killed has half written, another would load, and crash anywhere.
 # Inductor sets this itself when it is first asked, so before that.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

@@ -763,6 +763,19 @@ def test_connections_to_the_store() -> None:
     assert store.get("from another") == b"x"
 
 
+def test_a_store_that_has_gone_is_found_at_once() -> None:
+    """torch tries for five minutes, in which a program that ends would wait for its watchdog."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    store = dist.PrefixStore("outer", dist.PrefixStore("inner", client))
+    assert compat.another_connection(store).check(["x"]) is False
+    del server
+    begun = time.monotonic()
+    with pytest.raises(OSError):
+        compat.another_connection(store)
+    assert time.monotonic() - begun < 2 * compat.CONNECT_TIMEOUT
+
+
 def test_generated_code_is_known() -> None:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
