@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.examples.processes import free_port
+from mfsdp_compile.examples.processes import join, open_store
 
 __all__ = ["Config", "System", "batch_of", "build", "median", "rows", "run", "synchronize"]
 
@@ -181,13 +181,15 @@ def synchronize(config: Config, device: torch.device) -> None:
 
 def launch(work: Callable[[Config, int, torch.device], Any], config: Config) -> Any:
     """Run ``work`` on every rank (one, if the others are simulated) and return what rank 0 returns."""
-    port = free_port()
+    store = open_store(config.ranks)
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
     real = 1 if config.simulate else config.ranks
     with tempfile.TemporaryDirectory() as new:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = config.cache or new
-        processes = [context.Process(target=_process, args=(work, config, rank, port, queue)) for rank in range(real)]
+        processes = [
+            context.Process(target=_process, args=(work, config, rank, store.port, queue)) for rank in range(real)
+        ]
         for process in processes:
             process.start()
         while queue.empty() and not any(process.exitcode for process in processes):
@@ -202,7 +204,6 @@ def launch(work: Callable[[Config, int, torch.device], Any], config: Config) -> 
 
 
 def _process(work: Callable[..., Any], config: Config, rank: int, port: int, queue: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(config.ranks))
     warnings.filterwarnings("ignore")
     torch._logging.set_logs(dynamo=logging.ERROR, inductor=logging.ERROR)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -216,7 +217,7 @@ def _process(work: Callable[..., Any], config: Config, rank: int, port: int, que
 
         dist.init_process_group("fake", rank=0, world_size=config.ranks, store=FakeStore())
     else:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=config.ranks)
+        join("nccl" if device.type == "cuda" else "gloo", rank, config.ranks, port)
     result = work(config, rank, device)
     if rank == 0:
         queue.put(result)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Generator
@@ -13,13 +12,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["free_port", "run_ranks"]
+__all__ = ["join", "open_store", "run_ranks"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def open_store(ranks: int) -> dist.TCPStore:
+    """A store for ranks on this machine, at a port that the system chooses and nobody else can take in between.
+
+    It serves as long as the caller keeps it. Ranks connect to its ``port`` by :func:`join`.
+    """
+    return dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
+
+
+def join(backend: str, rank: int, ranks: int, port: int) -> None:
+    """Make the default process group of this process, through a store of :func:`open_store`."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    store = dist.TCPStore("127.0.0.1", port, ranks, wait_for_workers=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
 
 def run_ranks(
@@ -40,10 +48,10 @@ def run_ranks(
     """
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()
-    port = free_port()
+    store = open_store(ranks)
     processes = [
         context.Process(
-            target=_process, args=(work, rank, ranks, port, backend, threads, arguments, queue), daemon=True
+            target=_process, args=(work, rank, ranks, store.port, backend, threads, arguments, queue), daemon=True
         )
         for rank in range(ranks)
     ]
@@ -84,12 +92,11 @@ def _process(
     arguments: tuple[Any, ...],
     queue: Any,
 ) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(threads)
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
-        dist.init_process_group(backend, rank=rank, world_size=ranks)
+        join(backend, rank, ranks, port)
         result = work(rank, lambda value: queue.put(("said", value)), *arguments)
         queue.put(("done", result if rank == 0 else None))
         dist.barrier()
