@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchtitan")
+pytest.importorskip("torchtitan", reason="pip install -e .[torchtitan], with torch 2.15")
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = Path(__file__).with_name("torchtitan_job.py")
