@@ -19,7 +19,7 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast slow processes long docs bench clean
+.PHONY: demo test check lint types fast slow processes long mutants docs bench clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
@@ -56,6 +56,11 @@ processes: $(READY)
 # What shorter tests show too, on more strategies, models and ranks: an hour and a half on two cores.
 long: $(READY)
 	$(PYTEST) -m long
+
+# Breaks the product in 200 ways, one after the other: does a test notice? Less than an hour on two cores; ONLY=solve for some.
+ONLY   ?=
+mutants: $(READY)
+	cd tests && ../$(BIN)/python -m mutation $(if $(ONLY),"$(ONLY)",--write)
 
 # In site/, with Python 3.11 or newer. It can be read from the disk; for its search, python -m http.server -d site.
 docs: $(READY)

@@ -1,0 +1,11 @@
+"""Mutants of the product: changes that break it, each of which some test must notice.
+
+``make mutants`` makes them one by one, in a copy, and runs the tests that should fail. See docs/mutants.md.
+"""
+
+from .checkpoint_mutants import CHECKPOINT
+from .more_runtime_mutants import MORE_RUNTIME
+from .passes_mutants import PASSES_MUTANTS
+from .runtime_mutants import RUNTIME
+
+MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT)

@@ -1,0 +1,208 @@
+"""Of ``mfsdp_compile/checkpoint/``: what is saved, what is removed, what is believed."""
+
+from __future__ import annotations
+
+from .mutant import Mutant
+
+RUNS = "test_checkpoint_runs.py -k"
+STRANGERS = "test_strangers.py -k"
+PLACE = "mfsdp_compile/checkpoint"
+
+CHECKPOINT = (
+    Mutant(
+        f"{PLACE}/saving.py",
+        "a save in the background writes what training changes",
+        'value.detach().to("cpu", copy=True)',
+        'value.detach().to("cpu")',
+        (f"{RUNS} what_is_saved_is",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "a lower step that is saved later is not the last",
+        "serial = complete[-1][0].serial + 1 if complete else 0",
+        "serial = len(complete)",
+        (f"{RUNS} lower_step",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "a manifest that was changed is believed",
+        "        if digest != _digest(found):",
+        "        if False:",
+        (f"{STRANGERS} manifest_that_was_changed",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "manifests of other formats are read",
+        '"format")) != FORMAT:',
+        '"format")) == -5:',
+        (f"{STRANGERS} other_formats",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "files are hashed up to their first block",
+        "        starts = range(0, size, BLOCK_BYTES)",
+        "        starts = range(0, min(size, BLOCK_BYTES), BLOCK_BYTES)",
+        (f"{STRANGERS} digests_of_files",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "a file's digest does not know the order of blocks",
+        "                whole_file.update(digest)",
+        "                whole_file.update(bytes(32))",
+        (f"{STRANGERS} digests_of_files",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "files of the right length are right",
+        "            right = size == files[name].bytes and hash_file(path) == files[name]",
+        "            right = size == files[name].bytes",
+        ("test_checkpoint.py -k flipped_byte",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "names in a manifest lead anywhere",
+        "        child(directory, name)\n",
+        "",
+        (f"{STRANGERS} manifest",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "entries that a manifest lacks are no matter",
+        "    if odd := sorted(set(found) ^ {each.name for each in fields(Manifest)}):",
+        "    if odd := sorted(set(found) - {each.name for each in fields(Manifest)}):",
+        (f"{STRANGERS} manifests_that_make_no_sense",),
+    ),
+    Mutant(
+        f"{PLACE}/manifest.py",
+        "a manifest has its name before it is on the disk",
+        "        os.fsync(file.fileno())\n",
+        "",
+        (f"{RUNS} before_they_have",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "the folder's new name may be lost with the power",
+        "            sync_directory(self.root)\n",
+        "",
+        (f"{RUNS} before_they_have",),
+    ),
+    Mutant(
+        f"{PLACE}/saving.py",
+        "the names of files may be lost with the power",
+        "        sync_directory(self._directory)\n",
+        "",
+        (f"{RUNS} before_they_have",),
+    ),
+    Mutant(
+        f"{PLACE}/saving.py",
+        "files on the disk of another machine are not missed",
+        "        self._check_arrived(files)\n",
+        "",
+        ("test_checkpoint_corners.py -k do_not_see_one_folder",),
+    ),
+    Mutant(
+        f"{PLACE}/saving.py",
+        ".metadata is not in the manifest",
+        '            files[".metadata"] = hash_file(self._directory / ".metadata")\n',
+        "",
+        ("test_checkpoint.py -k flipped_byte", "test_checkpoint_files.py -k changed_byte"),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "a cast of the optimizer's state is not told",
+        'self.compared.cast.append((f"optimizer.{owner}.{state}", f"{dtype} there, {param.dtype} here"))',
+        "pass",
+        (f"{RUNS} another_dtype",),
+    ),
+    Mutant(
+        f"{PLACE}/loading.py",
+        "microbatches before a load count after it",
+        "    sharded.synchronisation.microbatches = 0\n",
+        "",
+        (f"{RUNS} microbatches_that_wait",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "checkpoints of other jobs are removed",
+        "self._find()[0] if lineage.has(manifest.run)]",
+        "self._find()[0]]",
+        (f"{RUNS} two_jobs",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "the last name is written when old checkpoints are gone",
+        "                write_durably(self.root / _LATEST, final.name)\n                self._remove_old(sharded.lineage)\n",
+        "                self._remove_old(sharded.lineage)\n                write_durably(self.root / _LATEST, final.name)\n",
+        ("test_crash.py -k killed",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "one more is kept than asked for",
+        "        for path in own[: -self.keep]:",
+        "        for path in own[: -self.keep - 1]:",
+        (f"{RUNS} two_jobs", "test_checkpoint.py -k folder_of_checkpoints"),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "two processes save into one folder",
+        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "            pass",
+        ("test_checkpoint.py -k two_processes",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "a forked process keeps the lock",
+        "            fcntl.flock(file, fcntl.LOCK_UN)",
+        "            pass",
+        ("test_checkpoint_corners.py -k forked",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "gradients that wait are lost by a save",
+        "            if waiting := sharded.synchronisation.microbatches:",
+        "            if waiting := 0:",
+        ("test_checkpoint.py -k gradients_that_wait",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "an error of the first rank leaves the others waiting",
+        "            except Exception as error:  # the other ranks wait for it\n                lock.close()",
+        "            except ZeroDivisionError as error:\n                lock.close()",
+        ("test_checkpoint.py -k 'fails or two_processes'",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "half a checkpoint that failed keeps the disk full",
+        "                remove(self.directory)",
+        "                pass",
+        (f"{RUNS} disk_that_is_full",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "a step of the same number takes the place of the one before",
+        "        while final.exists():",
+        "        while False:",
+        (f"{RUNS} 'lower_step or takes_the_folder'", "test_checkpoint.py -k folder_of_checkpoints"),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "what is not sharded is written by every rank",
+        "            if not is_first:",
+        "            if False:",
+        ("test_checkpoint.py -k first_ranks",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "each rank goes on with the first one's random numbers",
+        '            state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}',
+        '            state["rng"] = {"0": get_generators()}',
+        ("test_checkpoint.py -k random_numbers",),
+    ),
+    Mutant(
+        f"{PLACE}/store.py",
+        "a damaged last checkpoint is passed over in silence",
+        "                    if path.name == name:",
+        "                    if False:",
+        ("test_checkpoint.py -k folder_of_checkpoints", "test_checkpoint_corners.py -k manifest"),
+    ),
+)
