@@ -92,6 +92,34 @@ def test_two_equal_matrices_on_two_ranks_are_owned() -> None:
     assert any(0 < len(cut.rows(i, 0)) < 64 for i in range(3))
 
 
+def test_matrices_that_should_stay_whole_take_padding_for_it() -> None:
+    """Three on two ranks: half of each bucket would be one and a half."""
+    matrices = [ParamSpec(name, (64, 32), whole=True) for name in "abc"]
+    (layout,) = plan_layouts(matrices, 4, 2)
+    assert layout.padding > 0
+    assert [sum(layout.rows(i, rank) == range(64) for rank in (0, 1)) for i in range(3)] == [1, 1, 1]
+
+
+def test_padding_that_costs_nothing_is_no_reason_for_more() -> None:
+    """A mebibyte may be wasted, but here 16 bytes per rank do."""
+    (layout,) = plan_layouts([ParamSpec("a", (100,))], 4, 64)
+    assert layout.shard_numel == 4
+
+
+def test_layouts_that_differ_in_anything_but_names_have_different_signatures() -> None:
+    slots = (Slot("a", (4, 4), 0), Slot("b", (4,), 64))
+    layout = BucketLayout(4, 2, 64, slots)
+    assert layout.signature == replace(layout, slots=(Slot("c", (4, 4), 0), slots[1])).signature
+    others = [
+        replace(layout, itemsize=8),
+        replace(layout, world_size=4),
+        replace(layout, shard_numel=128),
+        replace(layout, slots=(Slot("a", (2, 8), 0), slots[1])),
+        replace(layout, slots=(slots[0], Slot("b", (4,), 128)), shard_numel=128),
+    ]
+    assert len({layout.signature, *(other.signature for other in others)}) == 1 + len(others)
+
+
 @anything
 def test_ranks_own_whole_rows_and_every_row_once(
     params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
@@ -196,12 +224,32 @@ def test_world_of_65536_ranks_is_planned_in_milliseconds() -> None:
         ([Slot("a", (4, 4), 0), Slot("b", (4,), 8)], 64),  # overlap
         ([Slot("a", (4,), 3)], 64),  # not aligned
         ([Slot("a", (4, 4), 0)], 6),  # a border cuts a row
+        ([Slot("a", (8, 3), 4)], 10),  # the second one does, not the first
         ([Slot("a", (64,), 0)], 16),  # ends beyond the bucket
     ],
 )
 def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> None:
     with pytest.raises(ValueError, match=r"overlaps|cuts|beyond"):
-        BucketLayout(4, 2, shard_numel, tuple(slots), alignment_bytes=16)
+        BucketLayout(4, 3, shard_numel, tuple(slots), alignment_bytes=16)
+
+
+@given(
+    st.integers(0, 200), st.integers(1, 9), st.integers(1, 12), st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16])
+)
+@example(start=21, count=1, atom=7, shard_numel=24, align=4)  # not in the shard where it could begin
+def test_a_parameter_is_placed_as_early_as_possible(
+    start: int, count: int, atom: int, shard_numel: int, align: int
+) -> None:
+    def fits(offset: int) -> bool:
+        boundaries = range((offset // shard_numel + 1) * shard_numel, offset + count * atom, shard_numel)
+        return offset % align == 0 and all((boundary - offset) % atom == 0 for boundary in boundaries)
+
+    placed = layouts._place(start, count * atom, atom, shard_numel, align)
+    first = next((offset for offset in range(start, start + 3 * shard_numel + align * atom) if fits(offset)), None)
+    if placed is None:
+        assert first is None
+    else:
+        assert placed == first
 
 
 @given(PARAMS, ITEMSIZES, st.sampled_from([None, 1, 100, 4096, 1 << 30]))

@@ -233,6 +233,19 @@ def test_two_models_in_one_process(mode: str) -> None:
 
 
 @on_ranks(2)
+def test_models_of_one_class_that_reduce_otherwise() -> None:
+    """They share Python code, and not what was compiled of it: one sums gradients over ranks, the other averages."""
+    x = parity.batches(1)[0][dist.get_rank()]
+    found = []
+    for arguments in ({}, {"calculate_per_token_loss": True}):
+        model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], **arguments)
+        torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})(x).backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    for mean, total in zip(*found, strict=True):
+        assert torch.equal(mean * 2, total)
+
+
+@on_ranks(2)
 def test_two_models_in_one_compiled_function() -> None:
     one = fully_shard_model(parity.build(zoo.Plain, 0), fsdp_unit_modules=[zoo.Block])
     other = fully_shard_model(parity.build(zoo.Plain, 1), fsdp_unit_modules=[zoo.Block])
@@ -340,11 +353,17 @@ def test_parameter_returned_from_forward(mode: str) -> None:
 @on_ranks(2)
 def test_copy_of_a_model_is_its_own(mode: str) -> None:
     model, call = parity.shard(parity.build(zoo.Tied), mode)
+    data = parity.batches(1)[0]
+    call(data[dist.get_rank()]).backward()
     twin = copy.deepcopy(model)
     call_twin = twin if mode == EAGER else torch.compile(twin, backend="mfsdp", options={"inner": mode})
+    for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+        kept = mine.grad.full_tensor()
+        its.grad.mul_(2)
+        assert torch.equal(mine.grad.full_tensor(), kept)
+        mine.grad = its.grad = None
     before = {name: param.full_tensor() for name, param in model.named_parameters()}
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    data = parity.batches(1)[0]
     call_twin(data[dist.get_rank()]).backward()
     assert all(param.grad is None for param in model.parameters())
     optimizer.step()
@@ -408,6 +427,8 @@ def test_hooks_of_parameters_run() -> None:
         seen = []
         for each in (model.module, alone):
             each.head.weight.register_hook(lambda grad: grad * 2)
+        # What a hook is shown is a copy.
+        model.module.enter.weight.register_hook(lambda grad: None if grad.zero_() is grad else grad)
         model.module.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor()))
         data = parity.batches(1)[0]
         call(data[dist.get_rank()]).backward()

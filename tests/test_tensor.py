@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -23,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.rows import same_ranks
 from mfsdp_compile.runtime.tensor import RowShardedTensor
 
 SHAPES = {"matrix": (7, 5), "vector": (11,), "scalar": (), "row": (1, 6), "empty": (0, 3), "cube": (3, 4, 2)}
@@ -276,6 +278,7 @@ def test_parameters_whose_rows_lie_on_different_ranks() -> None:
         model = fully_shard_model(Teacher(), **arguments).module
         peer = fully_shard_model(Teacher(), zero_dp_strategy=3).module
         pairs = [(model.teacher, model.student), (model.teacher, peer.student), (peer.student, model.teacher)]
+        pairs.append((model.student, model.teacher))  # rows of ranks other than the first one move too
         todo = [(pair, "foreach lerp") for pair in pairs]
         if arguments == {"zero_dp_strategy": 3}:
             todo += [(pairs[0], name) for name in AVERAGES]
@@ -293,6 +296,28 @@ def test_parameters_whose_rows_lie_on_different_ranks() -> None:
         assert all(map(torch.equal, peer.parameters(), model.parameters()))
     with raises_everywhere(RuntimeError, "'student.matrix'", "'head.weight'", "different shapes"):
         model.student.matrix + model.head.weight
+
+
+@on_ranks(2)
+def test_rows_of_several_dtypes_move_at_once() -> None:
+    module = Teacher()
+    for each in (module.student, module.teacher):
+        each.matrix = nn.Parameter(each.matrix.detach().bfloat16(), requires_grad=each.matrix.requires_grad)
+    model = fully_shard_model(module).module
+    mine, its = list(model.teacher.parameters()), list(model.student.parameters())
+    with torch.no_grad():
+        torch._foreach_copy_(mine, its)
+    for got, expected in zip(mine, its, strict=True):
+        assert torch.equal(got.full_tensor(), expected.full_tensor())
+
+
+def test_ranks_are_told_apart_by_their_strides() -> None:
+    """Of four ranks, rank 0 is the first of ranks 0 and 1, and of ranks 0 and 2."""
+    inner, outer, same = (
+        SimpleNamespace(shard_groups=[SimpleNamespace(size=2, rank=0, stride=stride)]) for stride in (1, 2, 1)
+    )
+    assert same_ranks(inner, same)  # type: ignore[arg-type]
+    assert not same_ranks(inner, outer)  # type: ignore[arg-type]
 
 
 @on_ranks(2)
@@ -375,8 +400,15 @@ def test_assigned_gradients() -> None:
     bias.grad = alone.bias.grad = None
     for each in (model, alone):
         each(x).sum().backward()
-    assert torch.equal(weight.grad.full_tensor(), alone.weight.grad)
-    assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
+    kept = bias.grad
+    before = kept.full_tensor()
+    for _ in range(2):  # one is dropped, and the other one stays as it is
+        assert torch.equal(weight.grad.full_tensor(), alone.weight.grad)
+        assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
+        bias.grad = alone.bias.grad = None
+        for each in (model, alone):
+            each(x).sum().backward()
+    assert torch.equal(kept.full_tensor(), before)  # also for those that keep it
     with raises_everywhere(RuntimeError):
         weight.grad = torch.zeros(2, 2)
 
