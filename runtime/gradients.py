@@ -363,10 +363,12 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
     (flat,) = present.backing
     if flat.dtype != dtype or flat.shape != bucket.flat.shape:
         return None
-    for view, gradient in zip(bucket.views(flat), gradients, strict=True):
+    for view, gradient, split in zip(bucket.views(flat), gradients, bucket.splits, strict=True):
         if gradient is None:
             continue
         if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
+            return None
+        if gradient.split != split:  # another parameter's: so on every rank, while views without rows are all alike
             return None
         local = gradient._local_tensor
         if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):

@@ -306,7 +306,7 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
     model = fully_shard_model(module).module
     mine, its = list(model.teacher.parameters()), list(model.student.parameters())
     with torch.no_grad():
-        torch._foreach_copy_(mine, its)
+        torch._foreach_lerp_(mine, its, 1.0)  # of one dtype each, or it is refused
     for got, expected in zip(mine, its, strict=True):
         assert torch.equal(got.full_tensor(), expected.full_tensor())
 
@@ -402,15 +402,45 @@ def test_assigned_gradients() -> None:
         each(x).sum().backward()
     kept = bias.grad
     before = kept.full_tensor()
-    for _ in range(2):  # one is dropped, and the other one stays as it is
+    for factor in (1, 2):  # one is dropped, and the other one stays as it is
         assert torch.equal(weight.grad.full_tensor(), alone.weight.grad)
         assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
         bias.grad = alone.bias.grad = None
         for each in (model, alone):
-            each(x).sum().backward()
+            (factor * each(x)).sum().backward()
     assert torch.equal(kept.full_tensor(), before)  # also for those that keep it
     with raises_everywhere(RuntimeError):
         weight.grad = torch.zeros(2, 2)
+
+
+@on_ranks(2)
+def test_gradients_that_change_places() -> None:
+    """And whole tensors as gradients, of which each rank takes its rows."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(5, 7), nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.one(x) * self.other(2 * x)).sum()
+
+    alone = parity.build(Two)
+    model = fully_shard_model(parity.build(Two))
+    x, rows = torch.arange(15.0).view(3, 5), torch.arange(35.0).view(7, 5)
+    for each in (model, alone):
+        each(x).backward()
+    for each in (model.module, alone):
+        each.one.weight.grad, each.other.weight.grad = each.other.weight.grad, each.one.weight.grad
+        each.one.bias.grad.data = each.one.bias.grad.data * 3
+    for each in (model, alone):
+        each(x).backward()
+    model.module.one.weight.grad = rows
+    alone.one.weight.grad = rows
+    for each in (model, alone):
+        each(x).backward()
+    for name, param in model.module.named_parameters():
+        torch.testing.assert_close(param.grad.full_tensor(), alone.get_parameter(name).grad)
 
 
 @on_ranks(2)
