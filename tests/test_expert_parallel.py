@@ -32,6 +32,7 @@ from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens
 from mfsdp_compile.planning.tracing import trace
 from mfsdp_compile.policy import ShardingStrategy
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import experts as runtime_experts
 
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
 STEPS = 3
@@ -744,6 +745,33 @@ def test_experts_over_other_ranks_than_the_rest() -> None:
     triple = [dist.new_group([0, 1, 2]), dist.new_group([3])]
     own = DeviceMesh.from_group(triple[rank == 3], "cpu", mesh_dim_names=("fsdp",))
     refused(RuntimeError, "rank 3 of 4 differs from rank 0", dp_shard_dim="fsdp", expt_device_mesh=own)
+
+
+def test_ranks_that_hold_experts_divide_the_others() -> None:
+    found = runtime_experts.check_holders([torch.tensor(ranks) for ranks in ([1, 3], [0, 2], [1, 3])], range(4))
+    assert found.tolist() == [[0, 2], [1, 3]]
+    for wrong in ([[0, 1, 2], [3]], [[0, 1], [1, 2]], [[0, 1]], [[0, 1], [2, 3], [4, 5]]):
+        with pytest.raises(ValueError, match="must divide the latter into equal parts"):
+            runtime_experts.check_holders(map(torch.tensor, wrong), range(4))
+
+
+def test_ranks_in_another_order_hold_no_experts(fake_world: int) -> None:
+    """Rank 0 has the first half and rank 1 the second; of their other replicas rank 3 the first."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("fsdp", "ep"))
+    model = nn.ModuleDict({"experts": nn.Linear(4, 8), "shared_experts": nn.Linear(4, 8)})
+    with pytest.raises(ValueError, match="not in increasing order in every place"):
+        fully_shard_model(model, expt_device_mesh=mesh, dp_shard_dim="fsdp")
+
+
+def test_which_parameters_are_experts() -> None:
+    param, marked = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    marked.allreduce = False  # type: ignore[attr-defined]
+    assert runtime_experts.is_expert("layers.0.experts.up.weight", param)
+    assert runtime_experts.is_expert("layers.0.up.weight", marked)
+    assert not any(
+        runtime_experts.is_expert(name, param)
+        for name in ("shared_experts.up.weight", "layers.0.experts", "experts_bias")
+    )
 
 
 @on_ranks(4, timeout=60)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,8 +20,11 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.doctor import STRATEGIES, mesh_arguments
-from mfsdp_compile.runtime.muon import owners
-from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.muon import _legs, owners
+from mfsdp_compile.runtime.optimizer_state import shard_state
+from mfsdp_compile.runtime.tensor import RowShardedTensor, RowSplit
+from mfsdp_compile.runtime.topology import Group
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
@@ -211,6 +216,42 @@ def test_muon_owns_what_costs_no_padding() -> None:
     assert sum(held) == 3 * 1024
     splits = [linear.weight.split for linear in model.module.linears]
     assert sorted(owners(splits, 2)) in ([0, 0, 1], [0, 1, 1])
+
+
+def test_muon_shares_out_work() -> None:
+    """Matrices that one rank has are worked on there, the others where there is least to do: over inner and outer ranks too."""
+    whole = [ParamSpec(f"whole{i}", (64, 32), whole=True) for i in range(4)]
+    cut = [ParamSpec(f"cut{i}", (128, 32)) for i in range(8)]
+    layouts = [*plan_layouts(whole, 4, 4), *plan_layouts(cut, 4, 4)]
+    splits = [RowSplit(layout, index) for layout in layouts for index in range(len(layout.slots))]
+    found = owners(splits, 4)
+    homes = [[len(split.rows(piece)) == split.shape[0] for piece in range(4)] for split in splits]
+    assert sum(map(any, homes)) >= 4
+    assert all(homes[i][owner] for i, owner in enumerate(found) if any(homes[i]))
+    work = [split.shape[0] for split in splits]
+    loads = [sum(w for w, owner in zip(work, found, strict=True) if owner == piece) for piece in range(4)]
+    assert max(loads) - min(loads) <= 128
+    for inner, outer in itertools.product(range(2), range(2)):
+        groups = (Group("outer", 2, outer), Group("inner", 2, inner))
+        topology = SimpleNamespace(shards=4, shard=inner * 2 + outer, shard_groups=groups)
+        first, second = _legs(splits, topology)  # type: ignore[arg-type]
+        here = {k for k, to in second.goes_to.items() if to == inner}
+        assert here == {k for k, owner in enumerate(found) if owner == inner * 2 + outer}
+        assert second.goes_to.keys() == {k for k, to in first.goes_to.items() if to == outer}
+
+
+def test_loaded_state_is_a_copy(fake_world: int) -> None:
+    model = fully_shard_model(nn.Linear(4, 8))
+    whole = torch.ones(8, 4)
+    loaded = shard_state("exp_avg", whole, model.module.weight)
+    loaded.to_local().zero_()
+    assert torch.equal(whole, torch.ones(8, 4))
+
+
+def test_models_with_the_same_names_have_optimizers_of_their_own(fake_world: int) -> None:
+    params = [p for _ in range(2) for p in fully_shard_model(nn.Linear(4, 8)).parameters()]
+    with pytest.raises(ValueError, match=r"two parameters called 'module.weight', of two models"):
+        fully_shard_optimizer(torch.optim.SGD(params, lr=0.1)).state_dict()
 
 
 # -- over flat shards -------------------------------------------------------------------------------------------------

@@ -320,6 +320,17 @@ def test_a_known_way_is_free() -> None:
         go(order, store, *STEP, *STEP, *evaluation, *evaluation, *evaluation)
 
 
+def test_nothing_follows_a_standstill() -> None:
+    store, order = Store(), Order()
+    go(order, store, *STEP)
+    order.stalled = "Ranks have gone different ways."
+    store.asked.clear()
+    for step in (FORWARD, "gather a"):
+        with pytest.raises(RuntimeError, match="Ranks have gone different ways"):
+            go(order, store, step)
+    assert not store.asked
+
+
 def test_what_is_known_and_not_expected_is_asked_for() -> None:
     """An evaluation, or its absence, when all ranks have had one before."""
     store = Store()
