@@ -221,12 +221,12 @@ def test_muon_owns_what_costs_no_padding() -> None:
 def test_muon_shares_out_work() -> None:
     """Matrices that one rank has are worked on there, the others where there is least to do: over inner and outer ranks too."""
     whole = [ParamSpec(f"whole{i}", (64, 32), whole=True) for i in range(4)]
-    cut = [ParamSpec(f"cut{i}", (128, 32)) for i in range(8)]
+    cut = [ParamSpec(f"cut{i}", (128, 32)) for i in range(7)]
     layouts = [*plan_layouts(whole, 4, 4), *plan_layouts(cut, 4, 4)]
     splits = [RowSplit(layout, index) for layout in layouts for index in range(len(layout.slots))]
     found = owners(splits, 4)
     homes = [[len(split.rows(piece)) == split.shape[0] for piece in range(4)] for split in splits]
-    assert sum(map(any, homes)) >= 4
+    assert 4 <= sum(map(any, homes)) < 9
     assert all(homes[i][owner] for i, owner in enumerate(found) if any(homes[i]))
     work = [split.shape[0] for split in splits]
     loads = [sum(w for w, owner in zip(work, found, strict=True) if owner == piece) for piece in range(4)]
