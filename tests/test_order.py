@@ -286,10 +286,12 @@ class Store:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.epochs: list[int] = []
         self.refuses = False
 
     def __call__(self, lines: Sequence[str], epoch: int) -> None:
         self.asked += lines
+        self.epochs.append(epoch)
         if self.refuses:
             raise RuntimeError("rank 7 did not come")
 
@@ -400,6 +402,28 @@ def test_a_fork_is_asked_for_every_time() -> None:
     store.asked.clear()
     go(order, store, FORWARD, "gather a", BACKWARD)
     assert store.asked == ["a backward after gather a (place 3)"]
+
+
+def test_a_fork_between_collectives_is_asked_for_every_time() -> None:
+    store, order = Store(), Order()
+    for last in "bbccc":
+        store.asked.clear()
+        go(order, store, FORWARD, "gather a", f"gather {last}")
+    assert store.asked == ["gather c after gather a (place 3)"]
+
+
+def test_after_a_restart_ranks_begin_in_another_epoch() -> None:
+    """Those that have not noticed the failure do not meet them."""
+    store, order = Store(), Order()
+    go(order, store, *STEP, FORWARD, "gather a")
+    before = order.epoch
+    order.restart()
+    store.asked.clear()
+    assert order.latest == "the start"
+    go(order, store, BACKWARD)
+    assert store.asked == [f"{BACKWARD} after the start (place 1)"]
+    assert order.epoch == store.epochs[-1] > before
+    assert order.events == 1
 
 
 def numbered(*names: str) -> list[tuple[str, Series]]:

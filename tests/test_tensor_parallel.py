@@ -23,7 +23,7 @@ from pool import Pools, on_ranks
 from test_failures import PATIENCE, Failing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +31,7 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
 from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.runtime.partition import Partitioner
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5
@@ -264,6 +265,22 @@ class MegatronMlp(nn.Module):
 
 
 NAMES = {"up.weight": "up", "up.bias": "up_bias", "down.weight": "down", "down.bias": "down_bias"}
+
+
+def test_dimensions_that_marks_name(fake_world: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    partitioner = Partitioner(mesh["dp"], mesh["tp"])
+    param = nn.Parameter(torch.ones(3, 5))
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]
+    for dim, shape in {0: (6, 5), 1: (3, 10), -1: (3, 10), -2: (6, 5)}.items():
+        param.partition_dim = dim  # type: ignore[attr-defined]
+        partition = partitioner.of("weight", param)
+        assert partition is not None
+        assert (partition.placements, partition.shape) == ((Shard(dim % 2),), shape)
+    for wrong in (2, -3, None, 0.0):
+        param.partition_dim = wrong  # type: ignore[attr-defined]
+        with pytest.raises(ValueError, match=f"partition_dim={wrong}: it must be one of its 2 dimensions"):
+            partitioner.of("weight", param)
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
