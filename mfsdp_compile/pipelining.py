@@ -129,7 +129,7 @@ class PipelineStage(pipelining.PipelineStage):
         model.sharded.set_accumulation(Accumulation(not reduce_each, keep_gathered, forwards_overlap=True))
         self._takes_turns = self.num_stages > self.group_size
         self._backwards = 0
-        self._earlier: list[tuple[Bucket, Tensor]] = []
+        self._earlier: list[gradients.Aside] = []
 
     def clear_runtime_states(self) -> None:
         """A step of the schedule begins. Gradients of earlier ones are put aside: the schedule scales those of this one."""

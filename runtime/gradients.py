@@ -36,6 +36,7 @@ from .rows import take_rows
 from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, like_rows, mark_provisional
 
 __all__ = [
+    "Aside",
     "Asked",
     "Backward",
     "accumulate",
@@ -242,21 +243,46 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
     bucket.used_now &= kept_indices
 
 
+@dataclass(frozen=True)
+class Aside:
+    """Gradients of one bucket that were taken off its parameters.
+
+    Args:
+        bucket: theirs.
+        total: the flat gradient, ``[shard_numel]``.
+        without: parameters, by index, that had none.
+    """
+
+    bucket: Bucket
+    total: Tensor
+    without: frozenset[int]
+
+
 @torch.no_grad()
-def put_aside(buckets: Iterable[Bucket]) -> list[tuple[Bucket, Tensor]]:
+def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
     """Take the gradients off the parameters, which then have none, for :func:`add_back`. None waits to be reduced."""
-    aside = [(bucket, total) for bucket in buckets if (total := collect(bucket)) is not None]
-    for bucket, _ in aside:
-        clear(bucket)
+    aside = [
+        Aside(bucket, total, _without_gradient(bucket)) for bucket in buckets if (total := collect(bucket)) is not None
+    ]
+    for each in aside:
+        clear(each.bucket)
     return aside
 
 
 @torch.no_grad()
-def add_back(aside: Iterable[tuple[Bucket, Tensor]]) -> None:
-    """Add what was put aside to the gradients of today."""
-    for bucket, earlier in aside:
-        total = collect(bucket)
-        install(bucket, earlier if total is None else total.add_(earlier))
+def add_back(aside: Iterable[Aside]) -> None:
+    """Add what was put aside to the gradients of today. Parameters that have none in both still have none."""
+    for each in aside:
+        bucket, total = each.bucket, collect(each.bucket)
+        without = each.without & _without_gradient(bucket)
+        install(bucket, each.total if total is None else total.add_(each.total))
+        for index in without:
+            _attach(bucket, bucket.params[index], None)
+        bucket.clean |= without
+
+
+def _without_gradient(bucket: Bucket) -> frozenset[int]:
+    return frozenset(index for index, gradient in enumerate(bucket.gradients) if gradient is None)
 
 
 @torch.no_grad()

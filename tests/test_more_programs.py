@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fully_shard_model
-from mfsdp_compile.runtime import compat
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.runtime import compat, gradients
+from mfsdp_compile.runtime.pending import Pending
 
 
 class Heads(zoo.Plain):
@@ -143,6 +144,85 @@ def test_other_heads_in_every_microbatch() -> None:
             for optimizer in pair.optimizers:
                 optimizer.step()
             pair.each(lambda m: m.zero_grad(set_to_none=step % 2 == 0))
+
+
+@on_ranks(2)
+def test_heads_of_which_each_rank_uses_another_one() -> None:
+    """Hooks run on both ranks for both. Two optimizers clear their own gradients, also while microbatches wait."""
+    for strategy in (1, 3):
+        pair = Pair(Heads, EAGER, zero_dp_strategy=strategy)
+        seen: list[str] = []
+        for name, param in pair.model.module.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+        heads = [[p for n, p in m.named_parameters() if n.startswith("head")] for m in (pair.model.module, pair.alone)]
+        cleared = [torch.optim.SGD(params) for params in heads]
+        for number, batch in enumerate(parity.batches(3)):
+            seen.clear()
+            pair.backward(lambda m, x, rank: m(x, rank), batch, last=number == 2)
+            if number < 2:
+                for optimizer in cleared:
+                    optimizer.zero_grad()
+        pair.check_gradients()
+        assert {"head.weight", "other.weight", "enter.weight"} <= set(seen)
+        assert not any(name.startswith("pooler") for name in seen)
+
+
+@on_ranks(2)
+def test_gradients_that_are_put_aside() -> None:
+    pair = Pair(Heads, EAGER)
+    first, second = parity.batches(2)
+    pair.backward(lambda m, x, _: m(x), first)
+    aside = gradients.put_aside(pair.model.sharded.buckets)
+    assert all(param.grad is None for param in pair.model.parameters())
+    pair.backward(lambda m, x, _: m(x), second)
+    gradients.add_back(aside)
+    pair.check_gradients()
+
+
+def test_a_gradient_that_waits_is_a_copy() -> None:
+    """Compiled code uses the memory again."""
+
+    class Holder:
+        def reductions_are_due(self) -> bool:
+            return False
+
+        def show_unreduced(self) -> None:
+            pass
+
+    holder = Holder()
+    pending, gradient = Pending(holder, torch.float32), torch.ones(4)  # type: ignore[arg-type]
+    assert pending.exchange(gradient) is None
+    gradient.zero_()
+    assert torch.equal(pending.total, torch.ones(4))
+
+
+def test_what_is_gathered_counts_no_more_after_a_failure(fake_world: int) -> None:
+    model = fully_shard_model(parity.build(zoo.Plain), zero_dp_strategy=1)
+    model(torch.ones(2, 8)).backward()
+    (bucket,) = model.sharded.buckets
+    assert not bucket.is_stale
+    bucket.forget_resident()
+    assert bucket.is_stale
+
+
+@on_ranks(2, timeout=60)
+def test_gradients_of_gradients_are_refused_in_compiled_code() -> None:
+    pair = Pair(zoo.Plain, AOT_EAGER)
+    x = parity.batches(1)[0][dist.get_rank()]
+    with parity.raises_everywhere(RuntimeError, "create_graph=True", "not supported"):
+        pair.call(x).backward(create_graph=True)
+
+
+@on_ranks(2)
+def test_a_changed_gradient_is_what_is_added_to() -> None:
+    """Also where a sum in another dtype stands behind it."""
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32)
+    model = fully_shard_model(nn.Linear(4, 8).bfloat16(), mixed_precision_policy=policy)
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    for _ in range(2):
+        model(x).sum().backward()
+        model.module.weight.grad.mul_(0.5)
+    assert torch.equal(model.module.weight.grad.full_tensor(), torch.full((8, 4), 1.5, dtype=torch.bfloat16))
 
 
 @on_ranks(2)

@@ -309,6 +309,7 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
         torch._foreach_lerp_(mine, its, 1.0)  # of one dtype each, or it is refused
     for got, expected in zip(mine, its, strict=True):
         assert torch.equal(got.full_tensor(), expected.full_tensor())
+    assert [each.dtype for each in torch._foreach_add(mine, its)] == [each.dtype for each in its]
 
 
 def test_ranks_are_told_apart_by_their_strides() -> None:
@@ -432,7 +433,9 @@ def test_gradients_that_change_places() -> None:
         each(x).backward()
     for each in (model.module, alone):
         each.one.weight.grad, each.other.weight.grad = each.other.weight.grad, each.one.weight.grad
-        each.one.bias.grad.data = each.one.bias.grad.data * 3
+    alone.one.bias.grad.mul_(3)
+    gradient = model.module.one.bias.grad
+    gradient._local_tensor = gradient._local_tensor * 3  # as programs do that know DTensors
     for each in (model, alone):
         each(x).backward()
     model.module.one.weight.grad = rows

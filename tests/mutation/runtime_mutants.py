@@ -440,9 +440,9 @@ RUNTIME = (
     Mutant(
         "runtime/gradients.py",
         "what was put aside takes the place of today's gradients",
-        "        install(bucket, earlier if total is None else total.add_(earlier))",
-        "        install(bucket, earlier)",
-        ("test_programs.py -k between_microbatches", "test_guards.py -k verify_step", "test_trainers.py -k accum"),
+        "        install(bucket, each.total if total is None else total.add_(each.total))",
+        "        install(bucket, each.total)",
+        ("test_more_programs.py -k put_aside",),
     ),
     Mutant(
         "runtime/gradients.py",
