@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat, gradients
 from mfsdp_compile.runtime.pending import Pending
 
@@ -156,6 +156,7 @@ def test_heads_of_which_each_rank_uses_another_one() -> None:
             param.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
         heads = [[p for n, p in m.named_parameters() if n.startswith("head")] for m in (pair.model.module, pair.alone)]
         cleared = [torch.optim.SGD(params) for params in heads]
+        cleared[0] = fully_shard_optimizer(cleared[0])
         for number, batch in enumerate(parity.batches(3)):
             seen.clear()
             pair.backward(lambda m, x, rank: m(x, rank), batch, last=number == 2)

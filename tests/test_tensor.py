@@ -301,6 +301,8 @@ def test_parameters_whose_rows_lie_on_different_ranks() -> None:
 @on_ranks(2)
 def test_rows_of_several_dtypes_move_at_once() -> None:
     module = Teacher()
+    # These lie before the student's parameters, so that all of them lie elsewhere than the teacher's.
+    module.head, module.other = module.head.bfloat16(), nn.Linear(9, 9)
     for each in (module.student, module.teacher):
         each.matrix = nn.Parameter(each.matrix.detach().bfloat16(), requires_grad=each.matrix.requires_grad)
     model = fully_shard_model(module).module
@@ -433,6 +435,8 @@ def test_gradients_that_change_places() -> None:
         each(x).backward()
     for each in (model.module, alone):
         each.one.weight.grad, each.other.weight.grad = each.other.weight.grad, each.one.weight.grad
+    for each in (model, alone):
+        each(x).backward()
     alone.one.bias.grad.mul_(3)
     gradient = model.module.one.bias.grad
     gradient._local_tensor = gradient._local_tensor * 3  # as programs do that know DTensors
