@@ -22,7 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.rows import same_ranks
 from mfsdp_compile.runtime.tensor import RowShardedTensor
@@ -305,7 +305,8 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
     module.head, module.other = module.head.bfloat16(), nn.Linear(9, 9)
     for each in (module.student, module.teacher):
         each.matrix = nn.Parameter(each.matrix.detach().bfloat16(), requires_grad=each.matrix.requires_grad)
-    model = fully_shard_model(module).module
+    policy = MixedPrecisionPolicy(main_params_dtype=None)  # that of each parameter
+    model = fully_shard_model(module, mixed_precision_policy=policy).module
     mine, its = list(model.teacher.parameters()), list(model.student.parameters())
     with torch.no_grad():
         torch._foreach_lerp_(mine, its, 1.0)  # of one dtype each, or it is refused
