@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import parity
@@ -10,8 +11,9 @@ import pytest
 import torch
 import zoo
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
-from mfsdp_compile.passes import pipeline, reduce, roles, schedule, unread, verify
+from mfsdp_compile.passes import pipeline, reduce, reshard, roles, schedule, unread, verify
 from mfsdp_compile.passes.analysis import Analysis
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
 from mfsdp_compile.passes.contract import Contract, set_contract
@@ -65,18 +67,27 @@ def forward_graph(units: int, cast: bool = False) -> fx.Graph:
     return graph
 
 
-def backward_graph(units: int) -> fx.Graph:
-    """Gradients, last unit first, each followed at the end of the graph by its reduction."""
+def backward_graph(units: int, uses: int = 1, in_order_of_buckets: bool = False) -> fx.Graph:
+    """Gradients, last unit first, each followed at the end of the graph by its reduction.
+
+    Args:
+        uses: of each parameter; its gradient is the sum.
+        in_order_of_buckets: how reductions stand at the end; else in the order of gradients.
+    """
     graph = fx.Graph()
     saved = [graph.placeholder(f"saved_{i}") for i in range(units)]
     gradient = graph.placeholder("tangents")
     packs = []
     for i in reversed(range(units)):
         whole = graph.call_function(aten.mm.default, (saved[i], gradient))
+        for _ in range(uses - 1):
+            whole = graph.call_function(
+                aten.add.Tensor, (whole, graph.call_function(aten.mm.default, (saved[i], gradient)))
+            )
         packs.append((i, whole))
         gradient = graph.call_function(aten.tanh.default, (gradient,))
     reduced = []
-    for i, whole in packs:
+    for i, whole in sorted(packs) if in_order_of_buckets else packs:
         pack = marked(graph.call_function(torch.ops.mfsdp.pack_gradients.default, ([whole], [0], 64, torch.float32)), i)
         start = marked(graph.call_function(c10d.reduce_scatter_tensor.default, (pack, "avg", 2, "0")), i)
         reduced.append(marked(graph.call_function(c10d.wait_tensor.default, (start,)), i))
@@ -193,6 +204,14 @@ def test_reductions_start_early_and_are_awaited_one_later() -> None:
     ]
 
 
+def test_reductions_start_in_the_order_of_gradients() -> None:
+    ctx, graphs = context(["a", "b", "c"]), [backward_graph(3, in_order_of_buckets=given) for given in (False, True)]
+    for graph in graphs:
+        reduce.apply(graph, ctx)
+        graph.lint()
+    assert events(graphs[1], ctx) == events(graphs[0], ctx)
+
+
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
@@ -296,6 +315,22 @@ def lose_gradient(graph: fx.Graph) -> None:
     output.args = (tuple(None if a is wait else a for a in output.args[0]),)  # type: ignore[misc,union-attr]
 
 
+def do_not_reduce(graph: fx.Graph) -> None:
+    lose_gradient(graph)
+    for kind in (Kind.REDUCED, Kind.START_REDUCE, Kind.PACK):
+        graph.erase_node(find(graph, kind, 1))
+
+
+def lose_a_term(graph: fx.Graph) -> None:
+    total = graph.find_nodes(op="call_function", target=aten.add.Tensor)[1]
+    total.replace_all_uses_with(total.args[0])
+    graph.erase_node(total)
+
+
+def of_tied_parameters(units: int) -> fx.Graph:
+    return backward_graph(units, uses=2)
+
+
 MUTANTS: list[tuple[Callable[[fx.Graph], None], Callable[[int], fx.Graph], str]] = [
     (read_before_wait, forward_graph, "V1"),
     (gather_twice, forward_graph, "V2"),
@@ -306,6 +341,8 @@ MUTANTS: list[tuple[Callable[[fx.Graph], None], Callable[[int], fx.Graph], str]]
     (wrong_size, backward_graph, "V10"),
     (sum_for_mean, backward_graph, "V9"),
     (lose_gradient, backward_graph, "V4"),
+    (do_not_reduce, backward_graph, "V4"),
+    (lose_a_term, of_tied_parameters, "V5"),
 ]
 
 
@@ -345,6 +382,36 @@ def test_unread_gathers_are_taken_out(cast: bool) -> None:
     assert report.lines == ["b.1: nothing reads it, not gathered"]
     assert events(graph, ctx) == ["gather 0", "wait 0", "gather 2", "wait 2", "compute", "compute"]
     assert unread.apply(graph, ctx).lines == []
+
+
+def test_copies_of_weights_are_computed_again() -> None:
+    """Casts of what is gathered, and their views, are as large."""
+    graph = fx.Graph()
+    shard, x = graph.placeholder("shard_0"), graph.placeholder("x")
+    weight = gather(graph, shard, 0)
+    cast = graph.call_function(aten._to_copy.default, (weight,), {"dtype": torch.bfloat16})
+    turned = graph.call_function(aten.t.default, (cast,))
+    product = graph.call_function(aten.mm.default, (x, turned))
+    set_phase_of(graph, (product,), Phase.JOINT)
+    reshard.apply(graph, context(["a"]))
+    assert all(node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE for node in (weight, cast, turned))
+    assert "recompute" not in product.meta
+
+
+def test_only_whole_models_keep_what_forward_used_last() -> None:
+    """A block that is compiled by itself does not know that others come in between."""
+    graph = fx.Graph()
+    shards, x = [graph.placeholder(f"shard_{i}") for i in range(2)], graph.placeholder("x")
+    weights = [gather(graph, shard, i) for i, shard in enumerate(shards)]
+    for weight in weights:
+        x = graph.call_function(aten.mm.default, (x, weight))
+    for weight in reversed(weights):
+        x = graph.call_function(aten.mm.default, (x, weight))
+        x.meta["partitioner_tag"] = "is_backward"
+    set_phase_of(graph, (x,), Phase.JOINT)
+    ctx = context(["a", "b"])
+    assert reshard.kept_buckets(graph, replace(ctx, whole_model=True)) == {1}
+    assert reshard.kept_buckets(graph, ctx) == frozenset()
 
 
 # -- real graphs ------------------------------------------------------------------------------------------------------
@@ -396,6 +463,32 @@ def test_frozen_units_are_gathered_and_not_reduced() -> None:
     assert any(line.startswith("gather  blocks.1 ") for line in backward)  # gradients flow through it
     assert not any(line.startswith("reduce  blocks.1 ") for line in backward)
     assert not any("root:before" in line for line in backward)  # nothing in front of it trains
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_no_gradients_are_computed_for_what_was_frozen_since() -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), parity.AOT_EAGER)
+    model.module.blocks[1].up.bias.requires_grad_(False)
+    seen: list[fx.Graph] = []
+    call = torch.compile(
+        model,
+        backend="mfsdp",
+        options={
+            "inner": "aot_eager",
+            "passes": [lambda g, _, phase: seen.append(g) if phase is Phase.BACKWARD else None],
+        },
+    )
+    call(torch.randn(6, 8)).backward()
+    (bucket,) = (bucket for bucket in model.sharded.buckets if bucket.plan.unit == "blocks.1")
+    names = [slot.name for slot in bucket.plan.layout.slots]
+    offset = bucket.plan.layout.slots[names.index("blocks.1.up.bias")].offset
+    roles.assign(seen[0])
+    packs = [
+        node
+        for node in seen[0].nodes
+        if (r := role_of(node)) and r.kind is Kind.PACK and r.bucket == model.sharded.buckets.index(bucket)
+    ]
+    assert [offset in pack.args[1] for pack in packs] == [False]
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -359,3 +359,4 @@ def test_portions_are_copied_after_the_last_use() -> None:
         uses = gathers[node.meta["mfsdp"].bucket].uses
         assert node == max(uses)
         assert len(uses) > 1
+        assert node.meta["val"].numel() == gathers[node.meta["mfsdp"].bucket].collective[1].meta["val"].numel() // 2

@@ -176,6 +176,27 @@ def test_starts_stay_where_they_are_when_units_in_between_stay() -> None:
     assert fixed[BACKWARD] == dict.fromkeys([5, 4, 2, 1, 0], ahead(1))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "microseconds", "step", "kept", "starts"),
+    [
+        # The gather of the third unit came late, and starts a unit earlier than what it waits for asked for.
+        ([1, 1, 1, 1], [20, 20, 20, 20], 0, {3}, [1, 1, 0, 1]),
+        # All gathers are hidden: those stay that forward uses last.
+        ([2, 1, 1, 1], [1, 200, 40, 200], 0, {2, 3}, [1, 2, 1, 2]),
+        # The first one's is not.
+        ([1, 1, 1, 2, 1, 1], [200, 10, 40, 10, 10, 10], 3, {0, 3, 4, 5}, [1, 1, 2, 3, 4, 3]),
+    ],
+)
+def test_what_is_decided_of_small_models(
+    sizes: list[int], microseconds: list[int], step: int, kept: set[int], starts: list[int]
+) -> None:
+    """Budgets are ``step`` quarters of the way from the least to the most."""
+    plan = chain(buckets(*[size * MB for size in sizes]), [1e-6 * time for time in microseconds])
+    least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
+    found = solve(plan, ADAMW, least + (most - least) * step // 4).decisions
+    assert (found.kept, units_of(found, FORWARD)) == (kept, starts)
+
+
 # -- refusal ----------------------------------------------------------------------------------------------------------
 
 
