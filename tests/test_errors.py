@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -381,12 +382,44 @@ def test_error_on_one_rank_is_an_error_on_all() -> None:
 def test_rank_that_does_not_come() -> None:
     """In time, that is: one that comes later gets the same error, and ranks agree again afterwards."""
     if dist.get_rank() == 1:
+        agreement.report_failure(dist.group.WORLD, ValueError("long over"))
+        agreement.forget_failure(dist.group.WORLD)
         time.sleep(3)
     begun = time.monotonic()
-    with raises_everywhere(RuntimeError, "rank 1 did not come within 0:00:01"):
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 0:00:01") as caught:
         agreement.agree(dist.group.WORLD, "a test", lambda: ["something"], timeout=timedelta(seconds=1))
+    assert "long over" not in str(caught.value)
     assert time.monotonic() - begun < 30
     agreement.agree(dist.group.WORLD, "a test", lambda: ["something"], timeout=timedelta(seconds=30))
+
+
+@on_ranks(2, timeout=60)
+def test_what_ranks_do_not_agree_on() -> None:
+    """An error, lines that some of the ranks should have in common, and what the deciding rank cannot make of the offers."""
+    rank, soon = dist.get_rank(), timedelta(seconds=20)
+
+    def describe() -> list[str]:
+        if rank == 1:
+            raise ValueError("not here")
+        return ["something"]
+
+    begun = time.monotonic()
+    with raises_everywhere(
+        ValueError if rank else RuntimeError, "" if rank else "rank 1 failed with ValueError: not here"
+    ):
+        agreement.agree(dist.group.WORLD, "an error", describe, timeout=soon)
+    with raises_everywhere(RuntimeError, "rank 1 of 2 differs from rank 0", "[piece 0]", "[piece 1]"):
+        agreement.agree(
+            dist.group.WORLD, "a part", lambda: ["same"], timeout=soon, within=lambda: ([0, 1], [f"piece {rank}"])
+        )
+
+    def combine(offers: Sequence[int]) -> int:
+        raise ValueError(f"nothing to be made of {offers}")
+
+    with raises_everywhere(RuntimeError, "failed with ValueError: nothing to be made of [0, 1]"):
+        agreement.conclude(dist.group.WORLD, "a decision", ["same"], rank, combine, soon)
+    assert agreement.conclude(dist.group.WORLD, "a decision", ["same"], rank, sum, soon) == 1
+    assert time.monotonic() - begun < 15
 
 
 # -- changes after sharding -------------------------------------------------------------------------------------------

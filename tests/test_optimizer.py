@@ -248,6 +248,16 @@ def test_loaded_state_is_a_copy(fake_world: int) -> None:
     assert torch.equal(whole, torch.ones(8, 4))
 
 
+def test_state_dicts_of_other_parameters_are_refused(fake_world: int) -> None:
+    model = fully_shard_model(nn.Linear(4, 8))
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for change in (lambda names: names[:1], lambda names: [*names, "module.other"]):
+        state_dict = optimizer.state_dict()
+        state_dict["param_groups"][0]["params"] = change(state_dict["param_groups"][0]["params"])
+        with pytest.raises(ValueError, match=r"does not fit the SGD: missing are .*; not held by it are"):
+            optimizer.load_state_dict(state_dict)
+
+
 def test_models_with_the_same_names_have_optimizers_of_their_own(fake_world: int) -> None:
     params = [p for _ in range(2) for p in fully_shard_model(nn.Linear(4, 8)).parameters()]
     with pytest.raises(ValueError, match=r"two parameters called 'module.weight', of two models"):

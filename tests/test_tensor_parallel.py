@@ -31,7 +31,7 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
 from mfsdp_compile.examples.measuring import collectives
-from mfsdp_compile.runtime.partition import Partitioner
+from mfsdp_compile.runtime.partition import Partition, Partitioner
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5
@@ -265,6 +265,14 @@ class MegatronMlp(nn.Module):
 
 
 NAMES = {"up.weight": "up", "up.bias": "up_bias", "down.weight": "down", "down.bias": "down_bias"}
+
+
+def test_parts_over_a_mesh_that_is_gone(fake_world: int) -> None:
+    """Meshes of the same ranks are equal; parts over them are not, for their process groups are others."""
+    old, new = (DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp")) for _ in range(2))
+    assert old == new
+    assert Partition(old, (Shard(0),), (4,)) == Partition(old, (Shard(0),), (4,))
+    assert Partition(old, (Shard(0),), (4,)) != Partition(new, (Shard(0),), (4,))
 
 
 def test_dimensions_that_marks_name(fake_world: int) -> None:
