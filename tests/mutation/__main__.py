@@ -34,7 +34,6 @@ SECONDS = 400
 """For the tests of one mutant at a time. One that hangs is killed: by the time-out of the test, or by this."""
 
 IMPORTS = (
-    "hypothesis",
     "pytest",
     "torch",
     "torch._dynamo",
