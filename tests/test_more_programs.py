@@ -206,6 +206,39 @@ def test_what_is_gathered_counts_no_more_after_a_failure(fake_world: int) -> Non
     assert bucket.is_stale
 
 
+@on_ranks(2)
+def test_weights_that_change_after_they_were_gathered_early() -> None:
+    """A hook of one block changes the next one, whose gather has started by then."""
+    pair = Pair(lambda: zoo.Plain(layers=3), EAGER)
+
+    def grow(module: Any) -> None:
+        weight = module.blocks[1].up.weight  # at rest
+
+        def hook(*_: Any) -> None:
+            with torch.no_grad():
+                weight.mul_(2)
+
+        module.blocks[0].register_forward_hook(hook)
+
+    for number, batch in enumerate(parity.batches(3)):
+        if number == 1:  # by then it is known what follows on what
+            pair.each(grow)
+        with torch.no_grad():
+            mine = pair.call(batch[0])
+            torch.testing.assert_close(mine, pair.alone(batch[0]))
+
+
+def test_what_follows_on_what_is_forgotten_with_a_step(fake_world: int) -> None:
+    """Ranks may have learned different orders before a failure."""
+    model = fully_shard_model(parity.build(Heads), fsdp_unit_modules=[zoo.Block, nn.Linear])
+    eager = model.sharded.eager
+    before = dict(eager._next)
+    model(torch.ones(2, 8), 1)
+    assert eager._next != before
+    eager.abandon()
+    assert eager._next == before
+
+
 @on_ranks(2, timeout=60)
 def test_gradients_of_gradients_are_refused_in_compiled_code() -> None:
     pair = Pair(zoo.Plain, AOT_EAGER)

@@ -248,4 +248,47 @@ MORE_RUNTIME = (
         "        if shared := set():",
         ("test_tensor_parallel.py -k test_mistakes_with_meshes",),
     ),
+    # -- the eager runtime, and topologies ----------------------------------------------------------------------------
+    Mutant(
+        "runtime/eager.py",
+        "what was gathered early stays when shards have changed",
+        "            if state is not None and state.version != bucket.flat._version:\n                self._release_bucket",
+        "            if False:\n                self._release_bucket",
+        ("test_more_programs.py -k gathered_early",),
+    ),
+    Mutant(
+        "runtime/eager.py",
+        "an order that was learned before a failure stays",
+        "        self._learn(self.units)  # ranks may have learned different orders\n",
+        "",
+        ("test_more_programs.py -k what_follows_on_what",),
+    ),
+    Mutant(
+        "runtime/eager.py",
+        "the next unit is not gathered early",
+        "        if following is not None and self._may_prefetch(following):\n            self._start(following)",
+        "        pass",
+        ("test_strategies.py -k communication_of_a_step", "test_memory.py"),
+    ),
+    Mutant(
+        "runtime/eager.py",
+        "frozen units stay gathered in backward",
+        "                if other is not unit and other is not following:\n                    self._release",
+        "                if False:\n                    self._release",
+        ("test_memory.py", "test_parity.py -k FrozenUnit"),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "only the group of all ranks is made anew",
+        "        for group in self.groups:\n            made = compat",
+        "        for group in self.groups[-1:]:\n            made = compat",
+        ("test_failures.py -k reset",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "portions go on over groups that are gone",
+        "        self.portions.clear()  # ranks may have failed before all had one; graphs are compiled anew, and ask for it\n",
+        "",
+        ("test_portions.py -k reset",),
+    ),
 )
