@@ -228,6 +228,26 @@ def test_weights_that_change_after_they_were_gathered_early() -> None:
             torch.testing.assert_close(mine, pair.alone(batch[0]))
 
 
+def test_what_is_gathered_in_a_step(fake_world: int) -> None:
+    """The next unit is on its way. A frozen unit goes when another one comes, for nothing tells when its gradients are there."""
+    model = fully_shard_model(parity.build(zoo.FrozenUnit), fsdp_unit_modules=[zoo.Block])
+    seen: list[set[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append({bucket.plan.unit for bucket in model.sharded.eager._gathered})
+
+    model.module.blocks[0].register_forward_hook(look)
+    for _ in range(2):
+        seen.clear()
+        x = torch.ones(2, 8, requires_grad=True)
+        x.register_hook(look)
+        model(x).backward()
+    forward, backward = seen
+    assert {"blocks.0", "blocks.1"} <= forward
+    assert "blocks.2" not in forward
+    assert "blocks.1" not in backward
+
+
 def test_what_follows_on_what_is_forgotten_with_a_step(fake_world: int) -> None:
     """Ranks may have learned different orders before a failure."""
     model = fully_shard_model(parity.build(Heads), fsdp_unit_modules=[zoo.Block, nn.Linear])

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import forecasting, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.doctor import mesh_arguments
 from mfsdp_compile.options import CompileOptions
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import Phase
@@ -336,6 +337,23 @@ def test_wrong_schedule_files(old: str, new: str, message: str) -> None:
     wrong = ScheduleText.parse(str(text).replace(old, new, 1), "wrong.sched")
     with pytest.raises(Exception, match=f"wrong.sched: {message}"):
         compiled(schedule=wrong)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_groups_are_made_anew() -> None:
+    """All of them; and portions are of groups that graphs ask for when they are compiled."""
+    model, _ = compiled(reshard_after_forward=2)
+    topology = model.sharded.topology
+    before = {group.name for group in topology.groups}
+    assert topology.portions
+    topology.renew()
+    assert not topology.portions
+    assert before.isdisjoint(group.name for group in topology.groups)
+    topology = fully_shard_model(parity.build(zoo.Plain), **mesh_arguments("HSDP optim_grads_params")).sharded.topology
+    before = {group.name for group in topology.groups}
+    assert len(before) > 1
+    topology.renew()
+    assert before.isdisjoint(group.name for group in topology.groups)
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------
