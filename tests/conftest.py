@@ -86,8 +86,13 @@ def pools() -> Iterator[Pools]:
     _POOLS.close()
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay: not to be looked at again whenever a test collects garbage."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items:
+        # xdist 3.8 appends a test's group where pytest 9.2 does not look for it: then no group would stay together.
+        if (named := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
+            item._id = type(item._id).parse(named)  # type: ignore[attr-defined]
+    # Modules and tests stay: not to be looked at again whenever a test collects garbage.
     gc.collect()
     gc.freeze()
 
