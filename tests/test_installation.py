@@ -57,9 +57,7 @@ def run(program: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> 
 
 
 @pytest.fixture
-def demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """What the demo prints, started in this process; what it writes is in ``folder``."""
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -194,10 +192,10 @@ def test_a_cache_entry_is_for_a_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("mfsdp-compile ")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(["train"])
     assert "invalid choice" in capsys.readouterr().err
 

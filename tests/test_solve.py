@@ -447,7 +447,9 @@ def test_decisions_do_not_depend_on_hashes(capsys: pytest.CaptureFixture[str]) -
     """Ranks are processes of their own, and must start the same collectives."""
     script = SCRIPT.format(folder=str(Path(__file__).parent))
     environment = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
-    other = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    other = subprocess.run(
+        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     exec(script, {})
     text = capsys.readouterr().out
     assert text == other.stdout

@@ -342,7 +342,7 @@ def test_adapters(tmp_path: Path) -> None:
     with trainers():
         rest = train(tmp_path / "rest", data, EAGER, model(), **given, resume=str(tmp_path / "checkpoint-3"))
     assert losses_of(rest) == losses_of(whole)
-    assert losses_of(whole)[-1] < losses_of(whole)[0] - 0.1
+    assert losses_of(whole)[-1] < losses_of(whole)[0] - 0.05
     dist.barrier()
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 100_000
     loaded = peft.PeftModel.from_pretrained(small(), tmp_path).state_dict()
