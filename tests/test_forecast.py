@@ -29,7 +29,7 @@ from mfsdp_compile.report import to_text
 
 pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
 BATCH, LENGTH = 4, 64
-CONFIG = LlamaConfig(layers=3)
+CONFIG, DEMO = LlamaConfig(layers=3), LlamaConfig()
 MEMORY_BOUND = {"aot_eager": 0.02, "inductor": 0.06}
 """Of the measured peak. What is not predicted: workspaces of kernels (attention on CPU takes some), and the order in which
 an operator frees and allocates inside itself; of Inductor, which kernels it fuses, which differs between versions (with checkpointing 1 % on torch 2.13, 5.4 % on 2.11)."""
@@ -77,8 +77,8 @@ class Default:
 
 
 @functools.cache
-def default() -> Default:
-    model, _ = compiled()
+def default(config: LlamaConfig = CONFIG) -> Default:
+    model, _ = compiled(config=config)
     context = model.sharded.compiled_graphs[-1].context
     buckets = context.buckets
     read_against = [info.name for info in buckets], [info.unit for info in buckets], context.whole_model
@@ -111,7 +111,7 @@ def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
     ids=lambda value: getattr(value, "__name__", None) or ",".join(f"{k}={v}" for k, v in value.items()) or "default",
 )
 def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
-    model, step = compiled(make, config=LlamaConfig(), **options)  # the demo's
+    model, step = compiled(make, config=DEMO, **options)
     predicted = forecasting.predicted(model).peak_bytes
     measured = measured_peak(model, step)
     bound = MEMORY_BOUND[options.get("inner", "aot_eager")]
@@ -120,9 +120,9 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
 
 def test_checkpointing_is_seen() -> None:
     """The ruler moves: activations are most of the memory, and checkpointing saves most of them."""
-    plain = default().predicted
+    plain = default(DEMO).predicted
     torch.compiler.reset()
-    again = forecasting.predicted(compiled(Checkpointed)[0])
+    again = forecasting.predicted(compiled(Checkpointed, config=DEMO)[0])
     assert again.peak_bytes < plain.peak_bytes / 1.5
     assert again.compute_seconds > plain.compute_seconds * 1.1
 
@@ -144,14 +144,14 @@ def test_portions_are_seen() -> None:
 
 
 def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
-    solution = compiled(memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
-    smallest = forecasting.predicted(compiled(prefetch=0, keep_last=False)[0])
+    solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
+    smallest = forecasting.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
     highest = solution.timeline.peak_bytes
     usable = [smallest.peak_bytes + i * (highest - smallest.peak_bytes) // 3 for i in range(4)]
     budgets = [int(size / (1 - SchedulePolicy().budget_reserve)) + 1 for size in usable]
     seconds, gathers = [], []
     for budget in budgets:
-        model, step = compiled(memory_budget=budget)
+        model, step = compiled(config=DEMO, memory_budget=budget)
         timeline = forecasting.predicted(model)
         assert timeline.peak_bytes <= budget
         assert measured_peak(model, step) <= budget
@@ -160,7 +160,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
         gathers.append(sum(line.startswith("gather") for line in record.schedules[Phase.BACKWARD]))
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
-    units_in_backward = CONFIG.layers + 1  # all but the embedding, which backward does not read
+    units_in_backward = DEMO.layers + 1  # all but the embedding, which backward does not read
     assert gathers[0] > units_in_backward / 2  # ZeRO-3, but for what takes room where there is some
     assert gathers[-1] == 0  # gathered once
     assert gathers == sorted(gathers, reverse=True)
@@ -261,14 +261,14 @@ def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
 
 
 def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
-    forward, backward = default().schedule.split("[backward]")
-    kept = backward.replace("gather  layers.1\n", "").replace("wait    layers.1\n", "")
+    forward, backward = default(DEMO).schedule.split("[backward]")
+    kept = backward.replace("gather  layers.3\n", "").replace("wait    layers.3\n", "")
     path = tmp_path / "kept.sched"
     path.write_text(f"{forward}[backward]{kept}")
     torch.compiler.reset()
-    other, step = compiled(schedule=str(path))
+    other, step = compiled(config=DEMO, schedule=str(path))
     assert str(lines_of(other)) == path.read_text()
-    more = forecasting.predicted(other).peak_bytes - default().predicted.peak_bytes
+    more = forecasting.predicted(other).peak_bytes - default(DEMO).predicted.peak_bytes
     assert more > 0
     assert abs(measured_peak(other, step) / forecasting.predicted(other).peak_bytes - 1) <= MEMORY_BOUND["aot_eager"]
 
