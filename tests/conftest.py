@@ -86,8 +86,17 @@ def pools() -> Iterator[Pools]:
     _POOLS.close()
 
 
-def pytest_collection_finish() -> None:
-    """Modules and tests stay: not to be looked at again whenever a test collects garbage."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items:
+        # xdist 3.8 appends a test's group where pytest 9.2 does not look for it: then no group would stay together.
+        if (named := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
+            item._id = type(item._id).parse(named)  # type: ignore[attr-defined]
+    _keep()
+
+
+def _keep() -> None:
+    """Modules, tests and caches stay: not to be looked at again whenever garbage is collected."""
     gc.collect()
     gc.freeze()
 
@@ -97,10 +106,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """What a test takes: here, on its ranks, and in programs that it has started and waited for."""
     item.stash[_BEFORE] = _used()
-    return (yield)
+    found = yield
+    if nextitem is None or nextitem.path != item.path:
+        _keep()
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

@@ -256,10 +256,12 @@ def _experts() -> dict[str, Any]:
 
 
 def _demo() -> dict[str, Any]:
-    """The model of ``mfsdp demo``."""
+    """The model of ``mfsdp demo``, of three layers."""
     names = _basics()
     torch.manual_seed(0)
-    model = names["fully_shard_model"](names["Llama"](names["LlamaConfig"]()), fsdp_unit_modules=[names["Block"]])
+    model = names["fully_shard_model"](
+        names["Llama"](names["LlamaConfig"](layers=3)), fsdp_unit_modules=[names["Block"]]
+    )
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     return {**names, "model": model, "tokens": tokens, "targets": tokens}
 

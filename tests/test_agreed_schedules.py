@@ -255,7 +255,7 @@ def test_machines_of_two_kinds() -> None:
     try:
         model = build()
         call = compiled(model, report=True, **AUTO)
-        train(model, call, [(3, 1000), (1000, 3)])
+        train(model, call, [(3, 1000)])
         record = model.sharded.compiled_graphs[0]
         settled = record.settled
         told = str(settled)

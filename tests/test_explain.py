@@ -23,7 +23,7 @@ from mfsdp_compile.passes.changes import Event, changes
 EAGER = {"inner": "aot_eager"}
 
 
-def demo_model(layers: int = 3) -> nn.Module:
+def demo_model(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
     return fully_shard_model(
         Llama(LlamaConfig(width=32, hidden=48, layers=layers)), fsdp_unit_modules=[LlamaBlock], zero_dp_strategy=3

@@ -29,6 +29,7 @@ from mfsdp_compile.report import to_text
 
 pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
 BATCH, LENGTH = 4, 64
+CONFIG, DEMO = LlamaConfig(layers=3), LlamaConfig()
 MEMORY_BOUND = {"aot_eager": 0.02, "inductor": 0.06}
 """Of the measured peak. What is not predicted: workspaces of kernels (attention on CPU takes some), and the order in which
 an operator frees and allocates inside itself; of Inductor, which kernels it fuses, which differs between versions (with checkpointing 1 % on torch 2.13, 5.4 % on 2.11)."""
@@ -44,11 +45,15 @@ class Checkpointed(Llama):
 
 
 def compiled(
-    make: Callable[[LlamaConfig], nn.Module] = Llama, strategy: int = 3, inner: str = "aot_eager", **options: Any
+    make: Callable[[LlamaConfig], nn.Module] = Llama,
+    strategy: int = 3,
+    inner: str = "aot_eager",
+    config: LlamaConfig = CONFIG,
+    **options: Any,
 ) -> tuple[nn.Module, Callable[[], Any]]:
-    """A sharded model of the demo's sizes that has run twice, and a step without the optimizer's."""
+    """A sharded model that has run twice, and a step without the optimizer's."""
     torch.manual_seed(0)
-    model = fully_shard_model(make(LlamaConfig()), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    model = fully_shard_model(make(config), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
 
@@ -72,8 +77,8 @@ class Default:
 
 
 @functools.cache
-def default() -> Default:
-    model, _ = compiled()
+def default(config: LlamaConfig = CONFIG) -> Default:
+    model, _ = compiled(config=config)
     context = model.sharded.compiled_graphs[-1].context
     buckets = context.buckets
     read_against = [info.name for info in buckets], [info.unit for info in buckets], context.whole_model
@@ -106,7 +111,7 @@ def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
     ids=lambda value: getattr(value, "__name__", None) or ",".join(f"{k}={v}" for k, v in value.items()) or "default",
 )
 def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
-    model, step = compiled(make, **options)
+    model, step = compiled(make, config=DEMO, **options)
     predicted = forecasting.predicted(model).peak_bytes
     measured = measured_peak(model, step)
     bound = MEMORY_BOUND[options.get("inner", "aot_eager")]
@@ -115,9 +120,9 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
 
 def test_checkpointing_is_seen() -> None:
     """The ruler moves: activations are most of the memory, and checkpointing saves most of them."""
-    plain = default().predicted
+    plain = default(DEMO).predicted
     torch.compiler.reset()
-    again = forecasting.predicted(compiled(Checkpointed)[0])
+    again = forecasting.predicted(compiled(Checkpointed, config=DEMO)[0])
     assert again.peak_bytes < plain.peak_bytes / 1.5
     assert again.compute_seconds > plain.compute_seconds * 1.1
 
@@ -139,14 +144,14 @@ def test_portions_are_seen() -> None:
 
 
 def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
-    solution = compiled(memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
-    smallest = forecasting.predicted(compiled(prefetch=0, keep_last=False)[0])
+    solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
+    smallest = forecasting.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
     highest = solution.timeline.peak_bytes
     usable = [smallest.peak_bytes + i * (highest - smallest.peak_bytes) // 3 for i in range(4)]
     budgets = [int(size / (1 - SchedulePolicy().budget_reserve)) + 1 for size in usable]
     seconds, gathers = [], []
     for budget in budgets:
-        model, step = compiled(memory_budget=budget)
+        model, step = compiled(config=DEMO, memory_budget=budget)
         timeline = forecasting.predicted(model)
         assert timeline.peak_bytes <= budget
         assert measured_peak(model, step) <= budget
@@ -155,18 +160,18 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
         gathers.append(sum(line.startswith("gather") for line in record.schedules[Phase.BACKWARD]))
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
-    units_in_backward = 7  # all but the embedding, which backward does not read
+    units_in_backward = DEMO.layers + 1  # all but the embedding, which backward does not read
     assert gathers[0] > units_in_backward / 2  # ZeRO-3, but for what takes room where there is some
     assert gathers[-1] == 0  # gathered once
     assert gathers == sorted(gathers, reverse=True)
 
 
 def test_an_impossible_budget_is_refused() -> None:
-    model = fully_shard_model(Llama(LlamaConfig()), fsdp_unit_modules=[Block])
+    model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
-    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "40MiB"})
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "20MiB"})
     with pytest.raises(
-        Exception, match=r"memory_budget of 39\.60 MiB cannot be kept.*too much.*activation checkpointing"
+        Exception, match=r"memory_budget of 19\.80 MiB cannot be kept.*too much.*activation checkpointing"
     ):
         call(tokens, targets)
     torch.compiler.reset()
@@ -176,11 +181,11 @@ def test_an_impossible_budget_is_refused() -> None:
 
 def test_without_a_budget_the_device_is_the_bound() -> None:
     """The message says whose memory it is, and who says so."""
-    small = replace(hardware("cpu"), name="a watch", memory_bytes=40 << 20)
-    model = fully_shard_model(Llama(LlamaConfig()), fsdp_unit_modules=[Block])
+    small = replace(hardware("cpu"), name="a watch", memory_bytes=20 << 20)
+    model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "prefetch": "auto", "hardware": small})
     expected = (
-        r"device's memory.*39\.60 MiB are to be used, of 40\.00 MiB that the hardware file 'a watch' says.*too much"
+        r"device's memory.*19\.80 MiB are to be used, of 20\.00 MiB that the hardware file 'a watch' says.*too much"
     )
     with pytest.raises(Exception, match=expected) as caught:
         call(*torch.randint(0, 256, (2, BATCH, LENGTH)))
@@ -196,7 +201,7 @@ class Idle(Llama):
 
 
 def test_a_budget_names_units_that_no_graph_uses() -> None:
-    model = fully_shard_model(Idle(LlamaConfig()), fsdp_unit_modules=[Block])
+    model = fully_shard_model(Idle(CONFIG), fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "1GiB"})
     expected = r"does not use spare\.0, spare\.1: .*If forward does not use them at all, take them out of the model"
     with pytest.raises(Exception, match=expected):
@@ -214,7 +219,7 @@ class Broken(Llama):
 
 
 def test_a_budget_needs_the_whole_model_in_one_graph() -> None:
-    model = fully_shard_model(Broken(LlamaConfig()), fsdp_unit_modules=[Block])
+    model = fully_shard_model(Broken(CONFIG), fsdp_unit_modules=[Block])
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "1GiB"})
     with pytest.raises(Exception, match=r"memory_budget needs the whole model in one graph.*leave memory_budget out"):
@@ -228,7 +233,7 @@ def test_reasons_say_what_is_missing() -> None:
     assert any(r.startswith("limited by memory budget (needs ") for r in reasons), reasons
     model, _ = compiled(prefetch=0)
     exposed = [e for e in forecasting.predicted(model).exposures if e.what == "gather" and e.exposed]
-    assert len(exposed) >= 12
+    assert len(exposed) >= 2 * CONFIG.layers
     assert all(e.reason for e in exposed)
 
 
@@ -256,14 +261,14 @@ def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
 
 
 def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
-    forward, backward = default().schedule.split("[backward]")
+    forward, backward = default(DEMO).schedule.split("[backward]")
     kept = backward.replace("gather  layers.3\n", "").replace("wait    layers.3\n", "")
     path = tmp_path / "kept.sched"
     path.write_text(f"{forward}[backward]{kept}")
     torch.compiler.reset()
-    other, step = compiled(schedule=str(path))
+    other, step = compiled(config=DEMO, schedule=str(path))
     assert str(lines_of(other)) == path.read_text()
-    more = forecasting.predicted(other).peak_bytes - default().predicted.peak_bytes
+    more = forecasting.predicted(other).peak_bytes - default(DEMO).predicted.peak_bytes
     assert more > 0
     assert abs(measured_peak(other, step) / forecasting.predicted(other).peak_bytes - 1) <= MEMORY_BOUND["aot_eager"]
 
@@ -291,8 +296,8 @@ def test_a_wrong_schedule_says_what_and_where(tmp_path: Path, old: str, new: str
 
 def test_a_schedule_that_the_graph_cannot_follow(tmp_path: Path) -> None:
     text = default().schedule
-    old = "wait    layers.1\ngather  layers.3\nwait    layers.2\n"
-    new = "wait    layers.2\ngather  layers.3\nwait    layers.1\n"
+    old = "wait    layers.0\ngather  layers.2\nwait    layers.1\n"
+    new = "wait    layers.1\ngather  layers.2\nwait    layers.0\n"
     assert old in text
     path = tmp_path / "wrong.sched"
     path.write_text(text.replace(old, new, 1))
@@ -331,7 +336,7 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_report_says_why_there_is_none() -> None:
-    model = fully_shard_model(Llama(LlamaConfig()), fsdp_unit_modules=[Block])
+    model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     with pytest.raises(RuntimeError, match="has not been compiled"):
         forecasting.report(model)
     with pytest.raises(RuntimeError, match="no schedule yet"):

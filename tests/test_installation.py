@@ -7,9 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from mfsdp_compile.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,9 +56,17 @@ def run(program: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> 
     return done.stdout
 
 
-def demo(folder: Path, *arguments: str) -> str:
-    words = ["demo", "--eager", "--batch", "2", "--length", "32", *arguments]
-    return run(f"from mfsdp_compile.cli import main; raise SystemExit(main({words}))", cwd=folder, COLUMNS="200")
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What the demo prints, started in this process; what it writes is in ``folder``."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def start(*arguments: str, folder: Path = tmp_path) -> str:
+        monkeypatch.chdir(folder)
+        assert main(["demo", "--eager", "--batch", "2", "--length", "32", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return start
 
 
 def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
@@ -180,34 +191,35 @@ def test_a_cache_entry_is_for_a_number_of_ranks(tmp_path: Path) -> None:
     assert start(tmp_path).get("autograd_cache_hit") == 1
 
 
-@pytest.mark.slow
-def test_command_line(tmp_path: Path) -> None:
-    out = run("from mfsdp_compile.cli import main; main(['--version'])", cwd=tmp_path)
-    assert out.startswith("mfsdp-compile ")
-    with pytest.raises(AssertionError, match="invalid choice"):
-        run("from mfsdp_compile.cli import main; main(['train'])", cwd=tmp_path)
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("mfsdp-compile ")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["train"])
+    assert "invalid choice" in capsys.readouterr().err
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("model", ["llama", pytest.param("hf-llama", marks=pytest.mark.long)])
-def test_demo_with_hooks(tmp_path: Path, model: str) -> None:
+def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -> None:
     """The whole demo, eagerly: compiling it is what ``make demo`` and its users do."""
-    out = demo(tmp_path, "--steps", "6", "--parity-steps", "3", "--model", model)
+    out = demo("--steps", "4", "--parity-steps", "2", "--model", model)
     assert ": holds" in out
     assert "50.0%" in out
     summary = json.loads((tmp_path / "demo-out" / "summary.json").read_text())
-    assert len(summary["losses"]) == 6
+    assert len(summary["losses"]) == 4
     assert summary["losses"][-1] < summary["losses"][0]
     assert summary["collectives"]["reductions"] == 8
 
 
 @pytest.mark.processes
-def test_demo_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_demo_goes_on_from_its_checkpoint(tmp_path: Path, demo: Callable[..., str]) -> None:
     """Training that was interrupted has the losses of training that was not, to the last bit."""
 
     def losses(folder: str, *arguments: str) -> list[float]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        demo(tmp_path / folder, "--parity-steps", "0", *arguments)
+        demo("--parity-steps", "0", *arguments, folder=tmp_path / folder)
         return json.loads((tmp_path / folder / "demo-out" / "summary.json").read_text())["losses"]
 
     whole = losses("whole", "--steps", "5")
@@ -217,15 +229,13 @@ def test_demo_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_demo_reports_a_rank_that_fails(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="a rank failed"):
-        run(
-            "from mfsdp_compile.cli import main; raise SystemExit(main(['demo', '--eager', '--length', '9000000']))",
-            cwd=tmp_path,
-        )
+def test_demo_reports_a_rank_that_fails(demo: Callable[..., str]) -> None:
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        demo("--length", "9000000")
 
 
-def test_doctor_looks_at_the_installation(tmp_path: Path) -> None:
-    out = run("from mfsdp_compile.cli import main; raise SystemExit(main(['doctor']))", cwd=tmp_path)
+def test_doctor_looks_at_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
     assert "torch" in out
     assert "mfsdp_compile.backend:mfsdp" in out

@@ -56,12 +56,36 @@ def own_llama() -> nn.Module:
     return Llama(LlamaConfig(width=64, layers=3, heads=4, kv_heads=2, hidden=176))
 
 
+class Mixer(nn.Module):
+    """What Inductor compiles in seconds."""
+
+    class Layer(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(self.up(x).relu())
+
+    def __init__(self, width: int = 32, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + x.mean(1, keepdim=True)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": hf_llama, "gpt2": hf_gpt2, "own": own_llama}
 
 
 def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[name]()
+    return (MODELS | {"mixer": Mixer})[name]()
 
 
 def loss_of(call: Any, tokens: Tensor) -> Tensor:
@@ -110,10 +134,11 @@ def test_training_is_that_of_one_process(name: str) -> None:
     assert_one_collective_per_bucket(record, len(compiled.sharded.buckets))
 
 
+@pytest.mark.parametrize("name", ["mixer", pytest.param("llama", marks=pytest.mark.long)])
 @on_ranks(2)
-def test_inductor_training_is_that_of_one_process() -> None:
+def test_inductor_training_is_that_of_one_process(name: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, alone = fully_shard_model(make("llama"), fsdp_unit_modules="auto"), make("llama")
+    model, alone = fully_shard_model(make(name), fsdp_unit_modules="auto"), make(name)
     call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": INDUCTOR})
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, alone)]
     for step in range(3):
@@ -202,7 +227,7 @@ class Routed(nn.Module):
             logits = self.gate(inner)
             return x + self.down(self.up(inner).relu()) * logits.softmax(-1).amax(-1, keepdim=True), logits
 
-    def __init__(self, layers: int = 4, width: int = 32) -> None:
+    def __init__(self, layers: int = 3, width: int = 32) -> None:
         super().__init__()
         self.layers = nn.ModuleList(self.Layer(width) for _ in range(layers))
 

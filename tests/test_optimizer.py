@@ -314,11 +314,20 @@ def test_flat_steps(name: str, how: str) -> None:
     assert_same_state(pair, exactly=False)
 
 
-@pytest.mark.parametrize("how", ["for", "foreach", "fused"])
+@pytest.mark.parametrize(
+    ("how", "strategies"),
+    [
+        pytest.param("foreach", ("optim_grads", "HFSDP"), id="foreach"),
+        *(
+            pytest.param(how, tuple(STRATEGIES), id=f"all-{how}", marks=pytest.mark.long)
+            for how in ("for", "foreach", "fused")
+        ),
+    ],
+)
 @on_ranks(4)
-def test_flat_steps_with_every_strategy(how: str) -> None:
+def test_flat_steps_with_every_strategy(how: str, strategies: tuple[str, ...]) -> None:
     """The same bits, where rows are multiples of what kernels work on at a time."""
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         settings = {"lr": 0.01} | ({"fused": True} if how == "fused" else {"foreach": how == "foreach"})
         pair = flat_pair(Matrices, torch.optim.AdamW, settings, **mesh_arguments(strategy))
         stepped: list[list[Tensor]] = []
@@ -680,11 +689,21 @@ def test_optimizer_state_dict_round_trip() -> None:
     assert torch.equal(after[0], after[1])
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("SGD", "AdamW", "NAdam", "Adagrad", "Muon"), id="some"),
+        pytest.param(
+            ("Adam", "Adamax", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD"), id="like them", marks=pytest.mark.long
+        ),
+    ],
+)
 @on_ranks(2)
-def test_state_before_the_first_step_is_what_that_step_begins_with() -> None:
+def test_state_before_the_first_step_is_what_that_step_begins_with(names: tuple[str, ...]) -> None:
     """Loaded, it changes nothing; and it has a place for all that a checkpoint of later holds."""
     matrices = {"Muon": (torch.optim.Muon, {"lr": 0.01})}
-    for name, (cls, settings) in (OPTIMIZERS | matrices).items():
+    for name in names:
+        cls, settings = (OPTIMIZERS | matrices)[name]
         for flat in (False, True) if name == "AdamW" else (False,):
             ends, keys = [], []
             for loads in (False, True):

@@ -34,7 +34,7 @@ from mfsdp_compile.runtime import compat
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS
-CONFIG, SHORT = (LlamaConfig(256, 128, layers, 4, 2, 344) for layers in (8, 3))
+CONFIG, SHORT = (LlamaConfig(256, 128, layers, 4, 2, 344) for layers in (8, 2))
 BATCH, LENGTH, RANKS = 2, 64, 4
 CPU = hardware("cpu")
 

@@ -32,15 +32,15 @@ def test_four_ranks() -> None:
         parity.assert_bitwise(eager, compiled)
 
 
+@pytest.mark.parametrize("factory", [pytest.param(zoo.Uneven, marks=pytest.mark.long), zoo.Scalars])
 @on_ranks(3)
-def test_three_ranks() -> None:
+def test_three_ranks(factory: type[nn.Module]) -> None:
     data = parity.batches(steps=2)
-    for factory in (zoo.Uneven, zoo.Scalars):
-        alone = parity.train_alone(factory, data, parity.sgd)
-        eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
-        compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
-        parity.assert_close(eager, alone)
-        parity.assert_bitwise(eager, compiled)
+    alone = parity.train_alone(factory, data, parity.sgd)
+    eager = parity.train_sharded(factory, EAGER, data, parity.sgd)
+    compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd)
+    parity.assert_close(eager, alone)
+    parity.assert_bitwise(eager, compiled)
 
 
 @on_ranks(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,13 @@ def other_model() -> Any:
     return model
 
 
+def small(build: Callable[[], Any] = hf_trainer.build) -> Any:
+    """Of one layer, which takes less time to compile."""
+    model = build()
+    del model.model.layers[1:]
+    return model
+
+
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -112,16 +119,17 @@ def loss_of(call: nn.Module, batch: Batch) -> Tensor:
     return loss * ranks
 
 
+@pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(2)
-def test_trainer_is_the_plain_loop(tmp_path: Path) -> None:
+def test_trainer_is_the_plain_loop(tmp_path: Path, goes_on: bool) -> None:
     """To the bit: same model, batches, loss and optimizer, computed operator by operator; and it goes on where it was."""
-    steps = 20
+    steps, resumed = 8, str(tmp_path / "checkpoint-4")
     data = hf_trainer.windows(steps, dist.get_world_size())
     given: dict[str, Any] = {"max_steps": steps, "train_sampling_strategy": "sequential"}
     with trainers():
-        trainer = train(tmp_path, data, COMPILED, **given, save_strategy="steps", save_steps=10)
+        trainer = train(tmp_path, data, COMPILED, small(), **given, save_strategy="steps", save_steps=4)
     plain = plain_loop.train(
-        hf_trainer.build(),
+        small(),
         UNITS,
         loss_of,
         plain_loop.batches(data, hf_trainer.BATCH),
@@ -129,12 +137,12 @@ def test_trainer_is_the_plain_loop(tmp_path: Path) -> None:
         compile_options=BITWISE,
     )
     assert losses_of(trainer) == plain
-    assert plain[-1] < plain[0] - 1
+    assert plain[-1] < plain[0] - 0.3
+    if not goes_on:
+        return
     with trainers():
-        again = train(
-            tmp_path / "again", data, COMPILED, other_model(), **given, resume=str(tmp_path / "checkpoint-10")
-        )
-    assert losses_of(again)[10:] == plain[10:]
+        again = train(tmp_path / "again", data, COMPILED, small(other_model), **given, resume=resumed)
+    assert losses_of(again)[4:] == plain[4:]
     assert_bitwise(weights_of(again), weights_of(trainer))
 
 
@@ -322,12 +330,12 @@ def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @on_ranks(2)
 def test_adapters(tmp_path: Path) -> None:
-    """PEFT's LoRA: trained beside frozen weights, saved by themselves, and gone on with."""
+    """PEFT's LoRA: trained beside frozen weights, saved by themselves, and gone on with, compiled or not."""
     import peft
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return peft.get_peft_model(hf_trainer.build(), peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
+        return peft.get_peft_model(small(), peft.LoraConfig(r=4, task_type="CAUSAL_LM"))
 
     data = hf_trainer.windows(6, 2)
     given: dict[str, Any] = {"max_steps": 6, "train_sampling_strategy": "sequential", "learning_rate": 1e-2}
@@ -335,12 +343,12 @@ def test_adapters(tmp_path: Path) -> None:
         whole = train(tmp_path, data, COMPILED, model(), **given, save_strategy="steps", save_steps=3)
         whole.save_model()
     with trainers():
-        rest = train(tmp_path / "rest", data, COMPILED, model(), **given, resume=str(tmp_path / "checkpoint-3"))
+        rest = train(tmp_path / "rest", data, EAGER, model(), **given, resume=str(tmp_path / "checkpoint-3"))
     assert losses_of(rest) == losses_of(whole)
-    assert losses_of(whole)[-1] < losses_of(whole)[0] - 0.1
+    assert losses_of(whole)[-1] < losses_of(whole)[0] - 0.05
     dist.barrier()
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 100_000
-    loaded = peft.PeftModel.from_pretrained(hf_trainer.build(), tmp_path).state_dict()
+    loaded = peft.PeftModel.from_pretrained(small(), tmp_path).state_dict()
     assert_bitwise(weights_of(whole), {name: loaded[name] for name in whole.model.state_dict()})
 
 

@@ -394,7 +394,7 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
 
     monkeypatch.setattr(pipeline, "_note_contract", timed("noting the contract", pipeline._note_contract))
     monkeypatch.setattr(pipeline.verify, "verify", timed("verifying", pipeline.verify.verify))
-    model = fully_shard_model(Llama(LlamaConfig(width=64, hidden=96, layers=6)), fsdp_unit_modules=[LlamaBlock])
+    model = fully_shard_model(Llama(LlamaConfig(width=64, hidden=96, layers=4)), fsdp_unit_modules=[LlamaBlock])
     compiled = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "verify": "once"})
     timed("compiling", lambda: compiled(torch.zeros(1, 16, dtype=torch.long)).sum().backward())()
     print({what: f"{seconds * 1e3:.1f} ms" for what, seconds in spent.items()})

@@ -16,7 +16,7 @@ from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.examples.measuring import collectives
 
 GATHER = "all_gather_into_tensor"
-CONFIG = LlamaConfig(50, 32, 3, 4, 2, 44)
+CONFIG = LlamaConfig(50, 32, 2, 4, 2, 44)
 
 
 def llama(**options: Any) -> Any:
@@ -41,14 +41,14 @@ def test_what_is_gathered_stays_within_its_budget(mode: str) -> None:
     model, expected = llama(), alone()
     call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
     sizes = [bucket.plan.gathered_bytes for bucket in model.sharded.buckets]
-    assert len(sizes) == 5  # two parts of the root, and three layers
+    assert len(sizes) == 4  # two parts of the root, and two layers
 
     @torch.no_grad()
     def forward() -> None:
         torch.testing.assert_close(call(tokens()), expected)
 
     forward()
-    assert collectives(forward) == {GATHER: 5}
+    assert collectives(forward) == {GATHER: 4}
     with model.gathered():
         held = sum(bucket.resident.nbytes for bucket in model.sharded.buckets)
         assert held == sum(sizes)
@@ -57,11 +57,11 @@ def test_what_is_gathered_stays_within_its_budget(mode: str) -> None:
             assert collectives(forward) == {}
     assert all(bucket.resident is None for bucket in model.sharded.buckets)
     with model.gathered(sizes[0] + sizes[1]):
-        assert [bucket.resident is not None for bucket in model.sharded.buckets] == [True, True, False, False, False]
+        assert [bucket.resident is not None for bucket in model.sharded.buckets] == [True, True, False, False]
         forward()
-        assert collectives(forward) == {GATHER: 3}
+        assert collectives(forward) == {GATHER: 2}
     forward()
-    assert collectives(forward) == {GATHER: 5}
+    assert collectives(forward) == {GATHER: 4}
 
 
 @on_ranks(2)
@@ -108,7 +108,7 @@ def test_summoned_parameters_are_the_models(strategy: int) -> None:
             model.module.norm.weight.zero_()
 
     found = collectives(inside)
-    assert found == ({GATHER: 5} if strategy == 3 else {})
+    assert found == ({GATHER: 4} if strategy == 3 else {})
     assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens()), expected)  # what was written is lost
