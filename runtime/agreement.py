@@ -2,7 +2,7 @@
 
 Ranks add their digests up; the last one to come sees whether all are equal, and publishes a verdict, as does one that has met an
 error. Only ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of
-them is left waiting in a collective. Traffic: five small requests per rank, whatever their number.
+them is left waiting in a collective. Traffic: five small requests per rank, in large jobs to the store of its part (:mod:`.stores`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import compat
 from .order import AT_REST, Phase, orders
+from .stores import Branch, branch_of
 from .watchdog import ORDER, conclude_once, watchdog
 
 __all__ = [
@@ -43,6 +44,9 @@ Within = Callable[[], tuple[Sequence[int], Sequence[str]]]
 
 TIMEOUT = timedelta(minutes=10)
 """How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
+
+SOON = timedelta(seconds=2)
+"""When ranks that wait for what the last one of their part brings look at the root for the first time."""
 
 LOOK = timedelta(seconds=15)
 """How often ranks that wait look whether those that they wait for were refused. Seen twice, it is believed: a program that
@@ -294,54 +298,187 @@ def _verdict(
     is_next: bool = False,
     is_last_resort: bool = False,
 ) -> dict[str, Any]:
-    store, me = compat.default_store(), dist.get_rank()
-    # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
     place = f"mfsdp/agree/{group.group_name}/{topic}"
-    visit = store.add(f"{place}/visits/{me}", 1)
-    if heeds_refusals and (over := _given_up(store, place)) and me in over["refused"] and visit <= over["visit"]:
-        visit = store.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more
-    key = f"{place}/{visit}"
-    look = _Look(store, place, visit) if heeds_refusals else None
-
-    def missing() -> list[int]:
-        return [rank for rank in ranks if store.add(f"{place}/visits/{rank}", 0) < visit]
-
-    with watchdog.asking(group, ranks, place, visit, what, is_next, is_last_resort):
-        if combine is not None:
-            store.set(f"{key}/{me}", json.dumps(outcome))
-            store.delete_key(f"{place}/{visit - 1}/{me}")  # all are here, or will be: what was before is read
-        verdict = _arrive(store, key, ranks, outcome, party_size, combine is not None)
+    branch, me = branch_of(group.group_name, ranks), dist.get_rank()
+    look = _Look(branch.root, place) if heeds_refusals else None
+    if branch.part is None:
+        with watchdog.asking(group, ranks, place, 1, what, is_next, is_last_resort):
+            verdict = _join(branch, f"{place}/1/verdict", timeout, look)
         if verdict is not None:
-            conclude_once(store, f"{key}/verdict", verdict)
-            if verdict["kind"] in ("same", "compare"):  # all ranks are here, so they have read what there was before
-                for name in ("all", "verdict", "compared"):
-                    store.delete_key(f"{place}/{visit - 1}/{name}")
-        verdict = _answer(store, f"{key}/verdict", missing, ranks, timeout, look)
-        if verdict["kind"] != "compare":
             return verdict
-        if combine is None:
-            store.set(f"{key}/{me}", json.dumps(outcome))
-        if me == ranks[0]:
-            store.set(f"{key}/compared", json.dumps(_compare(store, key, ranks, timeout, combine) | {"key": key}))
-        return _answer(store, f"{key}/compared", lambda: ranks[:1], ranks, timeout * 1.1, None)
+    part, key = branch.part, None
+    assert part is not None
+    try:
+        # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
+        visit = part.add(f"{place}/visits/{me}", 1)
+        if (
+            heeds_refusals
+            and (over := _given_up(branch.root, place))
+            and me in over["refused"]
+            and visit <= over["visit"]
+        ):
+            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more
+        key = f"{place}/{visit}"
+        if look is not None:
+            look.visit = visit
+        with watchdog.asking(group, ranks, place, visit, what, is_next, is_last_resort):
+            verdict = _meet(branch, place, visit, outcome, timeout, combine, party_size, look)
+            if verdict["kind"] != "compare":
+                return verdict
+            branch.root.set(f"{key}/{me}", json.dumps(outcome))
+            if me == ranks[0]:
+                compared = _compare(branch.root, key, ranks, timeout) | {"key": key}
+                branch.root.set(f"{key}/compared", json.dumps(compared))
+            return _await_answer(branch.root, f"{key}/compared", lambda: ranks[:1], timeout * 1.1, None)
+    except (dist.DistNetworkError, OSError) as error:
+        if not branch.is_tree:
+            raise
+        gone = {
+            "kind": "failed",
+            "ranks": [branch.keeper],
+            "error": f"the end of its process, which kept a store ({error})",
+        }
+        if key is not None:
+            conclude_once(branch.root, f"{key}/verdict", gone)
+        return gone
+
+
+def _join(branch: Branch, verdict_key: str, timeout: timedelta, look: _Look | None) -> dict[str, Any] | None:
+    """Make or find the store of this rank's part. Returns a verdict where its keeper does not come."""
+    if dist.get_rank() == branch.keeper:
+        branch.serve()
+        return None
+    address = branch.address_key()
+
+    def came() -> bool:
+        return branch.root.check([address]) or branch.root.check([verdict_key])
+
+    verdict = _poll(came, lambda: [branch.keeper], timeout, look)
+    if verdict is None and branch.root.check([address]):
+        branch.join()
+        return None
+    if verdict is not None and verdict["kind"] == "missing":
+        conclude_once(branch.root, verdict_key, verdict)
+    return verdict or dict(json.loads(branch.root.get(verdict_key)))
+
+
+def _meet(
+    branch: Branch,
+    place: str,
+    visit: int,
+    outcome: dict[str, Any],
+    timeout: timedelta,
+    combine: Callable[[Sequence[Any]], Any] | None,
+    party_size: int,
+    look: _Look | None,
+) -> dict[str, Any]:
+    """Come, and wait for the verdict."""
+    root, part, me, key = branch.root, branch.part, dist.get_rank(), f"{place}/{visit}"
+    assert part is not None
+    if combine is not None:
+        part.set(f"{key}/offer/{me}", json.dumps(outcome["offer"]))
+        part.delete_key(f"{place}/{visit - 1}/offer/{me}")  # all are here, or will be: what was before is read
+
+    def missing() -> Sequence[int]:
+        return _missing(branch, place, visit) or branch.ranks[:1]
+
+    brings, verdict = _arrive(branch, key, outcome, party_size, combine)
+    if verdict is not None:
+        conclude_once(root, f"{key}/verdict", verdict)
+        if verdict["kind"] in ("same", "compare"):  # all ranks are here, so they have read what there was before
+            for name in ("all", "verdict", "compared"):
+                root.delete_key(f"{place}/{visit - 1}/{name}")
+    if branch.is_tree and not brings and verdict is None:
+        return _await_messenger(branch, f"{key}/verdict", missing, timeout, look)
+    found = _await_answer(root, f"{key}/verdict", missing, timeout, look)
+    if branch.is_tree:
+        part.set(f"{key}/verdict", json.dumps(found))
+    if branch.is_tree and brings:
+        for name in ("all", "verdict"):
+            part.delete_key(f"{place}/{visit - 1}/{name}")
+        root.delete_key(f"{place}/{visit - 1}/part/{branch.number}")
+    return found
+
+
+def _missing(branch: Branch, place: str, visit: int) -> list[int]:
+    """Ranks that have not come, as far as that can be found out."""
+
+    def of_part(store: dist.Store, number: int) -> list[int]:
+        return [rank for rank in branch.members(number) if store.add(f"{place}/visits/{rank}", 0) < visit]
+
+    assert branch.part is not None
+    if (found := of_part(branch.part, branch.number)) or not branch.is_tree:
+        return found
+    for number in range(branch.parts):
+        if number == branch.number or branch.root.check([f"{place}/{visit}/part/{number}"]):
+            continue
+        if not branch.root.check([branch.address_key(number)]):
+            return list(branch.members(number))
+        try:
+            found = of_part(branch.connect(number), number)
+        except (dist.DistNetworkError, OSError):
+            return list(branch.members(number)[:1])
+        if found:
+            return found
+    return []
 
 
 def _arrive(
-    store: dist.Store, key: str, ranks: Sequence[int], outcome: dict[str, Any], party_size: int, compares: bool
-) -> dict[str, Any] | None:
+    branch: Branch,
+    key: str,
+    outcome: dict[str, Any],
+    party_size: int,
+    combine: Callable[[Sequence[Any]], Any] | None,
+) -> tuple[bool, dict[str, Any] | None]:
     """Count this rank in, and its digest: a sum over ranks, which is a multiple of each if all are equal.
 
     Returns:
-        The verdict, if this is the rank that knows it: the last one to come, or one that has failed.
+        Whether this rank is the last one of its part, which brings it the verdict; and the verdict, if this is the rank that knows
+        it: the last one to come, or one that has failed.
     """
+    root, part = branch.root, branch.part
+    assert part is not None
     if "error" in outcome:
-        return {"kind": "failed", "ranks": [dist.get_rank()], "error": outcome["error"]}
-    if party_size and not _add(store, f"{key}/{outcome['party']}", outcome["its digest"], party_size)[1]:
-        return {"kind": "compare"}
-    is_last, are_equal = _add(store, f"{key}/all", outcome["digest"], len(ranks))
+        return False, {"kind": "failed", "ranks": [dist.get_rank()], "error": outcome["error"]}
+    if party_size and not _add(root, f"{key}/{outcome['party']}", outcome["its digest"], party_size)[1]:
+        return False, {"kind": "compare", "ranks": []}
+    is_last, are_equal = _add(part, f"{key}/all", outcome["digest"], len(branch.members()))
     if not is_last:
-        return None
-    return {"kind": "compare" if compares or not are_equal else "same", "ranks": []}
+        return False, None
+    if branch.is_tree:
+        told = _offers(part, key, branch.members()) if combine is not None else []
+        root.set(f"{key}/part/{branch.number}", json.dumps(told))
+        if are_equal:
+            is_last, are_equal = _add(root, f"{key}/all", outcome["digest"], branch.parts)
+            if not is_last:
+                return True, None
+    if not are_equal:
+        return branch.is_tree, {"kind": "compare", "ranks": []}
+    return branch.is_tree, _combined(branch, key, combine)
+
+
+def _combined(branch: Branch, key: str, combine: Callable[[Sequence[Any]], Any] | None) -> dict[str, Any]:
+    """The verdict where all ranks have the same."""
+    if combine is None:
+        return {"kind": "same", "ranks": []}
+    if branch.is_tree:
+        parts = _read(branch.root, [f"{key}/part/{number}" for number in range(branch.parts)])
+        offers = [offer for offers in parts for offer in offers]
+    else:
+        offers = _offers(branch.root, key, branch.ranks)
+    try:
+        return {"kind": "same", "ranks": [], "result": combine(offers)}
+    except Exception as error:  # it must reach the other ranks
+        return {"kind": "failed", "ranks": [dist.get_rank()], "error": f"{type(error).__name__}: {error}"}
+
+
+def _offers(store: dist.Store, key: str, ranks: Sequence[int]) -> list[Any]:
+    return _read(store, [f"{key}/offer/{rank}" for rank in ranks])
+
+
+def _read(store: dist.Store, keys: list[str]) -> list[Any]:
+    """What is there, in one request if that can be had."""
+    return [json.loads(told) for told in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
 def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, bool]:
@@ -355,13 +492,8 @@ def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, boo
     return is_last, not is_last or total >> counted == token * size
 
 
-def _answer(
-    store: dist.Store,
-    key: str,
-    missing: Callable[[], Sequence[int]],
-    ranks: Sequence[int],
-    timeout: timedelta,
-    look: _Look | None,
+def _await_answer(
+    store: dist.Store, key: str, missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
 ) -> dict[str, Any]:
     """What somebody has written, or will: the last rank to come, one that has failed, or whoever waits longest.
 
@@ -372,17 +504,55 @@ def _answer(
         try:
             store.wait([key], timeout)
         except RuntimeError:  # DistStoreError
-            conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
+            conclude_once(store, key, {"kind": "missing", "ranks": missing()})
         return dict(json.loads(store.get(key)))
-    begun = time.monotonic()
-    while not store.check([key]):  # asking: a wait that is cut into pieces would warn at the end of each
+    verdict = _poll(lambda: store.check([key]), missing, timeout, look)
+    if verdict is not None and verdict["kind"] != "missing":
+        return verdict
+    if verdict is not None:
+        conclude_once(store, key, verdict)
+    return dict(json.loads(store.get(key)))
+
+
+def _await_messenger(
+    branch: Branch, key: str, missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
+) -> dict[str, Any]:
+    """What the last rank of the part brings from the root. If others do not come, or fail, nobody does: so look there too."""
+    root, part = branch.root, branch.part
+    assert part is not None
+    begun, due = time.monotonic(), SOON.total_seconds()
+
+    def came() -> bool:
+        nonlocal due
         waited = time.monotonic() - begun
-        if waited >= look.due and (verdict := look.at(missing())) is not None:
+        if waited >= due:
+            due = min(2 * due, due + LOOK.total_seconds())
+            if root.check([key]):
+                part.set(key, root.get(key))
+        return part.check([key])
+
+    verdict = _poll(came, missing, timeout, look)
+    if verdict is not None and verdict["kind"] != "missing":
+        return verdict
+    if verdict is not None:
+        conclude_once(root, key, verdict)
+    return dict(json.loads(root.get(key) if verdict is not None else part.get(key)))
+
+
+def _poll(
+    came: Callable[[], bool], missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
+) -> dict[str, Any] | None:
+    """Ask again and again, as a wait that is cut into pieces would warn at the end of each. Returns None when it ``came``, else a
+    verdict on those that do not."""
+    begun = time.monotonic()
+    while not came():
+        waited = time.monotonic() - begun
+        if look is not None and waited >= look.due and (verdict := look.at(missing())) is not None:
             return verdict
         if waited >= timeout.total_seconds():
-            conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})
+            return {"kind": "missing", "ranks": missing()}
         time.sleep(min(max(waited / 10, 1e-3), 1.0, LOOK.total_seconds()))
-    return dict(json.loads(store.get(key)))
+    return None
 
 
 class _Look:
@@ -393,18 +563,20 @@ class _Look:
 
     Attributes:
         due: seconds of waiting after which to look the next time.
+        visit: which of the meetings at this place.
     """
 
-    def __init__(self, store: dist.Store, place: str, visit: int) -> None:
+    def __init__(self, store: dist.Store, place: str) -> None:
         self.due = LOOK.total_seconds()
-        self._store, self._place, self._visit = store, place, visit
+        self.visit = 1
+        self._store, self._place = store, place
         self._seen: dict[int, bytes] = {}
 
     def at(self, missing: Sequence[int]) -> dict[str, Any] | None:
         """The verdict, if there is one."""
         self.due += LOOK.total_seconds()
         over = _given_up(self._store, self._place)
-        if over is not None and over["visit"] >= self._visit:
+        if over is not None and over["visit"] >= self.visit:
             return over
         refused = {r: self._store.get(_refusal_of(r)) for r in missing if self._store.check([_refusal_of(r)])}
         refused = {rank: error for rank, error in refused.items() if error}
@@ -413,7 +585,7 @@ class _Look:
         if not certain:
             return None
         verdict = {"kind": "failed", "ranks": certain[:1], "error": refused[certain[0]].decode()}
-        given_up = verdict | {"visit": self._visit, "refused": list(refused)}
+        given_up = verdict | {"visit": self.visit, "refused": list(refused)}
         self._store.set(f"{self._place}/given up", json.dumps(given_up))
         return verdict
 
@@ -423,32 +595,19 @@ def _given_up(store: dist.Store, place: str) -> dict[str, Any] | None:
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
-def _compare(
-    store: dist.Store,
-    key: str,
-    ranks: Sequence[int],
-    timeout: timedelta,
-    combine: Callable[[Sequence[Any]], Any] | None,
-) -> dict[str, Any]:
-    """On the first rank, when all are there: who differs from whom, or what ``combine`` makes of their offers."""
+def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
+    """On the first rank, when all are there: who differs from whom."""
     keys = [f"{key}/{rank}" for rank in ranks]
     try:
         store.wait(keys, timeout)
     except RuntimeError:  # DistStoreError: one has ended in the meantime
         return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
-    # In one request, if that can be had.
-    told = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-    outcomes = {rank: json.loads(outcome) for rank, outcome in zip(ranks, told, strict=True)}
+    outcomes = dict(zip(ranks, _read(store, keys), strict=True))
     for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
         for first, *others in alike:
             if differing := [rank for rank in others if outcomes[rank].get(what) != outcomes[first].get(what)]:
                 return {"kind": "differs", "first": first, "ranks": differing}
-    if combine is None:
-        return {"kind": "same", "ranks": []}
-    try:
-        return {"kind": "same", "ranks": [], "result": combine([outcomes[rank]["offer"] for rank in ranks])}
-    except Exception as error:  # it must reach the other ranks
-        return {"kind": "failed", "ranks": [ranks[0]], "error": f"{type(error).__name__}: {error}"}
+    return {"kind": "same", "ranks": []}
 
 
 def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:

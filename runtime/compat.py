@@ -382,14 +382,42 @@ def another_connection(store: dist.Store) -> dist.Store:
     Raises:
         OSError: nobody listens there any more. torch would try for five minutes.
     """
-    server = store
-    while isinstance(server, dist.PrefixStore):
-        server = server.underlying_store
-    if isinstance(server, dist.TCPStore):
+    if (server := _tcp_store(store)) is not None:
         socket.create_connection((server.host, server.port), timeout=CONNECT_TIMEOUT).close()
     another: dist.Store = store.clone()
     another.set_timeout(timedelta(seconds=30))
     return another
+
+
+def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
+
+
+def address_towards(store: dist.Store) -> str | None:
+    """The address of this machine that processes reach which reach the store; None: it is not reached over a network."""
+    if (server := _tcp_store(store)) is None:
+        return None
+    family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def serve_store(host: str, patience: timedelta) -> dist.TCPStore:
+    """A store that this process keeps, at a port that is free."""
+    return dist.TCPStore(host_name=host, port=0, is_master=True, wait_for_workers=False, timeout=patience)
+
+
+def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore:
+    """One that another process keeps.
+
+    Raises:
+        OSError: nobody listens there any more. torch would try for five minutes.
+    """
+    socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
+    return dist.TCPStore(host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
