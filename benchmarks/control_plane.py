@@ -1,11 +1,12 @@
 """What it costs ranks to agree: requests to the store of the process group, until the first step is over.
 
-    python benchmarks/control_plane.py --ranks 8 512 4096
+    python benchmarks/control_plane.py --ranks 8 512 4096 65536
 
 Two numbers are measured. How many agreements there are, of a job of two processes: sharding, a step that is clipped, a second
-step. And how long one takes with many ranks, which are simulated: a TCPStore in a process of its own gets the requests of all
-of them, over a few connections, one after the other. Real ranks send theirs at the same time, so that the store is the
-bottleneck: its CPU time is what an agreement takes at least.
+step. And how long one takes with many ranks, which are simulated: a TCPStore in a process of its own, as the root and as the
+store of one part, gets the requests that all of its ranks would send, over a few connections, one after the other. Real ranks send
+theirs at the same time, so that stores are the bottleneck: their CPU time is what an agreement takes at least. Stores of other parts
+work at the same time, on other machines; what the network takes is not counted.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import multiprocessing
 import resource
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -29,7 +30,7 @@ from torch import nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
 from mfsdp_compile.examples.processes import run_ranks
-from mfsdp_compile.runtime import agreement, model
+from mfsdp_compile.runtime import agreement, model, stores
 
 CONNECTIONS = 16
 
@@ -67,52 +68,111 @@ def serve(said: Connection) -> None:
         said.send(used.ru_utime + used.ru_stime)
 
 
-class Simulation:
-    """One store, many ranks."""
+class Server:
+    """A store in a process of its own, and connections to it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._server, its = context.Pipe()
+        self._pipe, its = context.Pipe()
         self._process = context.Process(target=serve, args=(its,), daemon=True)
         self._process.start()
-        port = self._server.recv()
-        self._stores = [
-            dist.TCPStore(
-                host_name="127.0.0.1", port=port, is_master=False, wait_for_workers=False, timeout=timedelta(minutes=5)
-            )
-            for _ in range(CONNECTIONS)
-        ]
+        self._port = self._pipe.recv()
+        before = self.cpu()
+        self.stores = [self._connect() for _ in range(CONNECTIONS)]
+        self.connecting = (self.cpu() - before) / CONNECTIONS
+        """Seconds of its CPU for each connection."""
+
+    def _connect(self) -> dist.TCPStore:
+        timeout = timedelta(minutes=5)
+        return dist.TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def close(self) -> None:
-        self._server.send(None)
+        self._pipe.send(None)
         self._process.join()
 
-    def _cpu(self) -> float:
-        self._server.send(0)
-        return float(self._server.recv())
+    def cpu(self) -> float:
+        """Seconds that it has used so far."""
+        self._pipe.send(0)
+        return float(self._pipe.recv())
 
-    def agreement(self, ranks: int) -> dict[str, float]:
-        """As :func:`mfsdp_compile.runtime.agreement.agree` does it, where all ranks have the same.
+    def of(self, number: int) -> dist.Store:
+        return self.stores[number % CONNECTIONS]
 
-        Returns:
-            seconds of the clock, and of the store's CPU.
-        """
-        key, digest = f"{ranks}/1", hashlib.sha256(b"all").hexdigest()
-        stores = [self._stores[rank % CONNECTIONS] for rank in range(ranks)]
-        cpu, begun = self._cpu(), time.perf_counter()
-        for rank, store in enumerate(stores):
-            store.add(f"{ranks}/visits/{rank}", 1)
+
+LOOKS = 3
+"""How often a rank of a part asks for a verdict that takes 20 ms: after 1, 2, 3, ... ms, and then a tenth of its time."""
+
+
+class Simulation:
+    """The root's store, that of one part, and the requests of as many ranks as there are."""
+
+    def __init__(self) -> None:
+        self.root, self.part = Server(), Server()
+
+    def close(self) -> None:
+        self.root.close()
+        self.part.close()
+
+    def one_store(self, ranks: int) -> float:
+        """An agreement through one store, as jobs of up to 64 ranks have it. Returns seconds of the store's CPU."""
+        key, digest, before = f"one/{ranks}", hashlib.sha256(b"all").hexdigest(), self.root.cpu()
+        for rank in range(ranks):
+            store = self.root.of(rank)
+            store.add(f"{key}/visits/{rank}", 1)
             is_last, _ = agreement._add(store, f"{key}/all", digest, ranks)
         assert is_last
-        agreement.conclude_once(stores[-1], f"{key}/verdict", {"kind": "same", "ranks": []})
-        for store in stores:
-            agreement._answer(store, f"{key}/verdict", list, range(ranks), timedelta(minutes=5), None)
-        return {"wall s": time.perf_counter() - begun, "store CPU s": self._cpu() - cpu}
+        agreement.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
+        for rank in range(ranks):
+            agreement._await_answer(self.root.of(rank), f"{key}/verdict", list, timedelta(minutes=5), None)
+        return self.root.cpu() - before
+
+    def tree(self, ranks: int) -> tuple[float, float]:
+        """Through the stores of parts. Returns seconds of CPU of a part's store, and of the root's: one waits for the other."""
+        size = max(stores.PART, math.isqrt(ranks))
+        parts = -(-ranks // size)
+        key, digest, begun = f"tree/{ranks}", hashlib.sha256(b"all").hexdigest(), self.part.cpu()
+        for rank in range(size):
+            store = self.part.of(rank)
+            store.add(f"{key}/visits/{rank}", 1)
+            agreement._add(store, f"{key}/all", digest, size)
+            for _ in range(LOOKS):
+                store.check([f"{key}/verdict"])
+        store.set(f"{key}/verdict", "{}")
+        for name in ("all", "verdict"):
+            store.delete_key(f"{key}/before/{name}")
+        for rank in range(size):
+            self.part.of(rank).check([f"{key}/verdict"])
+            self.part.of(rank).get(f"{key}/verdict")
+        of_part, begun = self.part.cpu() - begun, self.root.cpu()
+        for number in range(parts):
+            store = self.root.of(number)
+            store.set(f"{key}/part/{number}", "[]")
+            agreement._add(store, f"{key}/all", digest, parts)
+        agreement.conclude_once(store, f"{key}/verdict", {"kind": "same", "ranks": []})
+        for number in range(parts):
+            agreement._await_answer(self.root.of(number), f"{key}/verdict", list, timedelta(minutes=5), None)
+            self.root.of(number).delete_key(f"{key}/before/part/{number}")
+        return of_part, self.root.cpu() - begun
+
+    def joining(self, ranks: int) -> float:
+        """What comes before the first agreement: a refusal that is taken back, and the address of the part's store, of the root's
+        store; a connection of each rank of a part."""
+        size = max(stores.PART, math.isqrt(ranks))
+        before = self.root.cpu()
+        for number in range(ranks):
+            store = self.root.of(number)
+            store.set(f"refusal/{number}", "")
+            if number % size == 0:
+                store.set(f"{ranks}/address/{number // size}", '["127.0.0.1", 12345]')
+            else:
+                store.check([f"{ranks}/address/{number // size}"])
+                store.get(f"{ranks}/address/{number // size}")
+        return self.root.cpu() - before + size * self.part.connecting
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 512, 4096])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 512, 4096, 65536])
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16])
     arguments = parser.parse_args()
     agreements: dict[str, int] = {}
@@ -128,15 +188,18 @@ def main() -> None:
             print(f"{name}: agreements {json.dumps(found)}")
             agreements[name] = found["sharding"] + found["first step"]
     simulation = Simulation()
-    print("\nsimulated ranks, one agreement, and all until the end of the first step:")
+    print("\nsimulated ranks: seconds of stores' CPU until the end of the first step")
+    print("| ranks | an agreement | joining | " + " | ".join(agreements) + " | through one store |")
     for ranks in arguments.ranks:
-        took = simulation.agreement(ranks)
-        each = ", ".join(f"{name} {count * took['store CPU s']:.2f} s" for name, count in agreements.items())
-        per_request = took["store CPU s"] / ranks / 5 * 1e6
-        print(
-            f"{ranks:6} ranks: {took['wall s']:.3f} s, {took['store CPU s']:.3f} s of the store's CPU "
-            f"({per_request:.1f} us per request); {each}"
-        )
+        alone = simulation.one_store(ranks)
+        if ranks <= stores.PART:
+            joining, each, shown = 0.0, alone, f"{alone * 1e3:.2f} ms"
+        else:
+            joining, took = simulation.joining(ranks), simulation.tree(ranks)
+            each, shown = sum(took), f"{took[0] * 1e3:.1f} + {took[1] * 1e3:.1f} ms"
+        totals = " | ".join(f"{joining + count * each:.2f} s" for count in agreements.values())
+        before = " to ".join(f"{count * alone:.1f} s" for count in sorted({*agreements.values()}))
+        print(f"| {ranks:,} | {shown} | {joining:.2f} s | {totals} | {before} |", flush=True)
     simulation.close()
 
 

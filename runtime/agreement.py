@@ -152,14 +152,14 @@ def conclude(
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
 ) -> Any:
-    """What the first rank of ``group`` makes of what all ranks offer; the same on every rank.
+    """What one rank of ``group`` makes of what all ranks offer; the same on every rank.
 
     Args:
         group: the ranks that take part, more than one; every one must call this.
         topic: what is concluded, for messages.
         lines: what has to be equal on all ranks.
         offer: of this rank; plain data, as JSON has it.
-        combine: called on the first rank with all offers, in the order of the ranks. Returns plain data.
+        combine: called with all offers, in the order of the ranks, on the rank that comes last. Returns plain data.
         timeout: for ranks that do not come.
 
     Raises:
