@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,18 +19,23 @@ from parity import raises_everywhere
 from pool import on_ranks
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.runtime import agreement, stores
+from mfsdp_compile.runtime import agreement, compat, stores
 from mfsdp_compile.runtime.stores import Branch, branch_of
 
 SOON = timedelta(seconds=20)
 
+tests = itertools.count()
+
 
 def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With parts of two ranks."""
+    """With parts of two ranks. The ranks have met through one store before, and will again: what is counted there is not
+    what is counted here."""
 
     @functools.wraps(function)
     def test(**params: Any) -> None:
+        root = dist.PrefixStore(f"in parts {next(tests)}", compat.default_store())
         with (
+            mock.patch.object(compat, "default_store", return_value=root),
             mock.patch.object(stores, "PART", 2),
             mock.patch.object(stores, "_branches", {}),
             mock.patch.object(agreement, "SOON", timedelta(seconds=0.3)),

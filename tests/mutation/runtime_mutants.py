@@ -562,7 +562,7 @@ RUNTIME = (
     Mutant(
         "runtime/agreement.py",
         "ranks that do not come are waited for without end",
-        '            conclude_once(store, key, {"kind": "missing", "ranks": missing() or ranks[:1]})\n        return dict',
+        '            conclude_once(store, key, {"kind": "missing", "ranks": missing()})\n        return dict',
         "            store.wait([key])\n        return dict",
         ("test_errors.py -k test_rank_that_does_not_come",),
     ),
@@ -611,8 +611,8 @@ RUNTIME = (
     Mutant(
         "runtime/agreement.py",
         "refused ranks that come again do not meet the others",
-        '        visit = store.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more',
-        "        pass",
+        '            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more',
+        "            pass",
         ("test_mesh_errors.py -k test_a_rank_that_was_refused_may_come_again",),
     ),
     Mutant(
@@ -635,5 +635,33 @@ RUNTIME = (
         "    if (order := orders().get(group)) is None:\n        return",
         "    return",
         ("test_stalls.py -k test_one_rank_uses_parameters_at_rest",),
+    ),
+    Mutant(
+        "runtime/agreement.py",
+        "parts of the ranks do not count themselves in at the root",
+        '            is_last, are_equal = _add(root, f"{key}/all", outcome["digest"], branch.parts)\n',
+        "            is_last, are_equal = True, True\n",
+        ("test_stores.py -k test_what_ranks_agree_on",),
+    ),
+    Mutant(
+        "runtime/agreement.py",
+        "ranks that wait for the last one of their part never look at the root",
+        "        if waited >= due:\n",
+        "        if False:\n",
+        ("test_stores.py -k test_a_rank_that_fails_or_does_not_come",),
+    ),
+    Mutant(
+        "runtime/agreement.py",
+        "ranks that do not come are looked for in one part only",
+        "    for number in range(branch.parts):\n        if number == branch.number",
+        "    for number in ():\n        if number == branch.number",
+        ("test_stores.py -k test_a_rank_that_fails_or_does_not_come",),
+    ),
+    Mutant(
+        "runtime/agreement.py",
+        "the end of the process that keeps a part's store is not told",
+        "        if not branch.is_tree:\n            raise\n",
+        "        raise\n",
+        ("test_stores.py -k test_a_store_that_has_gone",),
     ),
 )
