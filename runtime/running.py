@@ -58,7 +58,7 @@ class GraphRun:
         """Attribute the graph of this backward to this run.
 
         Args:
-            numbers: Numbers of the node's outputs that may have gradients.
+            numbers: Numbers of the node's outputs that the forward returned.
         """
         self._given = [gradients[number] is not None for number in numbers]
         for reference in self._owners:
