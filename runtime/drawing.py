@@ -166,7 +166,7 @@ def _draws(function: Any, dtype: torch.dtype) -> Callable[[int], int] | None:
     versions and dtypes, so it is tested, not trusted.
     """
     words = 2 if dtype == torch.float64 else 1
-    # An incomplete last block of normal numbers is not drawn again, drawn again completely, or drawn again in part.
+    # Extra numbers for an incomplete last block: none, a whole block, or those that the block lacks.
     for again in (lambda rest: 0, lambda rest: _BLOCK if rest else 0, lambda rest: _BLOCK - rest if rest else 0):
 
         def draws(numel: int, again: Callable[[int], int] = again) -> int:
