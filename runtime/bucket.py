@@ -1,5 +1,6 @@
-"""A bucket: one flat shard per rank for the parameters of a unit that had the same dtype, ``requires_grad`` and group
-when the model was sharded.
+"""A bucket: one flat shard per rank for parameters of a unit.
+
+The parameters had the same dtype, ``requires_grad`` and group when the model was sharded.
 
 originals     weight [6, 8]                          bias [6]
               |                                      |
@@ -114,8 +115,7 @@ class Home:
 
 
 class Place(NamedTuple):
-    """The part ``[start, stop)`` of a rank's shard that holds its rows of one parameter, and the shape of these
-    rows."""
+    """The part ``[start, stop)`` of a rank's shard that holds its rows of one parameter, and their shape."""
 
     start: int
     stop: int
@@ -440,8 +440,10 @@ _OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "m
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
-    """Create a parameter of this shape and dtype, with ordinary strides but no memory. Reading its values segfaults on
-    CPU."""
+    """Create a parameter of this shape, with ordinary strides but no memory.
+
+    Reading its values segfaults on CPU.
+    """
     whole = torch.empty(shape, dtype=dtype, device=device)
     whole.untyped_storage().resize_(0)
     return nn.Parameter(whole, requires_grad=requires_grad)

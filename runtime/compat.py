@@ -214,8 +214,7 @@ def saved_tensor_hooks_active() -> bool:
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Whether default hooks on saved tensors can be installed: not inside ``torch.func.grad`` and similar
-    transforms."""
+    """Whether default hooks on saved tensors can be installed: not inside transforms like ``torch.func.grad``."""
     return _saved_tensors_hooks_is_enabled()
 
 
@@ -276,8 +275,7 @@ def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def device_type(group: dist.ProcessGroup | None = None, preferred: str | None = None) -> str:
-    """Return the device type for communication over a group, or the default one: ``preferred`` if possible, else
-    CUDA."""
+    """Return the device type to communicate over a group, or the default one: ``preferred`` if possible, else CUDA."""
     types = device_types(group)
     return preferred if preferred in types else next(iter(types), "cpu")
 
@@ -303,8 +301,7 @@ def known_groups() -> dict[str, list[int]]:
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this rank has started on a group since its creation; 0 if the backend does not
-    count."""
+    """Return how many collectives this rank has started on a group; 0 if the backend does not count."""
     try:
         return group._get_sequence_number_for_group()
     except RuntimeError:  # the group has several backends, or one that does not count
@@ -343,8 +340,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Create a process group with the backend and timeout of another one. Only its ranks must call this, but all of
-    them.
+    """Create a process group with the backend and timeout of another one. Its ranks, and only they, must call this.
 
     Args:
         name: Name of the other group.
@@ -490,8 +486,7 @@ def is_generated(file: str) -> bool:
 
 
 def waits_in(frame: FrameType | None) -> str | None:
-    """Return the process group's name of the ``torch.distributed`` collective that a thread is in; None if it is in
-    none.
+    """Return the group's name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
 
     Args:
         frame: The innermost frame of the thread.
@@ -556,8 +551,7 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
 
 
 def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
-    """Call ``explain`` with torch's error when a wait for a collective on the CPU fails, in compiled code or outside of
-    it.
+    """Call ``explain`` with torch's error when a wait for a collective on the CPU fails, in compiled code or not.
 
     ``explain`` may raise another error in its place. Call this once per process.
     """
@@ -711,8 +705,7 @@ def shard_write_item(name: str, chunk: ChunkStorageMetadata, local: Tensor, shap
 
 
 def storage_info(path: str, offset: int, length: int, transforms: Sequence[str] | None) -> StorageInfo:
-    """Return the location of a checkpoint's entry: ``length`` bytes at ``offset`` of the file ``path`` in its
-    folder."""
+    """Return the location of a checkpoint's entry: ``length`` bytes at ``offset`` of the file ``path``."""
     return StorageInfo(path, offset, length, transforms)
 
 
@@ -765,8 +758,7 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
 
 
 def requires_grad(placeholder: fx.Node) -> bool:
-    """Whether the tensor that a placeholder of a Dynamo graph stands for requires a gradient; True for made-up
-    tensors."""
+    """Whether a placeholder of a Dynamo graph stands for a tensor that requires a gradient; made-up tensors do."""
     argument = graph_argument(placeholder)
     return argument is None or bool(argument.requires_grad)
 
@@ -989,8 +981,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
-    """Before fusion, make each start, each wait and each node without dependencies depend on the previous start or
-    wait.
+    """Before fusion, make starts, waits and nodes without dependencies depend on the previous start or wait.
 
     Inductor itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
     something from each). What both need is then computed first, waits included: gathers would start right before they
@@ -1154,14 +1145,15 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
 
 
 def _uuid(uuid: str | None) -> str | None:
-    """Stand-in for a pass in pickles. Cache keys pickle Inductor's config, passes included: their identity is their
-    uuid."""
+    """Stand-in for a pass in pickles.
+
+    Cache keys pickle Inductor's config, passes included: their identity is their uuid.
+    """
     return uuid
 
 
 def graph_break_reasons() -> Sequence[Any]:
-    """Return all graph breaks since torch.compile was last reset, with ``reason``, ``user_stack`` and
-    ``graph_break``."""
+    """Return all graph breaks since the last reset, each with ``reason``, ``user_stack`` and ``graph_break``."""
     from torch._dynamo.utils import graph_break_reasons
 
     return graph_break_reasons

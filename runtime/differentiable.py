@@ -13,8 +13,7 @@ __all__ = ["gather", "scatter"]
 
 
 def gather(part: Tensor, ranks: int, group: str) -> Tensor:
-    """Concatenate the tensors of all ranks along the first dimension. Backward: reduce-scatter the sum of the
-    gradients.
+    """Concatenate the tensors of all ranks along the first dimension. The backward is a reduce-scatter (sum).
 
     Args:
         part: ``[n, ...]``, with equal shape on all ranks.
@@ -29,8 +28,10 @@ def gather(part: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """Return this rank's part of the sum over ranks: ``[ranks * n, ...]`` to ``[n, ...]``. The adjoint of
-    :func:`gather`."""
+    """Return this rank's part of the sum over ranks: ``[ranks * n, ...]`` to ``[n, ...]``.
+
+    The adjoint of :func:`gather`.
+    """
     part: Tensor = _Move.apply(whole, False, ranks, group)
     return part
 

@@ -540,8 +540,7 @@ class EagerRuntime:
         refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
-        """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a part of a
-        parameter.
+        """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
 
         Each rank compares the rows that it has sent. On a CPU this happens after each forward. On other devices, where
         looking at values synchronizes with the device, it happens only after the first forward.
@@ -625,8 +624,7 @@ class EagerRuntime:
     def reduce_now(
         self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
     ) -> Sequence[Tensor | None]:
-        """Reduce a bucket's gradients for ``torch.autograd.grad``, even if that is not due, without accumulating
-        them."""
+        """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
         self._owner.enter_backward()
         used = [int(gradient is not None) for gradient in whole_gradients]
         result = pack(whole_gradients, bucket.exchange)

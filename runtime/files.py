@@ -174,8 +174,7 @@ def is_absent(path: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether ``path`` is a file or a link to one: not a pipe, whose reader waits forever, nor a device, which never
-    ends."""
+    """Whether ``path`` is a file or a link to one: not a pipe (its reader waits forever) or a device (endless)."""
     return stat.S_ISREG(path.stat().st_mode)
 
 

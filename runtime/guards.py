@@ -106,8 +106,7 @@ def compare_buffers(buffers: Mapping[str, Tensor], group: dist.ProcessGroup, whe
 
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
-    """Return what is inconsistent between buckets and parameters, and the names of parameters with non-finite
-    gradients."""
+    """Return what is inconsistent between buckets and parameters, and names of non-finite gradients."""
     torn, not_finite = "", []
     for bucket in buckets:
         attached = bucket.gradients

@@ -1,5 +1,7 @@
-"""The run that a model belongs to, and the earlier runs that it continues: how checkpoints of different runs are told
-apart."""
+"""The run that a model belongs to, and the earlier runs that it continues.
+
+Checkpoints of different runs are told apart by this.
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,10 @@ InitFn = Callable[[nn.Module], None]
 
 
 class Initialiser:
-    """Gives values to a model on the meta device. Subclasses may read values by rows, so that no rank holds them
-    whole."""
+    """Gives values to a model on the meta device.
+
+    Subclasses may read values by rows, so that no rank holds them whole.
+    """
 
     def prepare(self, module: nn.Module) -> None:
         """Raise unless all of ``module`` will get values. Every rank calls this; if one raises, all do."""

@@ -540,8 +540,7 @@ class ShardedModel:
         return of_mesh | {group.name for group in self._other_groups}
 
     def make_portions(self, size: int) -> None:
-        """Create the process group that backwards gather over with ``reshard_after_forward=size``, if there is none
-        yet.
+        """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.
 
         The first call for a size is a collective.
 
@@ -570,8 +569,7 @@ class ShardedModel:
         combine: Callable[[Sequence[Any]], Any],
         patience: float = 1.5,
     ) -> Any:
-        """Combine the offers of all ranks with ``combine``. See :func:`.agreement.conclude`; timeout as in
-        :meth:`agree`."""
+        """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
         return conclude(self.group, topic, lines, offer, combine, compat.timeout_of(self.group) * patience)
 
     def warn_others(self, error: BaseException) -> None:
@@ -864,8 +862,7 @@ class ShardedModel:
         return self.synchronisation.is_due()
 
     def finish_synchronisation(self) -> None:
-        """Reduce deferred gradients. Afterwards, every parameter that any rank has used has its gradient on all
-        ranks."""
+        """Reduce deferred gradients. Afterwards, every parameter that any rank has used has its gradient everywhere."""
         for bucket in self.buckets:
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.forget_abandoned(bucket.pending.total)
@@ -1036,8 +1033,7 @@ class ShardedModel:
         return _shared_buffers(module, frozenset(names))
 
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
-        """Zero or drop the gradients of all parameters whose ``id`` is not in ``kept``; see
-        :func:`.gradients.clear`."""
+        """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
         for bucket in self.buckets:
             if set_to_none:
                 gradients.clear(bucket, kept)

@@ -32,8 +32,7 @@ CHUNK_BYTES = 256 << 20
 
 
 class ShardedMuon(torch.optim.Muon):
-    """The optimizer that ``fully_shard_optimizer`` turns a ``torch.optim.Muon`` into. Groups, state and hooks are the
-    same."""
+    """A ``torch.optim.Muon`` after ``fully_shard_optimizer``. Groups, state and hooks are the same."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -176,8 +175,10 @@ class _Leg:
 
 
 def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group, like: Tensor) -> Tensor:
-    """Send parts to each rank of the group. ``incoming`` are elements from each; ``like`` has the dtype if none are
-    sent."""
+    """Start an all-to-all of parts for each rank.
+
+    ``incoming`` is the number of elements from each rank. ``like`` determines the dtype if nothing is sent.
+    """
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]

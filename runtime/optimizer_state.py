@@ -217,8 +217,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict to the form that torch's own ``load_state_dict`` takes, in the order of the optimizer's
-    groups."""
+    """Convert a state dict to the form that torch's ``load_state_dict`` takes, in the optimizer's order."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     if all(isinstance(key, int) for group in stored_groups for key in group["params"]):
@@ -257,8 +256,10 @@ def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequenc
 
 
 def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before torch's own ``load_state_dict``, cut full tensors, and tensors that others sharded evenly, like
-    parameters."""
+    """Cut full tensors, and tensors that others sharded evenly, like parameters.
+
+    Runs before torch's own ``load_state_dict``.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
     param_of = dict(zip(keys, params, strict=False))  # torch raises if the number of parameters differs

@@ -48,8 +48,7 @@ class Optimizers:
         self._has_new = True
 
     def others_hold(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> set[int]:
-        """Return the ``id`` of each of the model's ``params`` that another optimizer holds, and ``optimizer`` does
-        not."""
+        """Return the ``id`` of each of ``params`` that another optimizer holds, and ``optimizer`` does not."""
         if self._has_new:
             gc.collect()  # an extended optimizer is in a reference cycle, so an unused one may still exist
             self._has_new = False

@@ -288,8 +288,10 @@ class Order:
 
     @property
     def _context(self) -> tuple[bool, tuple[str, ...]]:
-        """Context for predicting series. It ignores whether a backward accumulates, which each rank decides for
-        itself."""
+        """Context for predicting series.
+
+        It ignores whether a backward accumulates, which each rank decides for itself.
+        """
         return self._phase is not None and self._phase.is_backward, tuple(what for what, _ in self._recent)
 
     def _is_unexpected(self, phase: Phase, here: _Place) -> bool:
@@ -326,8 +328,7 @@ class Order:
         self.events += 1
 
     def _is_usual(self, collective: str, here: _Place) -> bool:
-        """Whether the collective is expected, at a place that may also be followed by operations on parameters at
-        rest."""
+        """Whether the collective is expected here, where operations on parameters at rest may follow, too."""
         is_alone = len(here.collectives) == 1 and all(phase.kind == AT_REST for phase in here.phases)
         return is_alone and collective in here.collectives and here.expects(self._past) == collective
 

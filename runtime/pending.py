@@ -43,8 +43,7 @@ class Holder(Protocol):
         """Zero the slices of ``total`` for parameters whose gradient the user has dropped."""
 
     def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
-        """Zero the slices of these parameters, by index, in a gradient before its reduction, or in a sum of
-        gradients."""
+        """Zero the slices of these parameters, by index, in a gradient before its reduction, or in a sum."""
 
     def show_unreduced(self) -> None:
         """Show users that gradients are deferred."""

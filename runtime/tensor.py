@@ -84,8 +84,7 @@ class RowSplit:
 
     @property
     def count(self) -> int:
-        """Number of parameters that reductions cover. It includes experts that are this one's counterparts on other
-        ranks."""
+        """Number of parameters that reductions cover, including an expert's counterparts on other ranks."""
         return 1 if self.partition is None else self.partition.count
 
     @property
@@ -127,8 +126,7 @@ class RowSplit:
 
 
 class Backing(tuple[Tensor, ...]):
-    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident that the shard is part
-    of.
+    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
 
     Copied rows have their own memory, so that copies of this object are empty.
     """
@@ -229,8 +227,10 @@ class RowShardedTensor(DTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
-        """Return an ordinary DTensor of the same values, replicated or evenly sharded. A collective; not
-        differentiable."""
+        """Return an ordinary DTensor of the same values, replicated or evenly sharded.
+
+        A collective; not differentiable.
+        """
         mesh = device_mesh or self.device_mesh
         return distribute_tensor(self.full_tensor(), mesh, placements or [Replicate()] * mesh.ndim, src_data_rank=None)
 
@@ -400,8 +400,7 @@ class RowShardedTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            """Before torch 2.13, DTensor itself handles operators of its subclasses, so a dispatch mode intercepts
-            them."""
+            """Before torch 2.13, DTensor handles operators of its subclasses, so a dispatch mode intercepts them."""
             with compat.DisableTorchFunctionSubclass():
                 if getattr(func, "__name__", "") in ("__get__", "__set__") and func.__self__ in _PLAIN_ATTRIBUTES:
                     return func(*args, **(kwargs or {}))
@@ -682,8 +681,7 @@ _PROVISIONAL = "mfsdp_provisional"
 
 
 def mark_provisional(gradient: RowShardedTensor) -> None:
-    """Mark zeros that stand for no gradient, until it is known whether there is one, or something is written to
-    them."""
+    """Mark zeros that stand for no gradient, until a gradient is known to exist or something is written to them."""
     gradient.__dict__[_PROVISIONAL] = True
 
 
@@ -823,8 +821,7 @@ def _count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute the mean first, then the variance: a difference of two large sums would have no significant digits
-    left."""
+    """Compute the mean first, then the variance: the difference of two large sums would have no digits left."""
     named, tensor, name = _named(func, args, kwargs), args[0], func._schema.name
     local = tensor._local_tensor
     wide = local if local.dtype.itemsize >= 4 else local.float()
@@ -882,8 +879,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
-    """Reduce extremes so that NaN wins, as in torch. Collectives may return the number for a maximum of NaN and a
-    number."""
+    """Reduce extremes so that NaN wins, as in torch. Collectives may prefer the number."""
     if not value.is_floating_point():
         return of.over_pieces(value, op)
     nan = value.isnan()

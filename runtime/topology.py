@@ -267,8 +267,10 @@ class Topology:
         return self.inner_gathers or self.inner
 
     def make_portions(self, size: int) -> None:
-        """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s. Every rank must call
-        this."""
+        """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s.
+
+        Every rank must call this.
+        """
         gathers = self.gather_group
         assert gathers is not None
         start = gathers.rank // size * size
@@ -580,8 +582,7 @@ _DATA = re.compile(r"(dp|ddp|fsdp|hsdp|cp|data|context|replicate)", re.IGNORECAS
 
 
 def _check_covered(mesh: DeviceMesh, every: dist.ProcessGroup) -> None:
-    """Raise ValueError if a dimension has ranks with different data, by its name, and gradients are not reduced over
-    it."""
+    """Raise ValueError if gradients are not reduced over a dimension whose name implies different data."""
     covered = set(dist.get_process_group_ranks(every))
     for name in mesh.mesh_dim_names or ():
         if _DATA.match(name) and not covered.issuperset(dist.get_process_group_ranks(mesh.get_group(name))):

@@ -74,8 +74,10 @@ def expect(launches: Callable[[], Iterable[Launch]]) -> None:
 
 @contextlib.contextmanager
 def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
-    """Context in which ``listener`` is called at every start of a sharded model's collective, on the starting
-    thread."""
+    """Context in which ``listener`` is called whenever a thread starts a collective of a sharded model.
+
+    It is called on that thread.
+    """
     global _listener
     before, _listener = _listener, listener
     try:

@@ -56,7 +56,7 @@ _log = logging.getLogger("mfsdp_compile")
 
 
 class Watched(Protocol):
-    """What the watchdog needs to know about a sharded model."""
+    """The view of a sharded model that the watchdog needs."""
 
     @property
     def order(self) -> Order: ...
