@@ -318,8 +318,7 @@ def _verdict(
     part, key = branch.part, None
     assert part is not None
     try:
-        # Number of times this rank has arrived here. It is the same on all ranks, as they shard the same models in
-        # order.
+        # Number of times this rank has arrived here. All ranks shard the same models in order, so they agree on it.
         visit = part.add(f"{place}/visits/{me}", 1)
         if (
             heeds_refusals

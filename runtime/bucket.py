@@ -9,8 +9,7 @@ bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full shardin
 flat          this rank's slice, an autograd leaf, in the main dtype
 params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
 resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
-              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if the dtypes
-              agree
+              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
 shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user. If a parameter is also
               divided over other ranks, its shell has the shape of this rank's part
 """

@@ -340,7 +340,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Create a process group with the backend and timeout of another one. Its ranks, and only they, must call this.
+    """Create a process group with the backend and timeout of another one. All of its ranks must call this.
 
     Args:
         name: Name of the other group.
@@ -354,7 +354,7 @@ def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.Proces
 def new_group(
     ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Create a process group. Only its ranks must call this, but all of them.
+    """Create a process group. All of its ranks must call this; other ranks need not.
 
     Torch names such a group by the number of groups that a rank has created, and ranks find each other by that name.
     Ranks that have created different numbers of groups, such as ranks of different pipeline stages, would wait for each
@@ -942,8 +942,8 @@ _ORDER_KEEPING: dict[str, Any] = {
 def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
     """Whether this version's Inductor is known to compute wrong gradients for a model, with or without this package.
 
-    Affected: gradients of the routers of transformers' GPT-OSS, on the CPU, if the auxiliary loss is among the outputs.
-        Tested: torch 2.11 and 2.15 are right, 2.13 is wrong.
+    Affected are gradients of the routers of transformers' GPT-OSS, on the CPU, if the auxiliary loss is among the
+    outputs. In tests, torch 2.11 and 2.15 were right and 2.13 was wrong.
     """
     is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
     return is_named_so and device_type == "cpu" and (2, 12) <= TORCH_VERSION < (2, 15)

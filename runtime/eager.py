@@ -351,9 +351,8 @@ class EagerRuntime:
             self._owner.enter_forward(window.describe())
         if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
             # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is
-            # correct,
-            # and it is their decision. Our hooks on top would hide tensors from a recomputation that counts them.
-            # torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
+            # correct, and it is their decision. Our hooks on top would hide tensors from a recomputation that counts
+            # them. torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
     def _close(self, keep_last: bool) -> None:

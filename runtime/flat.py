@@ -158,8 +158,7 @@ class FlatStep:
             run.state, run.shown, run.sources = {}, [], {}
             return True
         # Build it from the parameters' state: a checkpoint was loaded, steps were taken before, or the optimizer
-        # created
-        # the state when it was constructed.
+        # created the state when it was constructed.
         if any(its.keys() != held[0].keys() for its in held):
             return False
         collected = {}

@@ -434,8 +434,7 @@ class ShardedModel:
             compat.on_backward_end(self._finish_backward)
         else:
             # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be
-            # complete
-            # when it returns; the outer backward handles parameters without a gradient.
+            # complete when it returns; the outer backward handles parameters without a gradient.
             self._backward.inner = current
             compat.on_backward_end(self.eager.finish_reductions)
 

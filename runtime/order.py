@@ -167,8 +167,7 @@ class Order:
 
     schedules: dict[str, Any]
     """Decisions of all ranks about the schedules of compiled graphs, by structure; the same on all ranks. They are kept
-    as
-    long as the group exists, because code that follows them keeps running, also in other models that share it."""
+    as long as the group exists, because code that follows them keeps running, also in other models that share it."""
     schedules_replaced: int
     """How often a schedule was replaced by another one."""
 

@@ -44,8 +44,7 @@ class Partition:
     shape: tuple[int, ...]
     bare: bool = False
 
-    # Compare meshes by identity: meshes of the same ranks are equal even if their process groups, or the meshes, are
-    # gone.
+    # Compare meshes by identity: meshes of the same ranks are equal, even if the process groups of one are gone.
 
     def __eq__(self, other: object) -> bool:
         return (

@@ -6,9 +6,8 @@ others. A plain DTensor over such a shard adds and multiplies correctly, but ``f
 random initialization are wrong, crash or hang (Megatron-FSDP users see this today). ``RowShardedTensor`` is a DTensor
 that knows its rows. It handles an operator in one of four ways:
 
-    elementwise      runs on the local rows, without communication; optimizers consist of these. If the rows of two
-    tensors
-                     of one shape are on different ranks, those of one tensor move first, by one all-to-all
+    elementwise      runs on the local rows, without communication; optimizers consist of these. If the rows of
+                     two tensors of one shape are on different ranks, those of one tensor move first, by one all-to-all
     random           draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
     reduction        one all-reduce, to an ordinary 0-d tensor that is equal on every rank; every rank must take part
     anything else    an error that says what to use instead; never a silent gather, never a wrong number
@@ -272,8 +271,8 @@ class RowShardedTensor(DTensor):
             home.bucket.toggled(home.index)
         return self
 
-    # Autograd passes no gradients to parameters (see :mod:`.gradients`). It must not run their hooks, which would get
-    # None.
+    # Autograd passes no gradients to parameters (see :mod:`.gradients`), so it must not run their hooks, which would
+    # get None.
 
     @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
@@ -317,8 +316,7 @@ class RowShardedTensor(DTensor):
     def share_memory_(self) -> Tensor:
         raise RuntimeError(f"{self.split.name!r} is a part of a bucket: its memory cannot be shared between processes.")
 
-    # torch.distributed.checkpoint calls these to learn which rows this rank holds, instead of deriving it from
-    # ``Shard(0)``.
+    # torch.distributed.checkpoint calls these to learn which rows this rank holds. ``Shard(0)`` would imply others.
 
     def _chunk(self) -> Any:
         rows = self.split.rows_of_whole(self.topology.shard)

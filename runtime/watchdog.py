@@ -225,8 +225,7 @@ class Watchdog:
     # -- the watching thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Connecting may take seconds, because torch's client sometimes retries. Do it before there is anything to
-        # check.
+        # Connecting may take seconds, because torch's client sometimes retries. Do it before there is work to do.
         look = self._connection
         while True:
             try:
