@@ -21,7 +21,7 @@ _N, _M, _R = 624, 397, 31  # words of state; distance of the recurrence; bits of
 _MATRIX = 0x9908B0DF
 _DEGREE = 32 * _N - _R
 
-# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], and cached normal samples.
+# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], cached normal samples.
 _LEFT, _NEXT, _WORDS = 8, 16, 24
 
 _Words = npt.NDArray[np.uint32]

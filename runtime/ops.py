@@ -74,7 +74,8 @@ def _unshard(shell: Tensor, layout: str) -> Tensor:
 @torch.library.register_fake("mfsdp::unshard", lib=_library)
 def _unshard_fake(shell: Tensor, layout: str) -> Tensor:
     part = torch.empty_like(shell)
-    part._is_param = True  # type: ignore[attr-defined]  # so that isinstance(module.weight, nn.Parameter) holds in what Dynamo traces
+    # isinstance(module.weight, nn.Parameter) must hold in what Dynamo traces.
+    part._is_param = True  # type: ignore[attr-defined]
     return part
 
 
