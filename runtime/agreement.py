@@ -1,8 +1,10 @@
-"""Do all ranks hold the same model? Asked through the c10d key-value store, with a time-out, when a model is sharded.
+"""Agreement between ranks: whether all of them hold the same model, or are about to do the same thing.
 
-Ranks add their digests up; the last one to come sees whether all are equal, and publishes a verdict, as does one that has met an
-error. Only ranks that differ then publish what they hold. So an error on one rank is an error on every rank, and none of
-them is left waiting in a collective. Traffic: five small requests per rank, in large jobs to the store of its part (:mod:`.stores`).
+Ranks compare digests through the c10d key-value store, with a timeout. They add their digests up. The last rank to
+arrive checks whether all are equal and publishes a verdict. A rank that has met an error publishes one too. Ranks
+publish what they hold only if they differ. So an error on one rank is an error on every rank, and no rank is left
+waiting in a collective. Traffic: five small requests per rank; in large jobs these go to the store of the rank's part
+(:mod:`.stores`).
 """
 
 from __future__ import annotations
@@ -40,17 +42,17 @@ __all__ = [
 ]
 
 Within = Callable[[], tuple[Sequence[int], Sequence[str]]]
-"""Global ranks, and lines that are the same on these."""
+"""Returns global ranks, and lines that are the same on these."""
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank may come later than the first one. Loading a large model from a slow disk takes minutes."""
+"""How much later than the first rank another one may arrive. Loading a large model from a slow disk takes minutes."""
 
 SOON = timedelta(seconds=2)
-"""When ranks that wait for what the last one of their part brings look at the root for the first time."""
+"""When ranks that wait for the verdict from the last rank of their part first look for it at the root."""
 
 LOOK = timedelta(seconds=15)
-"""How often ranks that wait look whether those that they wait for were refused. Seen twice, it is believed: a program that
-catches the error, on all ranks, comes again in the meantime."""
+"""How often waiting ranks check whether the ranks that they wait for were refused. A refusal is believed when it is
+seen twice: a program that catches the error on all ranks arrives again in the meantime."""
 
 
 def agree(
@@ -67,20 +69,22 @@ def agree(
     """Raise on every rank of ``group`` unless ``describe()`` returns the same lines on all of them.
 
     Args:
-        group: the ranks that take part; every one must call this.
-        topic: what is compared, for messages.
-        describe: lines that say what this rank holds. May raise: that is then the error, here as it is, elsewhere
-            quoted.
-        timeout: for ranks that do not come.
-        epoch: ranks that do not know the same number do not meet.
-        within: what only some ranks hold in common, asked for when ``describe`` has returned: some of the group's ranks,
+        group: The ranks that take part; every one must call this.
+        topic: What is compared, for messages.
+        describe: Returns lines that describe what this rank holds. It may raise: this rank then raises that error, and
+            the others quote it.
+        timeout: How long to wait for ranks that do not arrive.
+        epoch: Ranks meet only if they pass the same number.
+        within: What only some ranks have in common, called after ``describe`` has returned: some of the group's ranks,
             and lines that must be the same on those. None: nothing.
-        heeds_refusals: do not wait for ranks that have failed :func:`telling_others`; their error is quoted.
-        what: for messages on ranks that do not come; None: the topic.
-        is_last_resort: nobody answers for ranks that have gone another way: they will come, with an error behind them.
+        heeds_refusals: Do not wait for ranks that have failed in :func:`telling_others`; quote their error.
+        what: Description of this agreement for messages about ranks that do not arrive. None: the topic.
+        is_last_resort: Never let the watchdog answer for ranks that have diverged: they will arrive once they have
+            failed.
 
     Raises:
-        RuntimeError: a rank differs (the first differing line of both is shown), failed, or did not come in time.
+        RuntimeError: A rank differs (the message shows the first differing line of both ranks), has failed, or did not
+            arrive in time.
     """
     timeout = timeout or TIMEOUT
     failure: Exception | None = None
@@ -90,7 +94,7 @@ def agree(
         lines = describe()
         if within is not None:
             some = within()
-    except Exception as error:  # it must reach the other ranks before it is raised here
+    except Exception as error:  # the other ranks must learn of it before it is raised here
         failure = error
     ranks = dist.get_process_group_ranks(group)
     if has_others(group):
@@ -118,21 +122,22 @@ def agree(
 
 
 def agree_on_order(group: dist.ProcessGroup, lines: Sequence[str], epoch: int) -> None:
-    """All ranks come to the same next thing; the last line says what it is. As :func:`agree`."""
+    """Agree that all ranks do the same thing next, which the last line names. See :func:`agree`."""
     what = lines[-1].rpartition(" (place ")[0]
     agree(group, ORDER, lambda: lines, compat.timeout_of(group) * 1.5, epoch, what=what)
 
 
 def announce(what: str, group: str, parameter: str | None = None) -> None:
-    """An operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none. For those that no
-    sharded model has, nothing.
+    """Announce that an operation on parameters at rest is about to communicate, on all ranks of ``group`` or on none.
+
+    Does nothing for a group that no sharded model uses.
 
     Args:
-        what: of which parameter, if it is one of many.
-        parameter: its name.
+        what: The operation, including the name of the parameter if it is one of many.
+        parameter: Name of that parameter.
 
     Raises:
-        RuntimeError: other ranks do something else.
+        RuntimeError: Other ranks are doing something else.
     """
     if (order := orders().get(group)) is None:
         return
@@ -152,18 +157,19 @@ def conclude(
     combine: Callable[[Sequence[Any]], Any],
     timeout: timedelta,
 ) -> Any:
-    """What one rank of ``group`` makes of what all ranks offer; the same on every rank.
+    """Return the result of combining all ranks' offers on one rank of ``group``; the same on every rank.
 
     Args:
-        group: the ranks that take part, more than one; every one must call this.
-        topic: what is concluded, for messages.
-        lines: what has to be equal on all ranks.
-        offer: of this rank; plain data, as JSON has it.
-        combine: called with all offers, in the order of the ranks, on the rank that comes last. Returns plain data.
-        timeout: for ranks that do not come.
+        group: The ranks that take part, more than one; every one must call this.
+        topic: What is concluded, for messages.
+        lines: Lines that must be equal on all ranks.
+        offer: This rank's offer; plain JSON data.
+        combine: Called with all offers, in the order of the ranks, on the rank that arrives last. Returns plain data.
+        timeout: How long to wait for ranks that do not arrive.
 
     Raises:
-        RuntimeError: on every rank: lines differ, ``combine`` failed, a rank did not come in time, or the store is gone.
+        RuntimeError: On every rank: lines differ, ``combine`` failed, a rank did not arrive in time, or the store is
+            gone.
     """
     ranks = dist.get_process_group_ranks(group)
     try:
@@ -181,17 +187,19 @@ def conclude(
 
 @contextlib.contextmanager
 def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta) -> Iterator[None]:
-    """An error inside, on any rank of ``group``, is one on every rank, where it is quoted. Collective: all leave together.
+    """Raise an error from inside the context, on any rank of ``group``, on every rank. The other ranks quote it.
+
+    A collective: all ranks leave the context together.
 
     Args:
-        group: the ranks that take part.
-        topic: what is done inside, for messages.
-        timeout: for ranks that are slower.
+        group: The ranks that take part.
+        topic: What is done inside, for messages.
+        timeout: How long to wait for slower ranks.
     """
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # it must reach the other ranks before it is raised here
+    except Exception as error:  # the other ranks must learn of it before it is raised here
         failure = error
 
     def outcome() -> list[str]:
@@ -204,19 +212,20 @@ def errors_for_all(group: dist.ProcessGroup, topic: str, timeout: timedelta) -> 
 
 @contextlib.contextmanager
 def telling_others() -> Iterator[None]:
-    """Ranks that wait for this one in an :func:`agree` that heeds refusals learn of an error that is raised inside.
+    """Publish errors from inside the context to ranks that wait for this one in an :func:`agree` that heeds refusals.
 
-    For what is wrong before it is known which ranks there are to agree with: arguments that say which.
+    This is for errors that occur before it is known which ranks to agree with, such as wrong arguments that determine
+    them.
     """
     if not (dist.is_initialized() and has_others(dist.group.WORLD)):
         yield
         return
     store, refusal = compat.default_store(), _refusal_of(dist.get_rank())
-    store.set(refusal, "")  # an earlier one does not count: this is another attempt
+    store.set(refusal, "")  # an earlier refusal does not count: this is another attempt
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store's process is gone; the error at hand matters more
+        with contextlib.suppress(RuntimeError):  # the store's process is gone; the current error matters more
             store.set(refusal, f"{type(error).__name__}: {error}"[:2000])
         raise
 
@@ -226,10 +235,10 @@ def _refusal_of(rank: int) -> str:
 
 
 def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
-    """What each rank of ``group`` has given, in their order. Collective; values are pickled.
+    """Return the values that all ranks of ``group`` pass, in the order of the ranks. A collective; values are pickled.
 
     Args:
-        what: is compared, for ranks that do something else.
+        what: What is compared, for error messages on ranks that do something else.
     """
     announce(f"a comparison of {what}", group.group_name)
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -238,10 +247,10 @@ def everyones(value: Any, group: dist.ProcessGroup, what: str) -> list[Any]:
 
 
 def report_failure(group: dist.ProcessGroup, error: BaseException, is_certain: bool = True) -> None:
-    """Let other ranks know that this one has failed, and add to ``error`` what they have reported, which may be why.
+    """Publish that this rank has failed, and add to ``error`` what other ranks have published, which may be the cause.
 
     Args:
-        is_certain: else it may yet be avoided: ranks that wait for this one go on doing so.
+        is_certain: Whether the failure is final. If not, ranks that wait for this one keep waiting.
     """
     if not has_others(group):
         return
@@ -252,14 +261,14 @@ def report_failure(group: dist.ProcessGroup, error: BaseException, is_certain: b
         store.set(_failure_of(group, me), told)
         if is_certain:
             watchdog.tell_failure(store, group.group_name, told)
-    except RuntimeError:  # the store's process is gone; the error at hand matters more
+    except RuntimeError:  # the store's process is gone; the current error matters more
         return
     if reports and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"Before this, {'; '.join(reports[:4])}{', and more ranks' if len(reports) > 4 else ''}.")
 
 
 def forget_failure(group: dist.ProcessGroup) -> None:
-    """What this rank has reported is over."""
+    """Withdraw the failure that this rank has published."""
     if has_others(group):
         store = compat.default_store()
         store.delete_key(_failure_of(group, dist.get_rank()))
@@ -271,7 +280,7 @@ def _failure_of(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def _reports(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[str]:
-    """What some of these ranks have reported of themselves."""
+    """Return the failures that these ranks have published."""
     store = compat.default_store()
     return [
         f"rank {rank} had failed with {store.get(_failure_of(group, rank)).decode()}"
@@ -281,7 +290,7 @@ def _reports(group: dist.ProcessGroup, ranks: Sequence[int]) -> list[str]:
 
 
 def has_others(group: dist.ProcessGroup) -> bool:
-    """Whether there is anybody to agree with: not in a group of one rank, nor where the others are simulated."""
+    """Whether there are other ranks to agree with: not in a group of one rank, nor if the others are simulated."""
     return dist.get_world_size(group) > 1 and not compat.is_simulated(group)
 
 
@@ -309,7 +318,7 @@ def _verdict(
     part, key = branch.part, None
     assert part is not None
     try:
-        # How often this rank has come here; the same on all ranks, as they shard the same models in the same order.
+        # Number of times this rank has arrived here. All ranks shard the same models in order, so they agree on it.
         visit = part.add(f"{place}/visits/{me}", 1)
         if (
             heeds_refusals
@@ -317,7 +326,7 @@ def _verdict(
             and me in over["refused"]
             and visit <= over["visit"]
         ):
-            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more
+            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # the others were here once more
         key = f"{place}/{visit}"
         if look is not None:
             look.visit = visit
@@ -344,7 +353,7 @@ def _verdict(
 
 
 def _join(branch: Branch, verdict_key: str, timeout: timedelta, look: _Look | None) -> dict[str, Any] | None:
-    """Make or find the store of this rank's part. Returns a verdict where its keeper does not come."""
+    """Create or find the store of this rank's part. Return a verdict if the rank that keeps it does not arrive."""
     if dist.get_rank() == branch.keeper:
         branch.serve()
         return None
@@ -372,12 +381,12 @@ def _meet(
     party_size: int,
     look: _Look | None,
 ) -> dict[str, Any]:
-    """Come, and wait for the verdict."""
+    """Arrive, and wait for the verdict."""
     root, part, me, key = branch.root, branch.part, dist.get_rank(), f"{place}/{visit}"
     assert part is not None
     if combine is not None:
         part.set(f"{key}/offer/{me}", json.dumps(outcome["offer"]))
-        part.delete_key(f"{place}/{visit - 1}/offer/{me}")  # all are here, or will be: what was before is read
+        part.delete_key(f"{place}/{visit - 1}/offer/{me}")  # all ranks take part in this visit, so all have read it
 
     def missing() -> Sequence[int]:
         return _missing(branch, place, visit) or branch.ranks[:1]
@@ -385,7 +394,7 @@ def _meet(
     brings, verdict = _arrive(branch, key, outcome, party_size, combine)
     if verdict is not None:
         conclude_once(root, f"{key}/verdict", verdict)
-        if verdict["kind"] in ("same", "compare"):  # all ranks are here, so they have read what there was before
+        if verdict["kind"] in ("same", "compare"):  # all ranks have arrived, so they have read the previous verdict
             for name in ("all", "verdict", "compared"):
                 root.delete_key(f"{place}/{visit - 1}/{name}")
     if branch.is_tree and not brings and verdict is None:
@@ -401,7 +410,7 @@ def _meet(
 
 
 def _missing(branch: Branch, place: str, visit: int) -> list[int]:
-    """Ranks that have not come, as far as that can be found out."""
+    """Return the ranks that have not arrived, as far as that can be determined."""
 
     def of_part(store: dist.Store, number: int) -> list[int]:
         return [rank for rank in branch.members(number) if store.add(f"{place}/visits/{rank}", 0) < visit]
@@ -430,11 +439,11 @@ def _arrive(
     party_size: int,
     combine: Callable[[Sequence[Any]], Any] | None,
 ) -> tuple[bool, dict[str, Any] | None]:
-    """Count this rank in, and its digest: a sum over ranks, which is a multiple of each if all are equal.
+    """Count this rank in, and add its digest: a sum over ranks is a multiple of each digest if all are equal.
 
     Returns:
-        Whether this rank is the last one of its part, which brings it the verdict; and the verdict, if this is the rank that knows
-        it: the last one to come, or one that has failed.
+        Whether this rank is the last one of its part, and brings the verdict there; and the verdict, if this rank
+        determines it: it is the last one to arrive, or has failed.
     """
     root, part = branch.root, branch.part
     assert part is not None
@@ -458,7 +467,7 @@ def _arrive(
 
 
 def _combined(branch: Branch, key: str, combine: Callable[[Sequence[Any]], Any] | None) -> dict[str, Any]:
-    """The verdict where all ranks have the same."""
+    """Return the verdict if all ranks are equal."""
     if combine is None:
         return {"kind": "same", "ranks": []}
     if branch.is_tree:
@@ -468,7 +477,7 @@ def _combined(branch: Branch, key: str, combine: Callable[[Sequence[Any]], Any] 
         offers = _offers(branch.root, key, branch.ranks)
     try:
         return {"kind": "same", "ranks": [], "result": combine(offers)}
-    except Exception as error:  # it must reach the other ranks
+    except Exception as error:  # the other ranks must learn of it
         return {"kind": "failed", "ranks": [dist.get_rank()], "error": f"{type(error).__name__}: {error}"}
 
 
@@ -477,14 +486,19 @@ def _offers(store: dist.Store, key: str, ranks: Sequence[int]) -> list[Any]:
 
 
 def _read(store: dist.Store, keys: list[str]) -> list[Any]:
-    """What is there, in one request if that can be had."""
+    """Read and decode keys, in one request if the store supports that."""
     return [json.loads(told) for told in (store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))]
 
 
 def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, bool]:
-    """Returns: whether this was the last of ``size`` ranks, and whether all had the same digest, as far as that is known.
+    """Add this rank and its digest to a counter.
 
-    Both are one number of 62 bits, so that one request does. At 65,536 ranks 28 bits of the digest are left."""
+    Both fit into one number of 62 bits, so that one request suffices. With 65,536 ranks, 28 bits of the digest are
+    left.
+
+    Returns:
+        Whether this was the last of ``size`` ranks, and whether all had the same digest, as far as that is known.
+    """
     counted = size.bit_length()
     token = int(digest, 16) % (1 << (62 - 2 * counted))
     total = store.add(key, (token << counted) + 1)
@@ -495,10 +509,10 @@ def _add(store: dist.Store, key: str, digest: str, size: int) -> tuple[bool, boo
 def _await_answer(
     store: dist.Store, key: str, missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
 ) -> dict[str, Any]:
-    """What somebody has written, or will: the last rank to come, one that has failed, or whoever waits longest.
+    """Wait for the verdict, from the last rank to arrive, one that has failed, or the one that waits longest.
 
     Args:
-        missing: ranks that have not come.
+        missing: Returns the ranks that have not arrived.
     """
     if look is None:
         try:
@@ -517,7 +531,10 @@ def _await_answer(
 def _await_messenger(
     branch: Branch, key: str, missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
 ) -> dict[str, Any]:
-    """What the last rank of the part brings from the root. If others do not come, or fail, nobody does: so look there too."""
+    """Wait for the verdict that the last rank of the part brings from the root.
+
+    If ranks do not arrive or fail, no rank brings it. Therefore this looks at the root, too.
+    """
     root, part = branch.root, branch.part
     assert part is not None
     begun, due = time.monotonic(), SOON.total_seconds()
@@ -542,8 +559,11 @@ def _await_messenger(
 def _poll(
     came: Callable[[], bool], missing: Callable[[], Sequence[int]], timeout: timedelta, look: _Look | None
 ) -> dict[str, Any] | None:
-    """Ask again and again, as a wait that is cut into pieces would warn at the end of each. Returns None when it ``came``, else a
-    verdict on those that do not."""
+    """Poll until ``came()`` is true. A store's wait, split into pieces, would log a warning at the end of each.
+
+    Returns:
+        None if ``came()`` became true, else a verdict on the missing ranks.
+    """
     begun = time.monotonic()
     while not came():
         waited = time.monotonic() - begun
@@ -556,14 +576,14 @@ def _poll(
 
 
 class _Look:
-    """Were ranks that others wait for refused?
+    """Checks whether ranks that others wait for were refused.
 
-    Whoever finds that gives the visit up for all: for those that look later, and for the refused ranks when they come again,
-    which have been here once less.
+    The rank that finds this gives up the visit for all: for ranks that look later, and for the refused ranks when they
+    arrive again, having been here one time less.
 
     Attributes:
-        due: seconds of waiting after which to look the next time.
-        visit: which of the meetings at this place.
+        due: Seconds of waiting after which to look the next time.
+        visit: Number of the visit at this place.
     """
 
     def __init__(self, store: dist.Store, place: str) -> None:
@@ -573,7 +593,7 @@ class _Look:
         self._seen: dict[int, bytes] = {}
 
     def at(self, missing: Sequence[int]) -> dict[str, Any] | None:
-        """The verdict, if there is one."""
+        """Return the verdict, if there is one."""
         self.due += LOOK.total_seconds()
         over = _given_up(self._store, self._place)
         if over is not None and over["visit"] >= self.visit:
@@ -596,11 +616,11 @@ def _given_up(store: dist.Store, place: str) -> dict[str, Any] | None:
 
 
 def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedelta) -> dict[str, Any]:
-    """On the first rank, when all are there: who differs from whom."""
+    """Find out, on the first rank, which ranks differ. Waits until all have published their outcomes."""
     keys = [f"{key}/{rank}" for rank in ranks]
     try:
         store.wait(keys, timeout)
-    except RuntimeError:  # DistStoreError: one has ended in the meantime
+    except RuntimeError:  # DistStoreError: a rank has ended in the meantime
         return {"kind": "missing", "ranks": [rank for rank in ranks if not store.check([f"{key}/{rank}"])] or ranks[:1]}
     outcomes = dict(zip(ranks, _read(store, keys), strict=True))
     for what, alike in (("digest", [ranks]), ("its digest", _parties(outcomes))):
@@ -611,7 +631,7 @@ def _compare(store: dist.Store, key: str, ranks: Sequence[int], timeout: timedel
 
 
 def _parties(outcomes: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
-    """Ranks that hold something in common."""
+    """Group the ranks that have lines in common."""
     found: dict[str, list[int]] = {}
     for rank, outcome in outcomes.items():
         found.setdefault(outcome.get("party", ""), []).append(rank)
@@ -654,25 +674,25 @@ def _digest(lines: Sequence[str]) -> str:
 
 
 PIECE_ROWS = {"cpu": 512}
-"""Of 8 KiB, that are weighed at a time: on the CPU products stay in its cache. Elsewhere :data:`MANY_ROWS`."""
+"""Number of rows, of 8 KiB, to process at once. On the CPU, products stay in its cache. Elsewhere :data:`MANY_ROWS`."""
 
 MANY_ROWS = 1 << 13
 
 
 @torch.no_grad()
 def value_digest(tensor: Tensor) -> str:
-    """A digest of a tensor's bits and their order, in one pass over its memory and with one copy to the CPU.
+    """Return a digest of a tensor's bits and their order, in one pass over its memory and with one copy to the CPU.
 
     ::
 
         row 1       | word | word | ... |      2,048 words of 4 bytes, times a weight of the row's own
         row 2       | word | word | ... |
         ...
-        sums        | 64 bits | ...     |      hashed with SHA-256, with what does not fill a row
+        sums        | 64 bits | ...     |      hashed with SHA-256, together with what does not fill a row
 
-    No weight is 0, and no two rows have the same one (up to 2**31 rows, 16 TiB). A product stays below 2**63,
-    so that any one changed word, and any two rows or words that are exchanged, change a sum; other changes do but for
-    coincidences modulo 2**64.
+    No weight is 0, and no two rows have the same weight (up to 2**31 rows, 16 TiB). A product stays below 2**63.
+    Therefore any single changed word, and any exchange of two rows or words, changes a sum. Other changes do so except
+    for coincidences modulo 2**64.
     """
     if tensor.is_meta:
         return "meta"
@@ -694,7 +714,7 @@ def value_digest(tensor: Tensor) -> str:
 
 
 def _weights(first: int, count: int, device: torch.device) -> Tensor:
-    """Of rows, [count, 1]: their numbers, mixed; a permutation of 1 to 2**31 - 1."""
+    """Return the weights of rows, [count, 1]: their mixed numbers, a permutation of 1 to 2**31 - 1."""
     low = (1 << 31) - 1
     number = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device).bitwise_and_(low)
     for factor in (0x2C1B3C6D, 0x297A2D39):

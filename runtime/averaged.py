@@ -1,10 +1,10 @@
-"""What reductions of parameters at rest return where gradients flow.
+"""Results of reductions of parameters at rest, with gradients that are averaged over ranks.
 
-A penalty (``sum(p.pow(2).sum() for p in model.parameters())``) is the same number on every rank, and what it is multiplied by may
-not be: a weight of the batch, a number of tokens. Its gradient then differs between ranks, and each rank would scale the rows
-that it holds by a factor of its own. So the gradient is averaged over ranks before it reaches the rows, as the
-gradients of parameters in forward are. :class:`AveragedGradient` adds the node that does so to the autograd graph: operators of
-sharded tensors run below autograd, where a node cannot be added.
+A penalty (``sum(p.pow(2).sum() for p in model.parameters())``) is the same number on every rank. The factor that it is
+multiplied by may not be: a weight of the batch, a number of tokens. Its gradient then differs between ranks, and each
+rank would scale the rows that it holds by a different factor. Therefore the gradient is averaged over ranks before it
+reaches the rows, like the gradients of parameters in forward. :class:`AveragedGradient` adds the node for this to the
+autograd graph. The operators of sharded tensors cannot add it, because they run below autograd.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ __all__ = ["AveragedGradient"]
 
 
 class AveragedGradient(Tensor):
-    """A tensor, equal on all ranks, whose gradient becomes the mean over ranks. Anything done to it is done to an ordinary
-    tensor behind that mean; only its type is unusual."""
+    """A tensor, equal on all ranks, whose gradient becomes the mean over ranks.
+
+    Every operation runs on an ordinary tensor behind that mean; only the type is unusual.
+    """
 
     _ordinary: Tensor | None
     _groups: Sequence[Group]
@@ -32,10 +34,12 @@ class AveragedGradient(Tensor):
 
     @staticmethod
     def of(value: Tensor, groups: Sequence[Group], parameter: str) -> AveragedGradient:
-        """Args:
-        value: below autograd, which will know the result as what an operator has computed.
-        groups: the mean is over the ranks of these, one group after the other.
-        parameter: it is computed from.
+        """Wrap a tensor.
+
+        Args:
+            value: Tensor computed below autograd. Autograd sees the result as the output of an operator.
+            groups: Groups whose ranks to average over, one group after the other.
+            parameter: Name of the parameter that the value is computed from.
         """
         averaged = value.as_subclass(AveragedGradient)
         averaged._ordinary, averaged._groups, averaged._parameter = None, groups, parameter
@@ -62,7 +66,7 @@ class _Average(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, groups: Sequence[Group], parameter: str) -> Tensor:
         ctx.groups, ctx.parameter = groups, parameter
-        return value.clone()  # not a view, which could not be written to
+        return value.clone()  # a view could not be written to
 
     @staticmethod
     @compat.python_only
@@ -71,7 +75,7 @@ class _Average(torch.autograd.Function):
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over ranks; its own backward."""
+    """The mean over ranks. Its backward is the same operation."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, groups: Sequence[Group], parameter: str) -> Tensor:

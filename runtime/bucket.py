@@ -1,15 +1,17 @@
-"""A bucket: the parameters of one unit that shared dtype, ``requires_grad`` and group when the model was sharded, as one
-flat shard per rank.
+"""A bucket: one flat shard per rank for parameters of a unit.
+
+The parameters had the same dtype, ``requires_grad`` and group when the model was sharded.
 
 originals     weight [6, 8]                          bias [6]
               |                                      |
-bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full sharding never whole in memory, except in use
+bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full sharding, whole in memory only while in use
                                    |
-flat          this rank's slice, a leaf that autograd knows; main dtype
+flat          this rank's slice, an autograd leaf, in the main dtype
 params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
-resident      what stays gathered between uses, in the compute dtype, for strategies that leave parameters whole, or
-              HFSDP, which leaves them whole over outer ranks. ``flat`` is a part of it where dtypes agree
-shells        full-shape parameters (parts, where they are divided over other ranks too) without storage: what Dynamo traces. Never handed to a user
+resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
+              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
+shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user. If a parameter is also
+              divided over other ranks, its shell has the shape of this rank's part
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a module holds a parameter: ``module.<attribute>``. Tied parameters have several."""
+    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several."""
 
     module: nn.Module
     module_name: str
@@ -50,22 +52,23 @@ class Site:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What is decided about a bucket before any memory is touched; plain data, equal on all ranks.
+    """Decisions about a bucket, made before any memory is touched; plain data, equal on all ranks.
 
     Args:
-        name: of the bucket, unique in the model: the unit's name, with a number where a unit has several buckets.
-        unit: name of the unit.
-        layout: whose slot names are fully qualified parameter names.
-        compute_dtype: of the gathered parameters; the dtype that the model was built with.
-        main_dtype: of the shard, its gradients and the optimizer's state.
-        requires_grad: whether any of its parameters trains. They all do, or none does, when the model is sharded.
-        grad_dtype: that gradients are summed in, over microbatches.
-        comm_dtype: that gradients are reduced in.
-        reduce_op: over data-parallel ranks, ``"avg"`` or ``"sum"``.
-        scale: of reduced gradients.
-        decoupled: gradients go to ``parameter.decoupled_grad``.
-        inspected: gradients are looked at before they are reduced.
-        is_expert: whether its parameters are experts, which other ranks hold than the rest; see :mod:`.experts`.
+        name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
+        unit: Name of the unit.
+        layout: Layout, whose slot names are fully qualified parameter names.
+        compute_dtype: Dtype of the gathered parameters; the dtype that the model was built with.
+        main_dtype: Dtype of the shard, its gradients and the optimizer's state.
+        requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
+            none is.
+        grad_dtype: Dtype in which gradients are accumulated over microbatches.
+        comm_dtype: Dtype in which gradients are reduced.
+        reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
+        scale: Factor applied to reduced gradients.
+        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
+        inspected: Whether gradients are inspected before they are reduced.
+        is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
     """
 
     name: str
@@ -84,11 +87,11 @@ class BucketPlan:
 
     @property
     def grad_attribute(self) -> str:
-        """The attribute of parameters that holds gradients."""
+        """The attribute of parameters that holds their gradients."""
         return "decoupled_grad" if self.decoupled else "grad"
 
     def exchange(self, topology: Topology) -> Exchange:
-        """How the bucket becomes whole and is reduced over these ranks."""
+        """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
         return Exchange.of(
             self.layout, topology, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
         )
@@ -104,7 +107,7 @@ class BucketPlan:
 
 @dataclass(frozen=True, eq=False)
 class Home:
-    """Where a shell or a sharded parameter belongs: parameter ``index`` of ``bucket``."""
+    """The bucket of a shell or sharded parameter, and its index there."""
 
     bucket: Bucket
     index: int
@@ -122,17 +125,17 @@ class Bucket:
     """The memory of one bucket on this rank.
 
     Args:
-        plan: layout and dtypes.
-        originals: the parameters, in the order of the layout's slots. Their rows are copied, where they have values; they are
-            not kept.
-        sites: for each parameter, every place where a module holds it.
-        topology: who holds what.
-        device: of the shard.
-        partitions: for each parameter, how it is divided over other ranks than those of the topology.
+        plan: Layout and dtypes.
+        originals: The parameters, in the order of the layout's slots. Their rows are copied if they have values; the
+            parameters themselves are not kept.
+        sites: For each parameter, every place where a module holds it.
+        topology: Ranks and what each of them holds.
+        device: Device of the shard.
+        partitions: For each parameter, how it is divided over ranks other than those of the topology.
     """
 
     owner: Any
-    """The sharded model; set by it."""
+    """The sharded model, which sets this attribute."""
 
     def __init__(
         self,
@@ -154,18 +157,18 @@ class Bucket:
         self._make(flat, originals)
 
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
-        """Shard, parameters and shells over the values of ``flat``; Python attributes of ``like`` are kept."""
+        """Create the shard, the parameters and the shells from ``flat``; keep the Python attributes of ``like``."""
         plan = self.plan
         self.resident: Tensor | None = None
         self._unused_gather: weakref.finalize | None = None
-        self._resident_of = -1  # version of the shard that the resident was gathered from
+        self._resident_of = -1  # version of the shard from which the resident was gathered
         self._resident_awaited = True
         group = self.topology.resident_group
         if group is not None and not self.topology.lets_go:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
             if plan.main_dtype == plan.compute_dtype:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
-                # The same memory, but a version of its own: gathers write to the resident whenever they like.
+                # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
             self._hold(resident)
         self.flat = flat
@@ -178,7 +181,7 @@ class Bucket:
             for view, split, original in zip(views, self.splits, like, strict=True)
         )
         for param, view in zip(self.params, views, strict=True):
-            param._local_tensor = view  # making a Parameter detached it, from the version too
+            param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
         self.shells = tuple(
             _shell(split.part_shape, plan.compute_dtype, flat.device, original.requires_grad)
             for split, original in zip(self.splits, like, strict=True)
@@ -189,49 +192,49 @@ class Bucket:
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
         self.provisional: set[int] = set()
-        """Parameters, by index, whose gradients are shown until it is known whether any rank has used them."""
+        """Indices of parameters whose gradients are shown until it is known whether any rank has used them."""
         self.used_now: set[int] = set()
-        """Parameters, by index, that this rank has used since gradients were last settled; see :mod:`.gradients`."""
+        """Indices of parameters that this rank has used since gradients were last settled; see :mod:`.gradients`."""
         self.clean: set[int] = set()
-        """Parameters without a gradient whose slices of the flat gradient are zeros."""
+        """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: Pending | None = None
         self.set_plan(plan)
 
     def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
-        """Take over another way of exchanging, or of accumulating; layout and dtypes of what is at rest stay.
+        """Switch to another plan or topology. The layout, and the dtypes of the data at rest, stay the same.
 
         Args:
-            topology: the same ranks and strategy.
+            topology: A topology of the same ranks and strategy. None: keep the current one.
         """
         self.plan = plan
         if topology is not None:
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
-        # Buckets whose signatures are equal can run each other's compiled graphs.
+        # Buckets with equal signatures can run each other's compiled graphs.
         self.signature = (
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
             f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}"
         )
         if not self.exchange.needs_token:
             self.pending = None
-        elif plan.requires_grad and self.pending is None:  # one that was frozen since may still hold a sum
+        elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
             self.pending = Pending(self, plan.grad_dtype)
         if self.pending is not None:
-            self.pending.asked = None  # what a backward that has failed had noted is over
+            self.pending.asked = None  # a failed backward may have left it set
 
     @property
     def frozen(self) -> list[int]:
-        """Parameters, by index, that do not train, where others of the bucket do."""
+        """Indices of frozen parameters in a bucket that has trainable ones."""
         return [i for i, param in enumerate(self.params) if not param.requires_grad] if self.plan.requires_grad else []
 
     @property
     def has_token(self) -> bool:
-        """Whether graphs take what stands for the sum of gradients that wait."""
+        """Whether graphs take the token that stands for the sum of deferred gradients."""
         return self.plan.requires_grad and self.exchange.needs_token
 
     def toggled(self, index: int) -> None:
-        """A parameter has been frozen, or made trainable. Code is compiled once for each combination."""
+        """Update the bucket after a parameter was frozen or unfrozen. Code is compiled once for each combination."""
         self.shells[index].requires_grad_(self.params[index].requires_grad)  # Dynamo guards on it
         trains = any(param.requires_grad for param in self.params)
         self.set_plan(replace(self.plan, requires_grad=trains))
@@ -245,7 +248,7 @@ class Bucket:
 
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:
-        """Copy this rank's rows of every parameter, or of the part of it that the bucket holds."""
+        """Copy this rank's rows from ``parts``: every parameter, or the part of it that the bucket holds."""
         self.await_gather()
         self._copy_rows(parts, self.flat.detach())
 
@@ -256,11 +259,11 @@ class Bucket:
                 view.copy_(part[rows.start : rows.stop] if split.shape else part)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat shard (or of its gradient), ``[shard_numel]``, that belong to each parameter."""
+        """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
         return [flat[start:stop].view(shape) for start, stop, shape in self.places]
 
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
-        """The same as DTensors."""
+        """Like :meth:`views`, as DTensors."""
         return [
             RowShardedTensor.wrap(view, split, self.topology, backing=backing)
             for view, split in zip(self.views(flat), self.splits, strict=True)
@@ -270,16 +273,16 @@ class Bucket:
 
     @property
     def has_resident(self) -> bool:
-        """Whether something stays gathered between uses, be it only for a step."""
+        """Whether a gathered tensor stays between uses, even if only within a step."""
         return self.topology.resident_group is not None
 
     @property
     def is_stale(self) -> bool:
-        """Whether shards have changed since the resident was gathered, or it was let go of."""
+        """Whether the resident was released, or gathered before the shard last changed."""
         return self.has_resident and self._resident_of != self.flat._version
 
     def hold_resident(self) -> Tensor:
-        """The resident; where it was let go of, new memory for one."""
+        """Return the resident; allocate it if it was released."""
         if self.resident is None:
             group = self.topology.resident_group
             assert group is not None
@@ -293,19 +296,19 @@ class Bucket:
         self._unused_gather = weakref.finalize(self, compat.wait_tensor_when_dropped, resident)
 
     def let_go(self) -> None:
-        """Drop a resident that stays for a step only. Its memory is free when nobody refers to it any more."""
+        """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
         if self.topology.lets_go and self.resident is not None:
             self.await_resident()
             self._drop_resident()
 
     def _drop_resident(self) -> None:
         assert self._unused_gather is not None
-        self._unused_gather.detach()  # it holds the memory
+        self._unused_gather.detach()  # it references the memory
         self.resident, self._resident_of = None, -1
 
     @torch.no_grad()
     def start_refresh(self) -> None:
-        """Start to gather the resident anew. Every rank must."""
+        """Start gathering the resident again. A collective: every rank must call it."""
         group = self.topology.resident_group
         assert group is not None
         resident = self.hold_resident()
@@ -315,7 +318,7 @@ class Bucket:
         self._resident_of, self._resident_awaited = self.flat._version, False
 
     def await_gather(self) -> None:
-        """Before the shard is written to: it may be a part of the resident, which may be gathered at the time."""
+        """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
         if self.resident is not None:
             self.await_resident()
 
@@ -327,7 +330,7 @@ class Bucket:
         return self.resident
 
     def forget_resident(self) -> None:
-        """After a failure: its gather may have failed."""
+        """Mark the resident as stale after a failure: its gather may have failed."""
         if self.resident is not None:
             with contextlib.suppress(RuntimeError):
                 self.await_resident()
@@ -336,13 +339,15 @@ class Bucket:
                 self._drop_resident()
 
     def source(self) -> Tensor:
-        """What parameters in use are made of on this rank: the resident, or the shard; without autograd."""
+        """The tensor that parameters in use are made from on this rank: the resident or the shard, without autograd."""
         return self.await_resident() if self.has_resident else self.flat.detach()
 
     @torch.no_grad()
     def gather_shards(self) -> list[Tensor]:
-        """Every parameter, or the part of it that the bucket holds, in the main dtype; views of one tensor of the bucket's
-        size. Every rank must."""
+        """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
+
+        The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+        """
         whole = self.flat.detach()
         self.topology.announce(f"a gather of all parameters of {self.plan.name}")
         for group in self.topology.shard_groups:
@@ -355,7 +360,7 @@ class Bucket:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What is attached to each parameter."""
+        """The gradients attached to the parameters."""
         return [getattr(param, self.plan.grad_attribute, None) for param in self.params]
 
     @property
@@ -363,7 +368,7 @@ class Bucket:
         """Whether the last gradient was kept for a later reduction."""
         return self.pending is not None and self.pending.kept
 
-    # What Pending asks of its holder
+    # What Pending requires of its holder
 
     def reductions_are_due(self) -> bool:
         return self.owner.reductions_are_due()
@@ -386,7 +391,7 @@ class Bucket:
         self.zero_slices(total, dropped)
 
     def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
-        # All of the bucket, or this rank's inner shard of it.
+        # ``packed`` is the whole bucket or this rank's inner shard of it.
         start = self.topology.inner.rank * packed.numel() if packed.numel() < self.plan.layout.numel else 0
         for slot in (self.plan.layout.slots[index] for index in params):
             packed[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
@@ -395,7 +400,7 @@ class Bucket:
         self.owner.inspect(self, gradient)
 
     def check_unchanged(self) -> None:
-        """Raise if somebody replaced a parameter since the model was sharded."""
+        """Raise if a parameter was replaced since the model was sharded."""
         for param, sites in zip(self.params, self.sites, strict=True):
             for site in sites:
                 if site.module._parameters.get(site.attribute) is not param:
@@ -406,9 +411,11 @@ class Bucket:
                     )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
-        """A bucket of its own memory. Its parameters and shells are entered in ``memo``, so that modules copied
-        with the same memo hold them."""
-        copy = object.__new__(Bucket)  # before its modules, which hold it again
+        """Copy the bucket with its memory.
+
+        Parameters and shells are entered in ``memo``, so that modules copied with the same memo hold them.
+        """
+        copy = object.__new__(Bucket)  # registered before its modules are copied, because they refer to it
         memo[id(self)] = copy
         vars(copy).update(vars(self))
         copy._make(self.flat.detach().clone(), self.params)
@@ -432,7 +439,10 @@ _OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "m
 
 
 def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
-    """A parameter of the right shape, strides and dtype, and no memory. Reading its values is a segfault on CPU."""
+    """Create a parameter of this shape, with ordinary strides but no memory.
+
+    Reading its values segfaults on CPU.
+    """
     whole = torch.empty(shape, dtype=dtype, device=device)
     whole.untyped_storage().resize_(0)
     return nn.Parameter(whole, requires_grad=requires_grad)

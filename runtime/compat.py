@@ -1,9 +1,10 @@
-"""Every private torch symbol that mfsdp-compile touches, in one place.
+"""Every private torch symbol that mfsdp-compile uses, in one place.
 
-Supported: torch 2.11 to 2.15. What is imported here at the top is tested for when the package is imported: a torch
-that lacks one of these symbols fails there, by name, and not in the middle of a training step. What belongs to the
-compiler is imported inside the functions that use it, because importing Inductor takes seconds that eager users need
-not pay. Each function has a test in ``tests/test_compat.py``. Nothing in torch is monkeypatched.
+Supported: torch 2.11 to 2.15. Symbols imported at the top of this file are checked when the package is imported. A
+torch that lacks one of them fails there, by name, and not in the middle of a training step. Symbols of the compiler are
+imported inside the functions that use them, because importing Inductor takes seconds that eager users need not pay.
+Each function has a test in ``tests/test_compat.py``. Nothing in torch is monkeypatched, but two of its CPU kernels are
+overridden: see ``_gather_on_cpu`` (at import) and ``on_failed_waits``.
 """
 
 from __future__ import annotations
@@ -120,15 +121,15 @@ except (ImportError, AttributeError) as error:
     ) from error
 
 TORCH_FOLDER = str(Path(torch.__file__).parent)
-"""Where torch's own source lies."""
+"""Folder of torch's own source."""
 
 DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
-"""Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older torch sends it to DTensor's."""
+"""Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older versions of torch call DTensor's."""
 
 PIPELINES_HOLD_MESSAGES = importlib.util.find_spec("torch.distributed.pipelining._recv_buffers") is None
-"""Whether a stage of torch's pipelines has a buffer for each message of a step, and keeps what it has sent until the backward.
-Newer torch (2.15) receives into memory that is there for one message, and lets go of outputs when they are sent; gradients of
-inputs stay to the end of the step."""
+"""Whether a stage of torch's pipelines has a buffer for each message of a step, and keeps what it has sent until the
+backward. Newer torch (2.15) receives into memory for a single message, and releases outputs once they are sent.
+Gradients of inputs stay until the end of the step."""
 
 __all__ = [
     "DTENSOR_SUBCLASSES_DISPATCH",
@@ -169,12 +170,12 @@ __all__ = [
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside ``backward()``: true in hooks, and while activation checkpointing recomputes."""
+    """Whether this thread is inside ``backward()``. True in hooks, and while activation checkpointing recomputes."""
     return _current_graph_task_id() != -1
 
 
 def backward_id() -> int:
-    """A number that is the same throughout one backward pass, and -1 outside of any."""
+    """Return a number that is the same throughout one backward pass; -1 outside of any."""
     return _current_graph_task_id()
 
 
@@ -187,42 +188,46 @@ class Wanted(Enum):
 
 
 def wanted(leaf: Any) -> Wanted:
-    """In backward: what it does with the gradient of a leaf, given by its node. ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` are asked for some gradients only."""
+    """In backward, return what happens to the gradient of a leaf, given by its node.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` request only some gradients.
+    """
     try:
         return Wanted.ADDED if _will_engine_execute_node(leaf) else Wanted.NOT
-    except RuntimeError:  # what torch says of a leaf whose gradient torch.autograd.grad returns
+    except RuntimeError:  # torch raises this for a leaf whose gradient torch.autograd.grad returns
         return Wanted.RETURNED
 
 
 def counts_tensors(hook: Callable[..., Any]) -> bool:
-    """Whether a tensor hook is one that ``torch.autograd.graph.register_multi_grad_hook`` has made."""
+    """Whether a tensor hook was created by ``torch.autograd.graph.register_multi_grad_hook``."""
     return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the innermost running backward has finished. Not run if it raises."""
+    """Run ``callback`` when the innermost running backward has finished. It does not run if the backward raises."""
     _execution_engine.queue_callback(callback)
 
 
 def saved_tensor_hooks_active() -> bool:
-    """Whether somebody (checkpointing, offloading) has default hooks on saved tensors on this thread."""
+    """Whether this thread has default hooks on saved tensors (installed by checkpointing or offloading)."""
     return _top_saved_tensors_default_hooks(False) is not None
 
 
 def saved_tensor_hooks_allowed() -> bool:
-    """Whether default hooks on saved tensors can be installed: not inside ``torch.func.grad`` and its like."""
+    """Whether default hooks on saved tensors can be installed: not inside transforms like ``torch.func.grad``."""
     return _saved_tensors_hooks_is_enabled()
 
 
 def refuses_saved_tensor_hooks(error: BaseException) -> bool:
-    """Whether a transform of ``torch.func`` has raised this because there are default hooks on saved tensors."""
+    """Whether a transform of ``torch.func`` has raised ``error`` because there are default hooks on saved tensors."""
     return "torch.func" in str(error) and "saved tensor hooks" in str(error)
 
 
 def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Inside, operators are not seen by the transforms of ``torch.func`` that are under way: to them, what is computed is a
-    constant."""
+    """Context that hides operators from the running transforms of ``torch.func``.
+
+    To the transforms, what is computed inside is a constant.
+    """
     if _peek_functorch_interpreter() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -231,14 +236,14 @@ def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same shape and dtype are equal, NaN to NaN."""
+    """Whether two tensors of the same shape and dtype have equal bits. NaN equals the same NaN."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.view(integers), b.view(integers))
 
 
 @contextlib.contextmanager
 def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
-    """Take default hooks on saved tensors off this thread for a moment, as long as the topmost is ``pack``'s."""
+    """Temporarily remove this thread's default hooks on saved tensors, as long as the topmost is ``pack``'s."""
     taken: list[tuple[Any, Any]] = []
     while (top := _top_saved_tensors_default_hooks(False)) is not None and top[0] == pack:
         taken.append(top)
@@ -256,9 +261,12 @@ def profiler_runs() -> bool:
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
-    """Of the tensors that a group, or the default one, communicates; GPUs first. It may have a backend for each
-    (``init_process_group()`` makes such a group where there are GPUs). Gloo also takes some collectives of CUDA tensors, not
-    those that are needed here: where nothing but gloo is there for them, they do not count."""
+    """Return the device types that a group, or the default one, communicates tensors of; GPUs first.
+
+    A group may have a backend for each of several device types (``init_process_group()`` creates such a group if there
+    are GPUs). Gloo also supports some collectives on CUDA tensors, but not those needed here. CUDA therefore does not
+    count if gloo is its only backend.
+    """
     group = group or _get_default_group()
     types = {device.type for device in group._device_types}
     if "cuda" in types and (not torch.cuda.is_available() or "gloo" in group._get_backend(torch.device("cuda")).name()):
@@ -267,13 +275,13 @@ def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
 
 
 def device_type(group: dist.ProcessGroup | None = None, preferred: str | None = None) -> str:
-    """Of the tensors to communicate with a group, or the default one: ``preferred`` if it can, else CUDA if it can."""
+    """Return the device type to communicate over a group, or the default one: ``preferred`` if possible, else CUDA."""
     types = device_types(group)
     return preferred if preferred in types else next(iter(types), "cpu")
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After which a collective of the group fails, whatever backend runs it."""
+    """Return the time after which a collective of the group fails, whatever backend runs it."""
     timeouts = []
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend without options
@@ -282,21 +290,21 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """By the name that functional collectives take."""
+    """Return the group with the name that functional collectives use."""
     return _resolve_process_group(name)
 
 
 def known_groups() -> dict[str, list[int]]:
-    """Ranks of every process group that this rank is in, by name."""
+    """Return the ranks of every process group that this rank is in, by name."""
     groups = [group for group in _world.pg_map if dist.get_rank(group) >= 0]
     return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
-    """On a process group, by this rank, since it was made; 0 for backends that do not count."""
+    """Return how many collectives this rank has started on a group; 0 if the backend does not count."""
     try:
         return group._get_sequence_number_for_group()
-    except RuntimeError:  # it has several backends, or one that does not count
+    except RuntimeError:  # the group has several backends, or one that does not count
         pass
     counts: dict[Any, int] = {}
     for device in group._device_types:
@@ -318,7 +326,10 @@ def is_real_group(name: str) -> bool:
 
 @contextlib.contextmanager
 def fake_process_group(ranks: int) -> Iterator[None]:
-    """This process as the first of ``ranks`` that do not exist; collectives return at once, with undefined content."""
+    """Context in which this process is the first of ``ranks`` simulated ranks.
+
+    Collectives return immediately, with undefined content.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
@@ -329,11 +340,11 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """A process group of the same backend and time-out. Its ranks must all call this, others need not.
+    """Create a process group with the backend and timeout of another one. All of its ranks must call this.
 
     Args:
-        name: of the group that it is to be like.
-        ranks: of the job, this one among them; None: those of that group.
+        name: Name of the other group.
+        ranks: Global ranks, including this one. None: those of the other group.
     """
     old = _resolve_process_group(name)
     ranks = ranks if ranks is not None else dist.get_process_group_ranks(old)
@@ -343,11 +354,11 @@ def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.Proces
 def new_group(
     ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group of these ranks, which must all call this; others need not.
+    """Create a process group. All of its ranks must call this; other ranks need not.
 
-    Torch names such a group by the number of groups that a rank has made, and ranks find each other by that name: those that
-    have made different numbers, as ranks of different pipeline stages have, would wait for each other until they time out.
-    This one is named by the number of groups that were made here of the same ranks.
+    Torch names such a group by the number of groups that a rank has created, and ranks find each other by that name.
+    Ranks that have created different numbers of groups, such as ranks of different pipeline stages, would wait for each
+    other until they time out. This group is named by the number of groups that were created here with the same ranks.
     """
     ranks, default = tuple(sorted(ranks)), _get_default_group()
     default_backend, store = _world.pg_map[default]
@@ -373,14 +384,14 @@ _groups_made: Counter[tuple[int, ...]] = Counter()
 
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds in which the process that has a store answers."""
+"""Seconds within which the process that serves a store must answer."""
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """A connection of one's own to the same store: a thread that waits in a store locks it for others.
+    """Open a separate connection to the same store. A thread that waits in a store locks its connection for others.
 
     Raises:
-        OSError: nobody listens there any more. torch would try for five minutes.
+        OSError: The store is gone. Torch would retry for five minutes.
     """
     if (server := _tcp_store(store)) is not None:
         socket.create_connection((server.host, server.port), timeout=CONNECT_TIMEOUT).close()
@@ -396,7 +407,7 @@ def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
 
 
 def address_towards(store: dist.Store) -> str | None:
-    """The address of this machine that processes reach which reach the store; None: it is not reached over a network."""
+    """Return the address of this machine for processes that reach the store; None if the store is not on a network."""
     if (server := _tcp_store(store)) is None:
         return None
     family, kind, protocol, _, address = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_DGRAM)[0]
@@ -406,25 +417,26 @@ def address_towards(store: dist.Store) -> str | None:
 
 
 def serve_store(host: str, patience: timedelta) -> dist.TCPStore:
-    """A store that this process keeps, at a port that is free."""
+    """Serve a store from this process, on a free port."""
     return dist.TCPStore(host_name=host, port=0, is_master=True, wait_for_workers=False, timeout=patience)
 
 
 def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore:
-    """One that another process keeps.
+    """Connect to a store that another process serves.
 
     Raises:
-        OSError: nobody listens there any more. torch would try for five minutes.
+        OSError: The store is gone. Torch would retry for five minutes.
     """
     socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     return dist.TCPStore(host_name=host, port=port, is_master=False, wait_for_workers=False, timeout=patience)
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
-    """Have everything that waits for other ranks in this process group fail, here and there, at once. It cannot be used any more.
+    """Make everything that waits for other ranks in this process group fail at once, here and there.
 
-    Gloo cannot abort what it waits for (its ``abort()`` does nothing), but notices when a connection is closed. Which of the
-    process's connections are the group's is known from where its ranks told each other to connect to: in its store.
+    The group cannot be used any more. Gloo cannot abort a wait (its ``abort()`` does nothing), but it notices closed
+    connections. The group's store has the addresses that its ranks told each other to connect to. They identify which
+    of the process's connections belong to the group.
     """
     store = _world.pg_map[group][1]
     for device in group._device_types:
@@ -436,7 +448,7 @@ def break_connections(group: dist.ProcessGroup) -> None:
 
 
 def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> None:
-    listening: list[bytes] = []  # what each rank has told, of which the addresses that it listens at are a part
+    listening: list[bytes] = []  # messages of the ranks, which contain the addresses that they listen at
     number = 0
     while store.check([f"{prefix}/{number}/{rank}"]):
         listening += [store.get(f"{prefix}/{number}/{other}") for other in range(size)]
@@ -448,7 +460,7 @@ def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> 
 
 
 def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
-    """The connection, if one of its ends is among what ranks have told."""
+    """Shut a connection down if one of its ends is among the addresses that ranks have published."""
     with socket.socket(fileno=descriptor) as connection:
         for end in (connection.getsockname(), connection.getpeername()):
             address = _as_gloo_tells(connection.family, end)
@@ -458,7 +470,7 @@ def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
 
 
 def _as_gloo_tells(family: int, address: Any) -> bytes | None:
-    """The beginning of the system's structure for an address."""
+    """Return the beginning of the system's structure for an address."""
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_pton(family, address[0])
     if family == socket.AF_INET6:
@@ -468,14 +480,17 @@ def _as_gloo_tells(family: int, address: Any) -> bytes | None:
 
 
 def is_generated(file: str) -> bool:
-    """Whether it is code that Inductor has written."""
+    """Whether a file contains code that Inductor has generated."""
     cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
     return cache is not None and file.startswith(cache.cache_dir())
 
 
 def waits_in(frame: FrameType | None) -> str | None:
-    """Name of the process group of the collective of ``torch.distributed`` that a thread is in, from its innermost frame; None:
-    it is in none."""
+    """Return the group's name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
         if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
             group = frame.f_locals["group"] or _get_default_group()
@@ -487,8 +502,10 @@ def waits_in(frame: FrameType | None) -> str | None:
 def stand_around_collectives(
     names: Iterable[str], around: Callable[[str], contextlib.AbstractContextManager[Any]]
 ) -> torch.library.Library:
-    """Have every start of a functional collective of these names run inside ``around(name)``, compiled or not: at a dispatch
-    key that every call passes. Until ``_destroy()`` is called on what is returned."""
+    """Run every start of a functional collective of these names inside ``around(name)``, compiled or not.
+
+    It is installed at a dispatch key that every call passes, until ``_destroy()`` is called on the result.
+    """
     library = torch.library.Library("_c10d_functional", "IMPL")
 
     def watch(name: str) -> None:
@@ -512,19 +529,21 @@ _gloo = torch.library.Library("_c10d_functional", "IMPL")
 
 @torch.library.impl(_gloo, "all_gather_into_tensor", "CPU")
 def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
-    """Torch's own way for this operator ends in an operation that gloo calls ``ALLGATHER_COALESCED``. When one is over, the
-    two threads of a gloo process group write that name to one string, with no lock between them; it is too long for the
-    string's own memory, so two that end at a time free the same block twice, and some allocation later the process dies
-    ("malloc(): unaligned tcache chunk detected", a segmentation fault). Torch 2.11 to 2.15: a loop of functional gathers,
-    eight in flight, dies within seconds. Given the memory for the result, the operation is called ``ALLGATHER``.
+    """Override torch's kernel, which corrupts memory when two gathers end at the same time.
+
+    Torch's kernel ends in an operation that gloo calls ``ALLGATHER_COALESCED``. When such an operation ends, the two
+    threads of a gloo process group write that name to one string, without a lock. The name does not fit into the
+    string's own memory, so two operations that end at the same time free the same block twice. Some allocations later,
+    the process dies ("malloc(): unaligned tcache chunk detected", or a segmentation fault). With torch 2.11 to 2.15, a
+    loop of functional gathers, eight in flight, dies within seconds. If memory for the result is passed in, the
+    operation is called ``ALLGATHER``, which fits.
     """
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
     return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
 
 
 def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
-    """The all-reduce of a tensor that is on the CPU, without waiting for the device where the group has a backend for the
-    CPU."""
+    """All-reduce a tensor on the CPU. This does not wait for the device if the group has a backend for the CPU."""
     devices = {device.type for device in _resolve_process_group(group)._device_types}
     if "cpu" not in devices and devices:
         tensor = tensor.to(next(iter(devices)))
@@ -532,8 +551,10 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
 
 
 def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
-    """When a wait for a collective on the CPU has failed, in compiled code or outside of it, call ``explain`` with torch's error. It
-    may raise another one in its place. Once per process."""
+    """Call ``explain`` with torch's error when a wait for a collective on the CPU fails, in compiled code or not.
+
+    ``explain`` may raise another error in its place. Call this once per process.
+    """
 
     @torch.library.impl(_gloo, "wait_tensor", "CPU")
     def wait(tensor: Tensor) -> Tensor:
@@ -545,13 +566,13 @@ def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
 
 
 def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:
-    """Rows of ``tensor`` for each rank of a group, and those that come from each; its backward takes the way back.
+    """Exchange rows of ``tensor`` between the ranks of a group. The backward sends gradients the opposite way.
 
     Args:
         tensor: ``[sum(outgoing), ...]``.
-        incoming, outgoing: rows from, and for, each rank. While Dynamo traces they may be sizes that are known only at run
-            time.
-        group: name of the process group.
+        incoming, outgoing: Numbers of rows from, and for, each rank. While Dynamo traces, they may be sizes that are
+            known only at run time.
+        group: Name of the process group.
 
     Returns:
         ``[sum(incoming), ...]``.
@@ -561,25 +582,27 @@ def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Seque
 
 
 with _disable_current_modes():
-    pass  # imports what it needs when it is first used: now, and not in a finalizer, which may run in the middle of an import
+    pass  # the first use imports modules: do that now, not in a finalizer, which may run in the middle of an import
 
 
 def wait_tensor_when_dropped(tensor: Tensor) -> None:
-    """``wait_tensor`` for finalizers, which may run in the middle of a trace."""
+    """Run ``wait_tensor`` in a finalizer, which may run in the middle of a trace."""
     with _disable_current_modes(), torch.no_grad():
         wait_tensor(tensor)
 
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Operators inside are seen by no dispatch mode, and functions by no function mode."""
+    """Context that hides operators from all dispatch modes, and functions from all function modes."""
     with _disable_current_modes(), DisableTorchFunction():
         yield
 
 
 def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
-    """Inside, operators are not seen by selective activation checkpointing, which counts them, saves the results of some, and
-    takes these for those of as many operators when it computes again."""
+    """Context that hides operators from selective activation checkpointing.
+
+    Selective checkpointing counts operators, saves the results of some, and matches them by count when it recomputes.
+    """
     if _len_torch_dispatch_stack() and any(
         isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
         for mode in _get_current_dispatch_mode_stack()
@@ -590,9 +613,9 @@ def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
 
 
 def storage_address(tensor: Tensor) -> int | None:
-    """Where the storage of a tensor begins in memory; None for one that has none, or wraps others.
+    """Return the address of a tensor's storage; None for a tensor that has none, or wraps others.
 
-    Computed, and not asked of ``untyped_storage()``, which makes a Python object for every storage that is looked at.
+    It is computed instead of read from ``untyped_storage()``, which would create a Python object per storage.
     """
     try:
         return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
@@ -606,9 +629,9 @@ _MODULE_FILE = torch.nn.Module._call_impl.__code__.co_filename
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
     """Whether this thread is inside the call of one of ``modules``.
 
-    For code that runs eagerly in the middle of compiled code, whose forwards were traced and do not run. A call of a
-    module leaves a frame of ``nn.Module._call_impl`` on the stack, also when Dynamo has rewritten it. Other methods of
-    ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) are no calls.
+    This is for code that runs eagerly in the middle of compiled code: the forwards around it were traced and do not
+    run. A call of a module leaves a frame of ``nn.Module._call_impl`` on the stack, even if Dynamo has rewritten it.
+    Other methods of ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) do not count as calls.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -634,27 +657,31 @@ _DYNAMO_FOLDER = str(Path(torch.__file__).parent / "_dynamo")
 
 
 def called_by_guards() -> bool:
-    """Whether the property that calls this is being read by Dynamo's guards (``hasattr(self, "weight")`` in a forward
-    makes one), and not by the code of a module."""
+    """Whether Dynamo's guards, not the code of a module, read the property that calls this.
+
+    ``hasattr(self, "weight")`` in a forward creates such a guard.
+    """
     reader = sys._getframe(2).f_code.co_filename
     return reader == _MODULE_FILE or reader.startswith(_DYNAMO_FOLDER)
 
 
 def graph_break(message: str) -> Exception:
-    """What to raise for Dynamo to leave the code at hand to Python; an error with ``message`` under fullgraph."""
+    """Return an exception that makes Dynamo leave the current code to Python. Under fullgraph, it is an error."""
     from torch._dynamo.exc import Unsupported
 
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
 
 
 def dynamo_traces() -> bool:
-    """Whether this thread is in the middle of a compilation."""
+    """Whether this thread is compiling."""
     return TracingContext.try_get() is not None
 
 
 def python_only(function: Any) -> Any:
-    """Keep Dynamo from compiling ``function``, and what it calls, when eager code calls it between two graphs. It may
-    still be inlined in code that is compiled. A decorator."""
+    """Keep Dynamo from compiling ``function``, and what it calls, when eager code calls it between two graphs.
+
+    A decorator. Compiled code may still inline the function.
+    """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
 
@@ -668,22 +695,22 @@ def is_dynamo_disabled(function: Any) -> bool:
 
 
 def shard_write_item(name: str, chunk: ChunkStorageMetadata, local: Tensor, shape: torch.Size) -> WriteItem:
-    """What torch.distributed.checkpoint writes for this rank's part of a tensor."""
+    """Return the item that torch.distributed.checkpoint writes for this rank's part of a tensor."""
     data = TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=shape)
     return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
-# Files of torch.distributed.checkpoint: ``StorageInfo(path, offset, length)`` says where an entry lies. It is pickled into
-# ``.metadata``, which is how torch's own reader finds it.
+# Files of torch.distributed.checkpoint: ``StorageInfo(path, offset, length)`` is the location of an entry. It is
+# pickled into ``.metadata``, where torch's own reader finds it.
 
 
 def storage_info(path: str, offset: int, length: int, transforms: Sequence[str] | None) -> StorageInfo:
-    """Where an entry of a checkpoint lies: ``length`` bytes at ``offset`` of the file ``path`` in its directory."""
+    """Return the location of a checkpoint's entry: ``length`` bytes at ``offset`` of the file ``path``."""
     return StorageInfo(path, offset, length, transforms)
 
 
 def default_store() -> dist.Store:
-    """The key-value store that the default process group met through."""
+    """Return the key-value store of the default process group."""
     return _get_default_store()
 
 
@@ -691,13 +718,13 @@ def default_store() -> dist.Store:
 
 
 def graph_argument(placeholder: fx.Node) -> Any:
-    """The real object that a placeholder of a Dynamo graph stands for; None for symbolic sizes."""
+    """Return the real object that a placeholder of a Dynamo graph stands for; None for symbolic sizes."""
     argument = placeholder.meta.get("grapharg")
     return argument.example if argument is not None else None
 
 
 def _storage_of(value: Tensor) -> int:
-    """A number for a storage; 0 for a value that has none, inside a transform of ``torch.func``."""
+    """Return a number that identifies a storage; 0 for a value without one, inside a transform of ``torch.func``."""
     try:
         return value.untyped_storage()._cdata
     except NotImplementedError:
@@ -705,8 +732,10 @@ def _storage_of(value: Tensor) -> int:
 
 
 def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes of a Dynamo graph, and of the regions in it, that ``marks`` picks and whose value something writes to: in place,
-    through a view, or through ``.data``."""
+    """Find the nodes picked by ``marks`` in a Dynamo graph, and its regions, whose value is written to.
+
+    This includes writes in place, through a view, and through ``.data``.
+    """
     found: list[fx.Node] = []
     values = {node: node.meta.get("example_value") for node in gm.graph.nodes}
     storages: dict[int, fx.Node] = {}
@@ -729,13 +758,13 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
 
 
 def requires_grad(placeholder: fx.Node) -> bool:
-    """Whether the tensor that a placeholder of a Dynamo graph stands for requires a gradient; one that is made up does."""
+    """Whether a placeholder of a Dynamo graph stands for a tensor that requires a gradient; made-up tensors do."""
     argument = graph_argument(placeholder)
     return argument is None or bool(argument.requires_grad)
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy that passes may rewrite: Dynamo keeps reading its own graph after the backend has returned.
+    """Copy a graph module for passes to rewrite: Dynamo keeps reading its own graph after the backend has returned.
 
     Submodules that hold graphs (bodies of checkpoint regions and of control flow) are copied too.
     """
@@ -758,10 +787,11 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) -> fx.Node:
-    """A placeholder that AOTAutograd treats as a parameter: static address, no guards.
+    """Add a placeholder that AOTAutograd treats as a parameter: static address, no guards.
 
-    ``like`` is the placeholder whose source it takes over: AOTAutograd and Inductor look sources up in messages. None
-    for one that stands for nothing in the user's program.
+    Args:
+        like: Placeholder whose source the new one takes over. AOTAutograd and Inductor look up sources for messages.
+            None if the placeholder stands for nothing in the user's program.
     """
     node = graph.placeholder(name)
     if like is None:
@@ -773,7 +803,7 @@ def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) 
 
 
 def concrete(size: Any) -> int:
-    """A number for a size: itself, or what a symbolic one was when the graph was traced."""
+    """Return a size as a number; for a symbolic size, the number it had when the graph was traced."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -781,12 +811,15 @@ def concrete(size: Any) -> int:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, because a model is planned and not run."""
+    """Whether a tensor has no values, because a model is only planned and not run."""
     return isinstance(tensor, FakeTensor)
 
 
 def on_values(function: _F) -> _F:
-    """Its tensors have values, also where others have none because a model is planned and not run: they are numbers of ranks."""
+    """Run ``function`` on tensors with values (rank numbers) even while a model is only planned and others have none.
+
+    A decorator.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -797,41 +830,41 @@ def on_values(function: _F) -> _F:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have shapes and devices, and no values."""
+    """Return a mode in which tensors have shapes and devices, but no values."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
-    """What Inductor does to a joint graph before it is parted: constants folded, patterns replaced."""
+    """Run Inductor's passes over a joint graph before it is partitioned: constant folding, pattern replacement."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
-    with V.set_fake_mode(mode):  # which passes about random numbers ask for
+    with V.set_fake_mode(mode):  # needed by passes about random numbers
         return joint_graph_passes(joint)
 
 
 def backend_failed() -> type[Exception]:
-    """What Dynamo raises where a backend does; that is its ``inner_exception``."""
+    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` has the backend's exception."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return BackendCompilerFailed
 
 
 def inner_exception(failed: Exception) -> Exception:
-    """What a backend raised, from what Dynamo raised then."""
+    """Return what a backend raised, from the exception that Dynamo raised for it."""
     return failed.inner_exception  # type: ignore[attr-defined]
 
 
 def not_traceable() -> type[Exception]:
-    """What Dynamo raises under ``fullgraph=True`` where it would have to make several graphs; among else."""
+    """Return a class that includes what Dynamo raises under ``fullgraph=True`` if it would need several graphs."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
 
 
 def where_not_traceable(error: Exception) -> Sequence[traceback.FrameSummary]:
-    """The calls that led to the line at which Dynamo gave up; empty if it does not say."""
+    """Return the calls that led to the line at which Dynamo gave up; empty if unknown."""
     return getattr(error, "real_stack", None) or ()
 
 
@@ -841,8 +874,10 @@ def trace_with_aot(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     decomposed: bool,
 ) -> Callable[..., Any]:
-    """AOTAutograd with Inductor's decompositions, if wanted, for graphs that are looked at and not compiled. What is
-    returned can be called."""
+    """Run AOTAutograd, with Inductor's decompositions if wanted, for graphs that are inspected and not compiled.
+
+    The result can be called.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import lowering  # noqa: F401 -- the decomposition of max_pool2d uses it without importing it
@@ -857,7 +892,7 @@ def trace_with_aot(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings through ``logging``, which it repeats for code that nobody runs."""
+    """Context without torch's warnings through ``logging``, which it would repeat for code that nobody runs."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -868,8 +903,10 @@ def quiet() -> Iterator[None]:
 
 
 def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
-    """What counts the floating-point operations of an operator, ``formula(*args, **kwargs, out_val=result)`` with tensors;
-    None if it has none that count."""
+    """Return the function that counts an operator's floating-point operations; None if it has none that count.
+
+    It is called as ``formula(*args, **kwargs, out_val=result)``, with tensors.
+    """
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry.get(operator.overloadpacket)
@@ -877,18 +914,18 @@ def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
 
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder of a backward graph is the gradient of an output of the forward."""
-    return "tangents" in str(node.target)  # as torch's partitioner asks
+    return "tangents" in str(node.target)  # the same test as in torch's partitioner
 
 
 def is_backward_node(node: fx.Node) -> bool:
-    """Whether a node of a joint or backward graph comes from autograd's backward."""
+    """Whether a node of a joint or backward graph was created by autograd's backward."""
     return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
 
 
 # -- AOTAutograd and Inductor -----------------------------------------------------------------------------------------
 
 _ORDER_KEEPING: dict[str, Any] = {
-    # Would move every all-gather next to its wait to save memory: the order of the FX graph is the schedule.
+    # Would move every all-gather next to its wait to save memory, but the order of the FX graph is the schedule.
     "reorder_for_peak_memory": False,
     # Would hoist all gathers of an inference graph to its top: the whole model in memory at once.
     "reorder_for_locality": False,
@@ -903,14 +940,17 @@ _ORDER_KEEPING: dict[str, Any] = {
 
 
 def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
-    """Whether this torch's Inductor is known to compute wrong gradients for a model, with this package and without it: those of
-    the routers of transformers' GPT-OSS, on the CPU, where the auxiliary loss is part of the outputs. Tried: 2.11 and 2.15 are right, 2.13 is wrong."""
+    """Whether this version's Inductor is known to compute wrong gradients for a model, with or without this package.
+
+    Affected are gradients of the routers of transformers' GPT-OSS, on the CPU, if the auxiliary loss is among the
+    outputs. In tests, torch 2.11 and 2.15 were right and 2.13 was wrong.
+    """
     is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
     return is_named_so and device_type == "cpu" and (2, 12) <= TORCH_VERSION < (2, 15)
 
 
 def inductor_config_patches() -> dict[str, Any]:
-    """The settings that keep Inductor from reordering collectives, as far as this torch has them."""
+    """Return the settings that keep Inductor from reordering collectives, as far as this torch has them."""
     unknown = unknown_inductor_options(_ORDER_KEEPING)
     settings = {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
     return settings | {
@@ -921,10 +961,10 @@ def inductor_config_patches() -> dict[str, Any]:
 
 @functools.cache
 def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
-    """For Inductor's config: what is done with the nodes of its scheduler, which come in an order that can be run."""
+    """Wrap a function for Inductor's config that takes and returns the scheduler's nodes, in executable order."""
     from torch._inductor import custom_graph_pass
 
-    # Torch 2.11 has no class of its own for these.
+    # Torch 2.11 has no separate class for these passes.
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class Pass(base):
@@ -932,7 +972,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 4"  # another one when it changes
+            return f"mfsdp_compile {run.__name__} 4"  # change the number when the pass changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -941,13 +981,14 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
-    """Before fusion: each start and wait depends on the one before, and so does what else depends on nothing.
+    """Before fusion, make starts, waits and nodes without dependencies depend on the previous start or wait.
 
-    Inductor by itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
-    something of each), and what both need is then computed first, waits included: gathers would start right before they are
-    awaited, and reductions be awaited all at the end. A kernel of the beginning can also be joined with one of the end that
-    needs a constant from there: everything else that depends on nothing (the padding in buckets of gradients, say) would come
-    before it. Fusions that would have collectives change places are cycles now, which it refuses.
+    Inductor itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
+    something from each). What both need is then computed first, waits included: gathers would start right before they
+    are awaited, and all reductions would be awaited at the end. Fusion can also join a kernel from the beginning with
+    one from the end that needs a constant from there. Everything else without dependencies (the padding in gradient
+    buckets, for example) would then come before it. With these dependencies, fusions that would make collectives change
+    places are cycles, which Inductor refuses.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective, contains_wait
@@ -971,13 +1012,14 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
 
 
 def _in_order(nodes: list[Any]) -> list[Any]:
-    """After fusion: kernels run where the graph has them, fused ones as soon as they can; operators without tensors (the graph's
-    beginning) first, as their code comes before that of kernels for the CPU, which Inductor collects, and frees what only
-    those read.
+    """After fusion, run kernels in the order of the graph, and fused kernels as soon as they can run.
 
-    Inductor goes through them depth first: a fused kernel that begins early and needs what is computed late has all of that
-    before it, and what nobody waits for (gradients that are added up over layers, say) comes last, with the gathered weights
-    that it reads.
+    Operators without tensors (the graph's beginning) come first. Inductor collects CPU kernels and emits their code
+    later than such an operator, where it would already free buffers that only those kernels read.
+
+    Inductor's own order is depth first. A fused kernel that begins early and needs something computed late would come
+    after all of that. A result that nothing waits for (gradients summed over layers, for example) would come last, and
+    keep the gathered weights that it reads alive until then.
     """
     computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
     needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
@@ -1002,7 +1044,7 @@ def _in_order(nodes: list[Any]) -> list[Any]:
 
 
 def unknown_inductor_options(names: Iterable[str]) -> list[str]:
-    """Which of ``names`` are no settings of ``torch._inductor.config``."""
+    """Return those of ``names`` that are not settings of ``torch._inductor.config``."""
     import torch._inductor.config as config
 
     def exists(name: str) -> bool:
@@ -1017,7 +1059,7 @@ def unknown_inductor_options(names: Iterable[str]) -> list[str]:
 
 
 def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """AOTAutograd and Inductor. ``patches`` are also in force for the backward, which is compiled later."""
+    """Run AOTAutograd and Inductor. ``patches`` also apply to the backward, which is compiled later."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
@@ -1029,9 +1071,10 @@ def compile_with_aot_eager(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     finish: Callable[[fx.GraphModule], None],
 ) -> Callable[..., Any]:
-    """AOTAutograd, after which the graphs run op by op; ``finish`` rewrites forward, backward and inference graphs.
+    """Run AOTAutograd; the resulting graphs run op by op. ``finish`` rewrites forward, backward and inference graphs.
 
-    They take their arguments out of a list, so that what was saved for backward goes when it was last used."""
+    The graphs take their arguments out of a list, so that tensors saved for backward are freed after their last use.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
@@ -1056,15 +1099,19 @@ def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -
 
 
 def tracing_fake_mode() -> Any:
-    """The fake mode of the compilation under way."""
+    """Return the fake mode of the current compilation."""
     return TracingContext.get().fake_mode
 
 
 def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:
-    """A pass over an FX graph for Inductor's config, with the ``uuid`` that enters its cache keys; None: no caching.
+    """Create a pass over an FX graph for Inductor's config.
 
-    It is asked for whenever a key is made: for AOTAutograd's cache before anything is traced, for Inductor's own when a
-    graph that was parted is about to be compiled."""
+    Args:
+        run: The pass.
+        uuid: Returns the identifier that enters cache keys; None: no caching. It is called whenever a key is made: for
+            AOTAutograd's cache before anything is traced, for Inductor's own when a partitioned graph is about to be
+            compiled.
+    """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -1081,7 +1128,7 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
 
 
 def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
-    """A partitioner for Inductor's config, with the ``uuid`` that enters its cache keys, as in :func:`graph_pass`."""
+    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
@@ -1098,34 +1145,39 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
 
 
 def _uuid(uuid: str | None) -> str | None:
-    """What a pass pickles as. Cache keys pickle Inductor's config, passes included: their identity is their uuid."""
+    """Stand-in for a pass in pickles.
+
+    Cache keys pickle Inductor's config, passes included: their identity is their uuid.
+    """
     return uuid
 
 
 def graph_break_reasons() -> Sequence[Any]:
-    """Of all graph breaks since torch.compile was last reset: each has ``reason``, ``user_stack`` and ``graph_break``."""
+    """Return all graph breaks since the last reset, each with ``reason``, ``user_stack`` and ``graph_break``."""
     from torch._dynamo.utils import graph_break_reasons
 
     return graph_break_reasons
 
 
 def compilation_metrics() -> Sequence[Any]:
-    """Of every frame that Dynamo has compiled: each has ``co_name``, ``co_filename``, ``co_firstlineno`` and
-    ``recompile_reason``."""
+    """Return metrics of every frame that Dynamo has compiled.
+
+    Each has ``co_name``, ``co_filename``, ``co_firstlineno`` and ``recompile_reason``.
+    """
     from torch._dynamo.utils import get_compilation_metrics
 
     return get_compilation_metrics()
 
 
 def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
-    """Make Inductor turn ``operator`` into its IR with ``lower``, which gets and returns IR nodes."""
+    """Make Inductor turn ``operator`` into its IR with ``lower``, which takes and returns IR nodes."""
     from torch._inductor.lowering import register_lowering as register
 
     register(operator, type_promotion_kind=None)(lower)
 
 
 def inductor_collective(operator: Any, *args: Any) -> Any:
-    """Lower ``operator`` as Inductor lowers its own out-of-place collectives: buffers are kept until the wait."""
+    """Lower ``operator`` like Inductor's own out-of-place collectives: buffers are kept until the wait."""
     from torch._inductor import ir
 
     return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
@@ -1134,8 +1186,8 @@ def inductor_collective(operator: Any, *args: Any) -> Any:
 class InductorBucket:
     """A flat buffer in Inductor's IR whose parts are computed in place.
 
-    It is the way Inductor makes ``torch.cat``, ``ConcatKernel``, with two differences: parts lie at given offsets, and
-    a matmul is written into its slice also when a view (``t()``, ``reshape``) stands between.
+    It works like ``ConcatKernel``, Inductor's implementation of ``torch.cat``, with two differences: parts lie at given
+    offsets, and a matmul is written into its slice even through a view (``t()``, ``reshape``).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
@@ -1177,14 +1229,14 @@ class InductorBucket:
             data = data.unwrap_view()
         if (
             isinstance(data, ir.StorageBox)
-            and data.is_input_buffer()  # else it is a matmul or a reduction, which no foreach kernel may hold
+            and data.is_input_buffer()  # otherwise a matmul or a reduction, which a foreach kernel cannot contain
             and ir.is_gpu(self._device.type)
             and not ir.is_dynamic(buffer)
         ):
             self._operations.append(buffer.get_operation_name())
 
     def fill(self, value: float, start: int, stop: int) -> None:
-        """A constant at ``[start, stop)``."""
+        """Write a constant to ``[start, stop)``."""
         if start >= stop:
             return
         ir, dtype = self._ir, self._dtype
@@ -1199,7 +1251,7 @@ class InductorBucket:
         )
 
     def finish(self) -> Any:
-        """The buffer, as what a lowering returns."""
+        """Return the buffer in the form that a lowering returns."""
         from torch._inductor.virtualized import V
 
         self._kernel.name = V.graph.register_buffer(self._kernel)
@@ -1214,11 +1266,14 @@ class InductorBucket:
 
 
 class RowShard(Shard):
-    """``Shard(0)``, equal to it, of rows that are not where ``torch.chunk`` would put them. Whatever asks the placement (as the
-    helpers of ``torch.distributed.checkpoint.state_dict`` do for a state dict that rank 0 broadcasts) gets the right ones.
+    """A ``Shard(0)``, equal to it, whose rows are not where ``torch.chunk`` would put them.
+
+    Code that asks the placement gets the right rows, such as the helpers of ``torch.distributed.checkpoint.state_dict``
+    for a state dict that rank 0 broadcasts.
 
     Args:
-        rows: that this rank holds. With two sharded mesh dimensions the last one says; :data:`EVERY_ROW` is for the first.
+        rows: Rows that this rank holds. With two sharded mesh dimensions, the last one has the rows and the first one
+            is :data:`EVERY_ROW`.
     """
 
     def __init__(self, rows: range | None) -> None:
@@ -1237,31 +1292,33 @@ EVERY_ROW = RowShard(None)
 def local_shape_and_offset(
     shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of this rank's part of an ordinary DTensor: its shape, and where it begins."""
-    with _disable_current_modes():  # it computes with tensors
+    """Return the shape of this rank's part of an ordinary DTensor, and the offsets at which it begins."""
+    with _disable_current_modes():  # the computation uses tensors
         local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
     return tuple(local), tuple(offset)
 
 
 def dtensor_of(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """A DTensor without history. ``DTensor.from_local`` would check, and record for autograd."""
+    """Create a DTensor without history. ``DTensor.from_local`` would run checks, and record for autograd."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def renew_mesh(mesh: DeviceMesh) -> None:
-    """Process groups of the same ranks in the place of a mesh's. Every rank of each must. Other slices of the mesh that it
-    was taken from keep the old ones."""
+    """Replace a mesh's process groups by new ones of the same ranks. Every rank of each group must call this.
+
+    Other slices of the mesh that this one was taken from keep the old groups.
+    """
     for dim in range(mesh.ndim):
         mesh._dim_group_names[dim] = new_group_like(mesh.get_group(dim).group_name).group_name
 
 
 def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The dimensions of both, which are slices of one mesh.
+    """Concatenate the dimensions of two slices of one mesh.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: They are not slices of one mesh.
     """
-    with _disable_current_modes():  # it computes with tensors
+    with _disable_current_modes():  # the computation uses tensors
         mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
     return mesh
 
@@ -1270,7 +1327,10 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
 
 
 def keep_from_state_dict_helpers(owner: Any, *methods: Callable[..., Any]) -> None:
-    """``torch.distributed.checkpoint.state_dict`` asks the owner's class, and not these functions that replace its methods:
-    what its own ``_patch_optimizer_state_dict`` does. They must not refer to ``owner``, with which they are forgotten."""
+    """Make ``torch.distributed.checkpoint.state_dict`` call the class of ``owner`` instead of its replaced ``methods``.
+
+    This is what torch's own ``_patch_optimizer_state_dict`` does. The methods must not refer to ``owner``: they are
+    forgotten together with it.
+    """
     _patched_state_dict.update(methods)
     weakref.finalize(owner, _patched_state_dict.difference_update, methods)

@@ -1,4 +1,4 @@
-"""Collectives that autograd goes through, compiled or not, for models that communicate themselves."""
+"""Differentiable collectives, compiled or not, for models that communicate themselves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["gather", "scatter"]
 
 
 def gather(part: Tensor, ranks: int, group: str) -> Tensor:
-    """All ranks' tensors, one behind the other in the first dimension. Backward: the sum over ranks of each one's part.
+    """Concatenate the tensors of all ranks along the first dimension. The backward is a reduce-scatter (sum).
 
     Args:
-        part: ``[n, ...]``, of equal shape on all ranks.
-        ranks: of the group; group: its name.
+        part: ``[n, ...]``, with equal shape on all ranks.
+        ranks: Number of ranks in the group.
+        group: Name of the group.
 
     Returns:
         ``[ranks * n, ...]``.
@@ -27,7 +28,10 @@ def gather(part: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
-    """This rank's part of the sum over ranks, ``[ranks * n, ...]`` to ``[n, ...]``: what :func:`gather` is the backward of."""
+    """Return this rank's part of the sum over ranks: ``[ranks * n, ...]`` to ``[n, ...]``.
+
+    The adjoint of :func:`gather`.
+    """
     part: Tensor = _Move.apply(whole, False, ranks, group)
     return part
 

@@ -1,10 +1,11 @@
-"""Random numbers of whole parameters, of which a rank needs some rows.
+"""Deferred random fills: draw only this rank's rows of a parameter.
 
-While a module is initialised, filling a large parameter with normal or uniform numbers on the CPU is put off: the generator
-skips what the fill would draw (:mod:`.mersenne`), and when the module is done, only this rank's rows are drawn. The values are
-those of the whole fill, to the bit. Whatever else looks at such a parameter before (a norm, a clamp, ``numpy()``) finds it
-filled. Initialising a model of 70 billion parameters on one of 1,024 ranks so takes seconds instead of minutes, and the
-memory of a whole parameter is never touched. On CUDA, where numbers are drawn at the speed of memory, nothing is put off.
+While a module is initialized on the CPU, filling a large parameter with normal or uniform numbers is deferred. The
+generator skips what the fill would draw (:mod:`.mersenne`), and once the module is done, only this rank's rows are
+drawn. The values equal those of a complete fill, to the bit. Any other access to such a parameter before that (a norm,
+a clamp, ``numpy()``) fills it first. One of 1,024 ranks thus initializes a model of 70 billion parameters in seconds
+instead of minutes, without touching the memory of a whole parameter. On CUDA, where numbers are drawn at the speed of
+memory, nothing is deferred.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ __all__ = ["Drawing"]
 
 aten = torch.ops.aten
 
-_BLOCK = 16  # normal numbers are made of uniform ones in blocks; the last one is drawn anew where it is not complete
-_LEAST = 1 << 20  # elements, from which on skipping is faster than drawing
+_BLOCK = 16  # normal numbers are computed from uniform ones in blocks; an incomplete last block is drawn again
+_LEAST = 1 << 20  # elements from which on skipping is faster than drawing
 
 
 @dataclass(frozen=True)
 class _Fill:
-    """``function(tensor, *args, **kwargs)``, put off."""
+    """A deferred call of ``function(tensor, *args, **kwargs)``."""
 
     function: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensor: Tensor
-    state: Tensor  # of the generator, before
+    state: Tensor  # state of the generator before the fill
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of the filled tensor. The generator is left anywhere."""
+        """Return elements ``[start, stop)`` of the filled tensor. The generator is left in an arbitrary state."""
         numel, dtype = self.tensor.numel(), self.tensor.dtype
         first = min(start, numel - _BLOCK) // _BLOCK * _BLOCK
         end = min(-(-stop // _BLOCK) * _BLOCK, numel)
@@ -57,10 +58,10 @@ class _Fill:
 
 
 class Drawing:
-    """While entered, fills of ``params`` are put off, where they can be.
+    """Context that defers fills of ``params`` where possible.
 
     Args:
-        params: whole, in memory that nothing has been written to.
+        params: Whole parameters, in memory that nothing has been written to.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -81,7 +82,7 @@ class Drawing:
                 mode.__exit__(*error)
 
     def take(self, param: Tensor, index: tuple[slice, ...], into: Tensor) -> None:
-        """Copy a part of a parameter, a slice for each of its dimensions. After the block that was entered."""
+        """Copy a part of a parameter, given by a slice per dimension, into ``into``. Call this after the context."""
         fill = self._waiting.pop(compat.storage_address(param) or 0, None)
         if fill is None or not index:
             into.copy_(param[index])
@@ -92,7 +93,7 @@ class Drawing:
         into.copy_(rows[(slice(None), *index[1:])])
 
     def put_off(self, function: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this fill waits from here on."""
+        """Defer this fill if possible. Return whether it is deferred."""
         address = compat.storage_address(tensor) or 0
         whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
         if self._watched.get(address) != tensor.dtype or not whole or kwargs.get("generator") is not None:
@@ -106,7 +107,7 @@ class Drawing:
         return True
 
     def fill(self, values: Any) -> None:
-        """See that tensors among these are what they should be."""
+        """Carry out deferred fills of tensors among ``values``."""
         if self._waiting:
             for tensor in compat.tree_leaves(values):
                 if isinstance(tensor, Tensor) and (address := compat.storage_address(tensor)) in self._waiting:
@@ -131,7 +132,7 @@ class _Operators(compat.TorchDispatchMode):
 
 
 class _Reads(compat.TorchFunctionMode):
-    """What is no operator, and may read memory: ``numpy()``, ``data_ptr()``, ``tolist()``."""
+    """Catches functions that are not operators but may read memory: ``numpy()``, ``data_ptr()``, ``tolist()``."""
 
     def __init__(self, drawing: Drawing) -> None:
         super().__init__()
@@ -159,12 +160,13 @@ def _generator_kept() -> Iterator[None]:
 
 @functools.cache
 def _draws(function: Any, dtype: torch.dtype) -> Callable[[int], int] | None:
-    """How many 32-bit words a fill of so many elements draws; None if parts of fills are not what this module takes them for.
+    """Return a function from a fill's number of elements to the number of 32-bit words that it draws.
 
-    How torch makes numbers of words is tried, not trusted: it differs between versions and dtypes.
+    None if fills cannot be split the way this module assumes. How torch makes numbers from words differs between
+    versions and dtypes, so it is tested, not trusted.
     """
     words = 2 if dtype == torch.float64 else 1
-    # The last block of normal numbers, where it is not complete, is drawn once more, or once.
+    # Extra numbers for an incomplete last block: none, a whole block, or those that the block lacks.
     for again in (lambda rest: 0, lambda rest: _BLOCK if rest else 0, lambda rest: _BLOCK - rest if rest else 0):
 
         def draws(numel: int, again: Callable[[int], int] = again) -> int:

@@ -1,29 +1,32 @@
-"""The eager path: gather, release and reduce from forwards and reads, without a compiler.
+"""The eager path: gathers, releases and reduces as modules run and parameters are read, without a compiler.
 
 Windows
-    A window is the outermost running forward of a module that owns parameters; usually the model's. Inside, reading
-    ``module.weight`` gives the gathered parameter, and the first read of a bucket gathers it. So a parent that reads
-    its child's weight, and a module that runs eagerly inside a compiled model, need nothing special.
+    A window is the outermost running forward of a module that owns parameters, usually the model's. Inside a window,
+    ``module.weight`` returns the gathered parameter, and the first read of a bucket gathers it. A parent that reads its
+    child's weight, or a module that runs eagerly inside a compiled model, therefore needs no special handling.
 
 Memory
-    Nothing here frees memory that somebody may still look at. A gathered bucket lives as long as a reference to it.
-    Autograd holds none: a saved tensor that lies in a bucket is packed as (bucket, offset, sizes, strides), and unpacking
-    it in backward gathers the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage to zero;
-    code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time, and the
-    last one of a forward stays for the backward that follows.
+    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it.
+    Autograd holds none: a saved tensor that lies in a bucket is packed as (bucket, offset, sizes, strides), and
+    unpacking it in backward gathers the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage
+    to zero; code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time,
+    and the last unit of a forward stays gathered for the backward that follows.
 
 Joined units
-    A unit of several modules has a window for each. It is gathered when the first of them runs and let go of when all have
-    run, or, where a batch skips some, when another unit is used. (FSDP2's ``fully_shard([a, b])`` keeps it then.)
+    A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
+    when all have run. If a batch skips some of them, it is released when another unit is used. (FSDP2's
+    ``fully_shard([a, b])`` keeps it gathered in that case.)
 
 Gradients
     One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it.
-    Autograd runs it when all contributions have arrived, however often and from wherever the parameters were used, and
-    with None for those that were not used. It packs and starts the reduction; the previous one is awaited then.
+    Autograd runs it when all contributions have arrived, no matter how often and from where the parameters were used,
+    and passes None for parameters that were not used. The node packs the gradients, starts the reduction and waits for
+    the previous one.
 
 Order
-    The next unit is gathered while the current one computes: after the order of the last forward, or, at first, the
-    order of registration; in backward, the reverse. A wrong guess costs a gather, never correctness.
+    The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
+    first, the order of registration), and in backward its reverse. A wrong prediction costs a gather, never
+    correctness.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Win
 
 @dataclass(frozen=True)
 class EagerPolicy:
-    """The numbers that steer the eager path.
+    """The numbers that control the eager path.
 
     Args:
-        prefetch_bytes: the next unit is gathered early if it is at most this large; -1: never.
-        reductions_in_flight: how many units' reductions may be under way before the oldest is awaited.
+        prefetch_bytes: The next unit is prefetched if it is at most this large, in bytes; -1: never.
+        reductions_in_flight: How many units' reductions may be running before the eager path waits for the oldest.
     """
 
     prefetch_bytes: int = 4 << 30
@@ -70,10 +73,11 @@ class EagerUnit:
     """A unit's modules and buckets.
 
     Args:
-        name: of the unit.
-        modules: whose forwards are the unit's windows: one, several that were joined, or the model for parts of the root.
-        is_root: whether it is a part of the root.
-        buckets: of the unit.
+        name: Name of the unit.
+        modules: Modules whose forwards are the unit's windows: one module, several that were joined, or the model for
+            parts of the root.
+        is_root: Whether the unit is a part of the root.
+        buckets: Buckets of the unit.
     """
 
     name: str
@@ -87,30 +91,30 @@ class EagerUnit:
 
     @property
     def is_compiled(self) -> bool:
-        """Compiled in place (``module.compile()``): its graph gathers for itself."""
+        """Whether the unit is compiled in place (``module.compile()``), so that its graph gathers for itself."""
         return not self.is_root and any(module._compiled_call_impl is not None for module in self.modules)
 
 
 @dataclass(eq=False)
 class _Gathered:
-    """One bucket, on its way (``started``) or there (``full``)."""
+    """One bucket that is being gathered (``started``) or is gathered (``full``)."""
 
     started: Tensor | None
     version: int  # of the shard, when it was gathered
     full: Tensor | None = None
-    content: int = 0  # version of ``full``, as it came
+    content: int = 0  # version of ``full`` right after the gather
     views: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class _Reduction:
-    """One stage of a bucket's reduction, under way."""
+    """One running stage of a bucket's reduction."""
 
     bucket: Bucket
     stage: int
     result: Tensor
     used: frozenset[int]
-    """Parameters, by index, with a gradient in it."""
+    """Indices of parameters with a gradient in it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,10 +122,10 @@ class Window:
     """What the forward of one module means to the eager path.
 
     Args:
-        runtime: of the model.
-        unit: that the module is the window of, if any.
-        owns: buckets of the root that the module holds parameters of.
-        is_root: whether it is the model itself.
+        runtime: Eager runtime of the model.
+        unit: Unit whose window the module is, if any.
+        owns: Buckets of the root that hold parameters of the module.
+        is_root: Whether the module is the model itself.
     """
 
     runtime: EagerRuntime
@@ -130,7 +134,7 @@ class Window:
     is_root: bool
 
     def describe(self) -> str:
-        """Whose forward this is, for comparison between ranks."""
+        """Describe whose forward this is, for comparison between ranks."""
         if self.is_root:
             return "the model"
         if self.unit is not None:
@@ -139,13 +143,13 @@ class Window:
 
     @property
     def parts(self) -> tuple[EagerUnit | Bucket, ...]:
-        """What is done with when this window, and the others that have a share in it, have closed."""
+        """The unit and root buckets that can be released once all windows that share them have closed."""
         return (*self.owns, self.unit) if self.unit is not None else self.owns
 
 
 @dataclass(frozen=True)
 class _SavedView:
-    """A tensor saved for backward that lies in a bucket, without its memory."""
+    """A tensor saved for backward that lies in a bucket, recorded without its memory."""
 
     bucket: Bucket
     version: int
@@ -163,8 +167,10 @@ class _SavedDTensor:
 
 
 def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gathered parameters are ordinary tensors without history, wherever they are gathered: also in inference mode, and inside
-    ``torch.func.grad``, ``vmap`` and the like."""
+    """Create gathered parameters as ordinary tensors without history, wherever they are gathered.
+
+    This includes inference mode and the inside of ``torch.func.grad``, ``vmap`` and similar transforms.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
@@ -178,8 +184,10 @@ def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Gathers are not a part of what a user's selective checkpointing saves and counts: which of them run in a block depends on
-    what is gathered already."""
+    """Hide gathers from a user's selective checkpointing, which saves and counts operators.
+
+    Which gathers run in a block depends on what is gathered already.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
@@ -193,20 +201,22 @@ class BackwardOwner(Protocol):
     """The sharded model, as the eager path sees it."""
 
     def enter_forward(self, what: str) -> None:
-        """A forward begins."""
+        """A forward begins; ``what`` names it."""
 
     def start(self, collective: str, *, group: Group | None, series: Series | None) -> None:
-        """A collective is about to be started, over ``group``. Raises if other ranks do something else."""
+        """A collective is about to start over ``group``. Raises if other ranks are doing something else."""
 
     def failed(self, error: BaseException) -> None:
-        """A forward has raised, or a collective in backward."""
+        """A forward, or a collective in backward, has raised."""
 
     def enter_backward(self) -> None:
-        """Something happens in a backward pass: see that it gets finished."""
+        """A backward pass is running; make sure that it gets finished."""
 
     def leave_backward(self) -> None:
-        """A forward begins: a backward that was entered and not finished has raised. After a failure, raise unless all
-        ranks have failed in the same place."""
+        """A forward begins: a backward that was entered and not finished must have raised.
+
+        After a failure, raises unless all ranks have failed in the same place.
+        """
 
     def touched(self, bucket: Bucket) -> None:
         """The bucket got gradients."""
@@ -215,23 +225,23 @@ class BackwardOwner(Protocol):
         """The bucket's gradient was computed eagerly."""
 
     def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each bucket the largest of all ranks' levels of use, by parameter. Collective."""
+        """Return for each bucket and parameter the largest level of use over all ranks. A collective."""
 
     def check_complete(self) -> None:
         """Raise if the model has parameters that are in no bucket."""
 
     def refresh(self) -> None:
-        """Start to gather what stays gathered, if shards have changed since."""
+        """Start gathering stale residents."""
 
 
 class EagerRuntime:
     """Gathers and releases buckets of one model as its modules run.
 
     Args:
-        units: in registration order.
-        modules: all modules of the model.
-        owner: told of what happens in backward.
-        policy: bounds.
+        units: Units in registration order.
+        modules: All modules of the model.
+        owner: Sharded model, which is notified of forwards, backwards and collectives.
+        policy: Limits on prefetches and reductions.
     """
 
     def __init__(
@@ -248,8 +258,8 @@ class EagerRuntime:
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
-        self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is there
-        self._begun: list[EagerUnit] = []  # joined, and some of their forwards have run: the next may be one of theirs
+        self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
+        self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
         self._last_read: EagerUnit | None = None
         self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
         self._windows_of: dict[EagerUnit | Bucket, set[Window]] = {}
@@ -299,7 +309,7 @@ class EagerRuntime:
     def leave(self, window: Window) -> None:
         if self._depth == 0:
             return
-        if not compat.in_backward():  # else recomputing: backward of the same unit is next
+        if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
             for part in window.parts:
                 ran = self._ran.setdefault(part, set())
                 ran.add(window)
@@ -313,9 +323,9 @@ class EagerRuntime:
 
     @compat.python_only
     def leave_failed(self, window: Window, error: BaseException) -> None:
-        """The window's forward has raised."""
+        """Handle an exception that the window's forward has raised."""
         if self._depth > 1 or compat.in_backward():
-            self.leave(window)  # somebody may catch it
+            self.leave(window)  # an outer caller may catch the exception
         elif self._depth == 1:
             self._owner.failed(error)
         if compat.refuses_saved_tensor_hooks(error):
@@ -340,9 +350,9 @@ class EagerRuntime:
                 self._owner.check_complete()
             self._owner.enter_forward(window.describe())
         if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
-            # Somebody else's hooks (checkpointing, offloading) see our tensors and may keep them: correct, and theirs
-            # to decide. Ours on top would hide tensors from a recomputation that counts them. Inside torch.func.grad
-            # there can be none: gathered parameters stay in memory until the backward then.
+            # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is
+            # correct, and it is their decision. Our hooks on top would hide tensors from a recomputation that counts
+            # them. torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
             self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
     def _close(self, keep_last: bool) -> None:
@@ -364,7 +374,7 @@ class EagerRuntime:
             self._refuse_writes(bucket)
 
     def reset(self) -> None:
-        """Let go of everything that belongs to a running step. Reductions under way are awaited and dropped."""
+        """Release everything that belongs to a running step. Wait for running reductions and drop their results."""
         self._hooks.close()
         self._depth = 0
         for unit in self.units:
@@ -378,7 +388,7 @@ class EagerRuntime:
         self._order.clear()
 
     def abandon(self) -> None:
-        """Like :meth:`reset`, without waiting: other ranks may not take part in what is under way."""
+        """Like :meth:`reset`, but without waiting: other ranks may not take part in the running collectives."""
         self._abandoned += [state.started for state in self._gathered.values() if state.started is not None]
         self._abandoned += [reduction.result for reduction in self._reductions]
         self._gathered.clear()
@@ -388,13 +398,13 @@ class EagerRuntime:
         self._learn(self.units)  # ranks may have learned different orders
 
     def settle(self) -> None:
-        """Wait for what was abandoned: until it is there, or has timed out."""
+        """Wait until abandoned collectives have finished or timed out."""
         while self._abandoned:
             with contextlib.suppress(RuntimeError):
                 compat.wait_tensor(self._abandoned.pop())
 
     def leave_stray_reads(self) -> None:
-        """Let go of what was read without a window."""
+        """Release what was gathered by reads outside of a window."""
         if self._depth == 0:
             self.reset()
 
@@ -402,18 +412,18 @@ class EagerRuntime:
 
     @_unseen
     def read(self, home: Home) -> Tensor:
-        """A whole parameter, connected to its shard by autograd if gradients are recorded."""
+        """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
         bucket = home.bucket
         view = self._gather(bucket).views[home.index]
         self._last_read = self._unit_of[bucket]
         if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
-            with compat.below_function_transforms():  # a parameter is a constant to them, as an ordinary one is
+            with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
                 view = as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
         self.hand_out(view)
         return view
 
     def hand_out(self, param: GatheredParameter) -> None:
-        """Forward is given a gathered parameter. Whoever keeps it beyond the next forward would compute with values of then."""
+        """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
         self._handed_out[id(param)] = param
 
     def _retire_handed_out(self) -> None:
@@ -431,7 +441,7 @@ class EagerRuntime:
         for bucket in unit.buckets:
             state = self._gathered.get(bucket)
             if state is not None and state.version != bucket.flat._version:
-                self._release_bucket(bucket)  # shards have changed since
+                self._release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self._gathered:
                 if bucket.is_stale:
                     self._owner.refresh()
@@ -449,7 +459,7 @@ class EagerRuntime:
         if state is not None and state.full is not None and state.version == bucket.flat._version:
             return state
         unit = self._unit_of[bucket]
-        if not unit.is_root:  # parameters of the root may be read between two modules of a joined unit
+        if not unit.is_root:  # root parameters may be read between two modules of a joined unit
             self._idle += self._begun
             self._begun.clear()
         for idle in self._idle:
@@ -476,8 +486,8 @@ class EagerRuntime:
         if following is not None and self._may_prefetch(following):
             self._start(following)
         if in_backward:
-            # Buckets with trainable parameters are released when their gradients are complete; for frozen ones
-            # nothing tells, so they go when another unit comes.
+            # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
+            # such event, so they are released when another unit is gathered.
             for other in self.units:
                 if other is not unit and other is not following:
                     self._release(other, only_frozen=True)
@@ -495,7 +505,7 @@ class EagerRuntime:
         try:
             return compat.wait_tensor(started)
         except RuntimeError as error:
-            self._owner.failed(error)  # in a backward nobody else sees it
+            self._owner.failed(error)  # in a backward, nothing else catches it
             raise
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
@@ -517,7 +527,7 @@ class EagerRuntime:
         state = self._gathered.pop(bucket, None)
         if state is None:
             return
-        if state.started is not None:  # gathered early and not used: a collective must not be left unawaited
+        if state.started is not None:  # prefetched and not used: every collective must be awaited
             compat.wait_tensor(state.started)
         if state.full is not None and (address := compat.storage_address(state.full)):
             self._by_storage.pop(address, None)
@@ -529,8 +539,11 @@ class EagerRuntime:
         refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
 
     def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
-        """Writes that leave no trace, through NumPy or ``.data`` of a part of a parameter: each rank compares the rows that it has
-        sent. On a CPU after each forward, elsewhere, where looking means waiting for the device, after the first one."""
+        """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
+
+        Each rank compares the rows that it has sent. On a CPU this happens after each forward. On other devices, where
+        looking at values synchronizes with the device, it happens only after the first forward.
+        """
         group = bucket.topology.gather_group
         if state.full is None or group is None or not guards.enabled():
             return
@@ -547,7 +560,7 @@ class EagerRuntime:
         self._previous = {later: earlier for earlier, later in pairs}
 
     def for_compiled_code(self) -> contextlib.AbstractContextManager[None]:
-        """Around compiled graphs that run inside a window. They save no gathered parameter, so there is nothing to pack."""
+        """Context for compiled graphs in a window. They save no gathered parameter, so there is nothing to pack."""
         return compat.without_hook(self._pack)
 
     # -- tensors saved for backward -----------------------------------------------------------------------------------
@@ -561,8 +574,8 @@ class EagerRuntime:
             return tensor.detach(), tensor._version
         bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
         if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
-            # Detached, because a saved output would otherwise keep its own node alive. Autograd does not look for
-            # in-place changes of tensors that went through hooks, so that is done here.
+            # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
+            # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
         version = self._gathered[bucket].version
         return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
@@ -595,7 +608,7 @@ class EagerRuntime:
 
     @compat.python_only
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
-        """All gradients of a bucket are there: start to reduce them, and take in earlier reductions."""
+        """Start reducing a bucket whose gradients are complete, and finish earlier reductions."""
         self._owner.enter_backward()
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         gradients.note_use(bucket, used)
@@ -610,7 +623,7 @@ class EagerRuntime:
     def reduce_now(
         self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
     ) -> Sequence[Tensor | None]:
-        """For ``torch.autograd.grad``: the bucket's gradients, reduced whether that is due or not, and accumulated nowhere."""
+        """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
         self._owner.enter_backward()
         used = [int(gradient is not None) for gradient in whole_gradients]
         result = pack(whole_gradients, bucket.exchange)
@@ -628,19 +641,19 @@ class EagerRuntime:
         self._reductions.append(_Reduction(bucket, stage, started, used))
 
     def _take_in(self) -> None:
-        """Await the oldest stage under way. What it has reduced goes into the next stage, or is the gradient."""
+        """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         reduction = self._reductions.popleft()
         bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, self._await(reduction.result)
         following = reduction.stage + 1
         if following < len(exchange.groups):
             self._start_stage(bucket, following, result, reduction.used)
             return
-        if not bucket.gradient_waits:  # if it does, this is zeros
+        if not bucket.gradient_waits:  # a deferred gradient is zeros here
             gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype), reduction.used)
         self._owner.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:
-        """Reduce what waits for it, outside of the backward that it came from."""
+        """Reduce a bucket's deferred gradients outside of the backward that computed them."""
         assert bucket.pending is not None
         exchange = bucket.exchange
         first = exchange.when.index(When.IF_DUE.value)
@@ -649,7 +662,7 @@ class EagerRuntime:
         gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
 
     def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
-        """The reduced gradient, ``[shard_numel]`` in the main dtype, from stage ``first`` on."""
+        """Run the reduction from stage ``first`` on. Return the gradient, ``[shard_numel]`` in the main dtype."""
         exchange = bucket.exchange
         for stage in range(first, len(exchange.groups)):
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
@@ -668,7 +681,7 @@ class EagerRuntime:
         self._anchors.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
-        """For the copy of a model: nothing of a running step is taken along."""
+        """Copy the runtime for the copy of a model, without the state of a running step."""
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
         units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self._owner), memo)
@@ -679,7 +692,7 @@ class EagerRuntime:
 
 
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
-    """Raise RuntimeError: forward has written to a parameter of ``unit``, one of ``names``."""
+    """Raise RuntimeError because forward has written to a parameter of ``unit``, one of ``names``."""
     raise RuntimeError(
         f"Forward has written to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): "
         "what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
@@ -688,8 +701,10 @@ def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
 
 
 class GatheredParameter(nn.Parameter):
-    """What ``module.weight`` is inside a forward: an ordinary tensor, but that writes through ``.data`` do not go unseen. (A
-    tensor's own ``.data`` does not share its version.)"""
+    """The value of ``module.weight`` inside a forward: an ordinary tensor, except that writes through ``.data`` raise.
+
+    A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
+    """
 
     __torch_function__ = compat.no_torch_function
     mfsdp_name: str
@@ -704,7 +719,7 @@ class GatheredParameter(nn.Parameter):
 
 
 class OutdatedParameter(nn.Parameter):
-    """A gathered parameter that something has kept from one forward to the next. Using it is an error."""
+    """A gathered parameter that was kept from one forward to the next. Using it is an error."""
 
     mfsdp_name: str
 
@@ -724,22 +739,24 @@ class OutdatedParameter(nn.Parameter):
 
 
 def as_gathered(tensor: Tensor, name: str) -> Any:
-    """``tensor``, as a :class:`GatheredParameter`."""
+    """Turn ``tensor`` into a :class:`GatheredParameter` in place."""
     tensor.__class__ = GatheredParameter
     vars(tensor)["mfsdp_name"] = name
     return tensor
 
 
 class _Reduce(torch.autograd.Function):
-    """From a bucket's parameters, which autograd knows as leaves, to one anchor for each: full shape, no memory. Its backward
-    has the bucket's gradients."""
+    """Maps a bucket's parameters, which are autograd leaves, to one anchor each: full shape, no memory.
+
+    Its backward receives the bucket's gradients.
+    """
 
     @staticmethod
     @compat.python_only
     def forward(ctx: Any, bucket: Bucket, runtime: EagerRuntime, *params: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Python's garbage collector does not see through autograd nodes: the model must not be reachable from one that
-        # it holds itself.
+        # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
+        # that it holds itself.
         ctx.bucket, ctx.runtime = weakref.ref(bucket), weakref.ref(runtime)
         nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
         return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
@@ -762,14 +779,15 @@ class _Reduce(torch.autograd.Function):
             whole_gradients = tuple(None if i in asked.left_out else g for i, g in enumerate(whole_gradients))
         if any(gradient is not None for gradient in whole_gradients):
             runtime.reduce(bucket, whole_gradients)
-        return None, None, *asked.nothing  # gradients are added to the parameters' when their reduction has arrived
+        return None, None, *asked.nothing  # gradients are accumulated when their reduction has finished
 
 
 class _Attach(torch.autograd.Function):
-    """A gathered parameter in the place of its anchor.
+    """Puts a gathered parameter in place of its anchor.
 
-    One per read, so that gradients reach ``_Reduce`` use by use and are summed in the order in which they arrive, which
-    is what AOTAutograd traces for the compiled graph: floating-point sums are equal only in equal order.
+    There is one node per read, so that gradients reach ``_Reduce`` use by use and are summed in the order in which they
+    arrive. AOTAutograd traces the same order for the compiled graph, and floating-point sums are equal only in equal
+    order.
     """
 
     @staticmethod

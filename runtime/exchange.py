@@ -1,4 +1,4 @@
-"""How a bucket becomes whole and how its gradients are reduced: plain data, what graphs carry and passes read."""
+"""How a bucket is gathered and how its gradients are reduced, as plain data that graphs carry and passes read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Exchange", "When", "stride_of"]
 
 
 def stride_of(ranks: Sequence[int]) -> int:
-    """The distance between two of some ranks that lie evenly, by their numbers in the job."""
+    """Distance between neighbors in evenly spaced ``ranks``, in global ranks."""
     return max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
 
 
@@ -26,26 +26,26 @@ class When(str, Enum):
     """Whether a stage of a reduction runs in every backward."""
 
     ALWAYS = "always"
-    IF_DUE = "if due"  # decides for its bucket: the sum over microbatches waits in front of it until a reduction is due
-    FOLLOWS = "follows"  # if the stage that decides has run
+    IF_DUE = "if due"  # decides for its bucket: gradients accumulate in front of it until a reduction is due
+    FOLLOWS = "follows"  # runs if the stage that decides has run
 
 
 class Exchange(NamedTuple):
-    """What ``gather`` takes after its tensors: how a bucket becomes whole, and how its gradients are reduced.
+    """The arguments of ``gather`` after its tensors: how a bucket is gathered, and how its gradients are reduced.
 
     Args:
-        sizes, ndims: shapes of the parameters, one after the other.
-        offsets: of the parameters in the bucket, in elements.
-        numel: elements of the bucket.
-        dtype: of the gathered parameters (the compute dtype); shards are cast to it before they are sent.
-        gather_size, gather_group: ranks to gather over at each use; 1 and "" for none.
-        comm_dtype: that gradients are reduced in.
+        sizes, ndims: Shapes of the parameters, concatenated, and the number of dimensions of each.
+        offsets: Offsets of the parameters in the bucket, in elements.
+        numel: Elements of the bucket.
+        dtype: Dtype of the gathered parameters (the compute dtype). Shards are cast to it before they are sent.
+        gather_size, gather_group: Number and process group of the ranks to gather over at each use; 1 and "" for none.
+        comm_dtype: Dtype in which gradients are reduced.
         reduce_op: ``"sum"`` or ``"avg"``.
-        scale: of what was reduced.
+        scale: Factor applied to the reduced gradient.
         collectives: ``"reduce_scatter"`` or ``"all_reduce"``, one per stage of the reduction.
-        when: a :class:`When` for each.
-        group_sizes, groups: of each.
-        inspected: whether gradients are looked at before the first stage.
+        when: A :class:`When` for each stage.
+        group_sizes, groups: Size and process group of each stage.
+        inspected: Whether gradients are inspected before the first stage.
     """
 
     sizes: list[int]
@@ -98,15 +98,15 @@ class Exchange(NamedTuple):
         return self.inspected or any(self.may_wait(stage) for stage in range(len(self.when)))
 
     def may_wait(self, stage: int) -> bool:
-        """Whether a stage is left out while gradients wait."""
+        """Whether the stage is skipped while a reduction is not due."""
         return self.when[stage] != When.ALWAYS.value
 
     @property
     def scales_first(self) -> bool:
-        """float16 gradients are scaled before they are summed: the sum might overflow."""
+        """Whether gradients are scaled before they are summed. In float16 the sum might overflow."""
         return self.comm_dtype == torch.float16 and self.scale != 1
 
     def finish(self, reduced: Tensor, dtype: torch.dtype) -> Tensor:
-        """What to do with a reduced gradient: cast and scale."""
+        """Cast and scale a reduced gradient."""
         gradient = reduced.to(dtype)
         return gradient if self.scale == 1 or self.scales_first else gradient * self.scale

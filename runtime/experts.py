@@ -1,7 +1,7 @@
-"""Expert parallelism: parameters of which each rank has others.
+"""Expert parallelism: parameters that differ between data-parallel ranks.
 
-The data-parallel ranks of a model divide its experts among them. Ranks that hold the same experts shard these, and nothing
-else; everything that is not an expert is sharded over all of them ::
+The data-parallel ranks of a model divide its experts among them. Ranks that hold the same experts shard only these;
+everything that is not an expert is sharded over all data-parallel ranks ::
 
     8 data-parallel ranks, 4 ways of expert parallelism
 
@@ -9,16 +9,16 @@ else; everything that is not an expert is sharded over all of them ::
     dense      |<------- sharded over 8 ranks ------->|
     experts     A    B    C    D    A    B    C    D      A over ranks 0 and 4, B over 1 and 5, ...
 
-An expert sees the tokens of every rank that sends it some, so that its gradient, summed over the ranks that hold it, is the
-sum over all data-parallel ranks' tokens. Divided by the number of *all* data-parallel ranks it is the mean that every other
-gradient is. (Megatron-FSDP has that factor too, but for ``average_in_collective``, where it averages over the expert's ranks
-alone: a factor of the expert-parallel size too much.)
+An expert sees the tokens that any rank sends to it. Its gradient, summed over the ranks that hold it, is therefore the
+sum over the tokens of all data-parallel ranks. Divided by the number of *all* data-parallel ranks, it is a mean like
+every other gradient. (Megatron-FSDP uses the same factor, except for ``average_in_collective``: there it averages over
+the expert's ranks only, which is too large by a factor of the expert-parallel size.)
 
-At rest, parameters that are called alike on all these ranks are one: ``experts.up [e, ...]``, a rank's e experts one behind the
-other, is a part of ``[all experts, ...]``, and a DTensor of that shape. So norms are of all experts, and checkpoints fit any number
-of expert-parallel ranks. Where each rank has names of its own (``experts.4.up`` on one, ``experts.0.up`` on another) each is a
-parameter by itself; it is reduced with those that other ranks have in its place, so that the norm of all gradients is of all
-experts.
+At rest, parameters with the same name on all these ranks are one parameter: ``experts.up [e, ...]``, which stacks a
+rank's e experts, is a part of ``[all experts, ...]``, and a DTensor of that shape. Norms therefore cover all experts,
+and checkpoints fit any number of expert-parallel ranks. If ranks use different names (``experts.4.up`` on one,
+``experts.0.up`` on another), each is a separate parameter. Its norm is reduced together with those of its counterparts
+on other ranks, so that the norm of all gradients covers all experts.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ from .topology import EXPERT_ARGUMENTS, ShardingStrategy, Topology, build_topolo
 __all__ = ["Experts", "IsExpert", "build_experts", "is_expert", "marked"]
 
 IsExpert = Callable[[str, nn.Parameter], bool]
-"""From a parameter's name in the model, and the parameter."""
+"""Function of a parameter's name in the model, and the parameter."""
 
 
 def is_expert(name: str, param: nn.Parameter) -> bool:
-    """The default: a parameter in a module called ``experts``, or with Megatron's mark, ``allreduce = False``.
+    """Whether a parameter is an expert, by default: its module is called ``experts``, or it has ``allreduce = False``.
 
-    ``shared_experts.up.weight`` is no expert: every rank has it.
+    The attribute is Megatron's. ``shared_experts.up.weight`` is not an expert: every rank has it.
     """
     return "experts" in name.split(".")[:-1] or marked(param)
 
 
 def marked(param: nn.Parameter) -> bool:
-    """Whether Megatron's mark says that not all data-parallel ranks have the parameter."""
+    """Whether Megatron's attribute says that not all data-parallel ranks have the parameter."""
     return getattr(param, "allreduce", True) is False
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Which parameters are experts, and who holds them.
+    """Which parameters are experts, and which ranks hold them.
 
     Args:
         given: ``expt_device_mesh``.
-        topology: the ranks that hold what this one does.
-        is_expert: tells them.
-        is_default: whether that is :func:`is_expert`.
-        holders: global ranks, ``[e, *topology.mesh.shape]``, of all e meshes that experts are divided over; None: the mesh
-            that was given tells of this rank's only.
-        parallel: the ranks that hold the other experts, one of each mesh. None: there are none, or it is not known yet.
-        named_alike: whether these call theirs as this one does.
+        topology: Ranks that hold the same experts as this one.
+        is_expert: Function that identifies experts.
+        is_default: Whether that is :func:`is_expert`.
+        holders: Global ranks, ``[e, *topology.mesh.shape]``, of all e meshes that experts are divided over. None: the
+            given mesh contains only this rank's.
+        parallel: Ranks that hold the other experts, one from each mesh. None: there are none, or they are not known
+            yet.
+        named_alike: Whether those ranks use the same names for their experts as this one.
     """
 
     given: DeviceMesh
@@ -81,20 +82,20 @@ class Experts:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """That hold the experts of this one, all of them: global ranks, sorted."""
+        """Global ranks that hold the experts of this one, sorted."""
         group = compat.process_group(self.topology.every.name)
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     @compat.on_values
     def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> Experts:
-        """With what other ranks know. Collective.
+        """Return a copy completed with what other ranks know. A collective.
 
         Args:
-            names: of experts.
-            every: the data-parallel ranks.
+            names: Names of experts.
+            every: Process group of the data-parallel ranks.
 
         Raises:
-            ValueError: on all of them: experts are held by ranks that do not divide these.
+            ValueError: On all of them: the ranks that hold experts do not divide the data-parallel ranks.
         """
         holders = self.holders
         if holders is None:
@@ -129,7 +130,7 @@ class Experts:
         return replace(self, holders=holders, topology=topology, parallel=whole[_PARALLEL], named_alike=alike)
 
     def partition(self, param: Tensor) -> Partition | None:
-        """What an expert's parameter is a part of, once that is :meth:`known_to_all`."""
+        """Return what an expert's parameter is a part of. Call this after :meth:`known_to_all`."""
         if self.parallel is None:
             return None
         if not param.ndim or not self.named_alike:
@@ -138,10 +139,10 @@ class Experts:
         return Partition(self.parallel, (Shard(0),), shape, bare=True)
 
     def of_sites(self, names: Sequence[str], param: nn.Parameter) -> bool:
-        """Whether a parameter, with every name that it has, is an expert.
+        """Whether a parameter, under all its names, is an expert.
 
         Raises:
-            ValueError: under one name, and not under another.
+            ValueError: It is one under some of its names only.
         """
         found = [bool(self.is_expert(name, param)) for name in names]
         if len(set(found)) > 1:
@@ -156,7 +157,7 @@ class Experts:
 
 
 _PARALLEL = "ep"
-"""Name of the mesh dimension of ranks with other experts, where the program's mesh has none."""
+"""Name of the mesh dimension of ranks with other experts, if the program's mesh has none."""
 
 
 @compat.on_values
@@ -172,15 +173,15 @@ def build_experts(
     dense: Topology,
     every: dist.ProcessGroup,
 ) -> Experts:
-    """What the arguments of ``fully_shard_model`` say of experts. Without communication.
+    """Interpret the arguments of ``fully_shard_model`` about experts. Does not communicate.
 
     Args:
-        recognise: tells experts; None: :func:`is_expert`.
-        dense: that everything else is sharded over.
-        every: process group of its ranks.
+        recognise: Function that identifies experts; None: :func:`is_expert`.
+        dense: Topology that everything else is sharded over.
+        every: Process group of that topology's ranks.
 
     Raises:
-        ValueError, TypeError: dimensions, groups or ranks that do not fit together.
+        ValueError, TypeError: Dimensions, groups or ranks do not fit together.
     """
     if recognise is not None and not callable(recognise):
         raise TypeError(
@@ -205,14 +206,14 @@ def build_experts(
 
 
 def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tensor:
-    """The meshes that experts are divided over, each once, in order of their first rank: ``[e, *shape]``.
+    """Return the distinct meshes that experts are divided over, in order of their first rank: ``[e, *shape]``.
 
     Args:
-        found: one for each rank, or one for each mesh.
-        data_parallel: the ranks that they divide.
+        found: One mesh per rank, or one per set of holders.
+        data_parallel: Ranks that the meshes divide.
 
     Raises:
-        ValueError: they do not divide these into equal parts.
+        ValueError: The meshes do not divide these ranks into equal parts.
     """
     distinct = {tuple(ranks.flatten().tolist()): ranks for ranks in found}
     rows = sorted(distinct)
@@ -222,7 +223,7 @@ def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tens
 
 
 def _slices(mesh: DeviceMesh, part: DeviceMesh) -> Iterable[Tensor]:
-    """The ranks of every part of ``mesh`` along the dimensions of ``part``, which is this rank's."""
+    """Return the ranks of every part of ``mesh`` along the dimensions of ``part``, which is this rank's part."""
     names, wanted = list(mesh.mesh_dim_names or ()), part.mesh_dim_names or ()
     along = [names.index(name) for name in wanted] or list(range(mesh.ndim))
     across = [dim for dim in range(mesh.ndim) if dim not in along]

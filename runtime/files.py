@@ -1,8 +1,8 @@
-"""Files that a stranger may have written: every name, size and JSON document in them is checked here, and nowhere else.
+"""Reading untrusted files: every name, size and JSON document in them is checked here, and nowhere else.
 
-Readers of checkpoints, safetensors, Hugging Face folders, dumps of hung jobs, descriptions of hardware and job
-configurations all call these functions. What they refuse raises :class:`FileRefused`; an ``OSError`` (no such file, no
-permission) passes through.
+Readers of checkpoints, safetensors, Hugging Face folders, dumps of hung jobs, hardware descriptions and job
+configurations all call these functions. Input that they refuse raises :class:`FileRefused`. An ``OSError`` (no such
+file, no permission) passes through.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ __all__ = [
 ]
 
 MOST_BYTES = 64 << 20
-"""Of a text file: a manifest of 65,536 ranks has 10 MiB."""
+"""Maximum size of a text file. A manifest of 65,536 ranks has 10 MiB."""
 
 MOST_DEPTH = 64
-"""Of nested lists and objects."""
+"""Maximum nesting depth of lists and objects."""
 
 MOST_LETTERS = 4096
-"""Of a name."""
+"""Maximum length of a name."""
 
 T = TypeVar("T")
 
 
 class FileRefused(ValueError):
-    """A file, or a name or value in it, is not one that a program of good faith writes."""
+    """A file, or a name or value in it, is not something that a well-behaved program writes."""
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
 def safe_name(name: Any, what: str = "a name") -> str:
-    """A string that can be shown in a terminal: no control characters, not endless.
+    """Return a string that is safe to show in a terminal: no control characters, limited length.
 
     Raises:
-        FileRefused: it is something else.
+        FileRefused: ``name`` is not such a string.
     """
     if not isinstance(name, str):
         raise FileRefused(f"{what} is of type {type(name).__name__} instead of a string")
@@ -76,10 +76,10 @@ def safe_name(name: Any, what: str = "a name") -> str:
 
 
 def child(folder: Path, name: Any) -> Path:
-    """``folder / name``, for a relative ``name`` without ``..``; the file system is not asked.
+    """Return ``folder / name`` for a relative ``name`` without ``..``. Does not access the file system.
 
     Raises:
-        FileRefused: the name is absolute, climbs, is empty, or is no printable string.
+        FileRefused: The name is absolute, contains ``..``, is empty, or is not a printable string.
     """
     name = safe_name(name, "the name of a file")
     path = PurePosixPath(name)
@@ -90,13 +90,13 @@ def child(folder: Path, name: Any) -> Path:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """The file that ``name``, as written in a file of ``folder``, stands for. It may be missing.
+    """Return the file that ``name``, as written in a file of ``folder``, refers to. It may be missing.
 
     Symbolic links are followed, and must end in ``folder``. Folders in the cache of the Hugging Face Hub, which consist
-    of links (``snapshots/REVISION/config.json`` to ``blobs/HASH``), may lead to ``blobs`` beside them.
+    of links (``snapshots/REVISION/config.json`` to ``blobs/HASH``), may also lead to the ``blobs`` next to them.
 
     Raises:
-        FileRefused: the name leads out of the folder, or to a pipe, device, socket or folder.
+        FileRefused: The name leads out of the folder, or to a pipe, device, socket or folder.
     """
     path = child(folder, name)
     if not _is_within(path, folder):
@@ -110,10 +110,10 @@ def inside(folder: Path, name: Any) -> Path:
 
 
 def subfolder(folder: Path, name: str) -> Path:
-    """A folder in ``folder``. It may be missing.
+    """Return a folder in ``folder``. It may be missing.
 
     Raises:
-        FileRefused: it is a link that leads outside.
+        FileRefused: It is a link that leads outside.
     """
     path = child(folder, name)
     if not _is_within(path, folder):
@@ -128,10 +128,10 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def links_inside(folder: Path) -> Iterator[Path]:
-    """Regular files in ``folder`` and its subfolders, sorted.
+    """Yield the regular files in ``folder`` and its subfolders, sorted.
 
     Raises:
-        FileRefused: one of them, or a subfolder, is a link that leads outside; or one is a pipe or device.
+        FileRefused: A file is a link that leads outside, or a pipe or device; or a subfolder is a link.
     """
     for path in members(folder):
         if path.is_dir():
@@ -144,10 +144,10 @@ def links_inside(folder: Path) -> Iterator[Path]:
 
 
 def members(folder: Path) -> list[Path]:
-    """Names in ``folder``, sorted; none if there is no such folder.
+    """Return the paths in ``folder``, sorted; none if there is no such folder.
 
     Raises:
-        FileRefused: a name has control characters.
+        FileRefused: A name has control characters.
     """
     if not folder.is_dir():
         return []
@@ -155,7 +155,7 @@ def members(folder: Path) -> list[Path]:
 
 
 def copy_inside(folder: Path, names: Mapping[str, Path] | None, to: Path) -> None:
-    """Copy files of ``folder``, by the names that they get under ``to``; None: all of them, with subfolders."""
+    """Copy files of ``folder``, given by their names under ``to``; None: all of them, including subfolders."""
     chosen = names if names is not None else {p.relative_to(folder).as_posix(): p for p in links_inside(folder)}
     for name, path in chosen.items():
         target = child(to, name)
@@ -165,7 +165,7 @@ def copy_inside(folder: Path, names: Mapping[str, Path] | None, to: Path) -> Non
 
 
 def is_absent(path: Path) -> bool:
-    """Also where a part of the path is no folder, or a link leads nowhere."""
+    """Whether there is nothing at ``path``, including if a part of it is not a folder, or a link leads nowhere."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -174,7 +174,7 @@ def is_absent(path: Path) -> bool:
 
 
 def is_regular(path: Path) -> bool:
-    """A file, or a link to one: no pipe, whose reader waits for ever, and no device, which has no end."""
+    """Whether ``path`` is a file or a link to one: not a pipe (its reader waits forever) or a device (endless)."""
     return stat.S_ISREG(path.stat().st_mode)
 
 
@@ -182,10 +182,10 @@ def is_regular(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """For reading. Returns at once also where the path is a pipe.
+    """Open a file for reading. Returns at once even if the path is a pipe.
 
     Raises:
-        FileRefused: it is a pipe, device or socket.
+        FileRefused: The path is a pipe, device or socket.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -203,7 +203,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def open_new(path: Path) -> IO[bytes]:
-    """For writing. What is at ``path`` is removed first: a link is not followed."""
+    """Open a file for writing. Whatever is at ``path`` is removed first; a link is not followed."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -214,7 +214,7 @@ def open_new(path: Path) -> IO[bytes]:
 
 
 def remove(path: Path) -> None:
-    """A folder with all that is in it, or a file, or a link (not what it leads to), if there is one."""
+    """Remove a folder with its contents, a file, or a link (not its target), if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -222,10 +222,10 @@ def remove(path: Path) -> None:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All of a file.
+    """Read a whole file.
 
     Raises:
-        FileRefused: it is longer than ``most``, or no regular file.
+        FileRefused: It is longer than ``most`` bytes, or not a regular file.
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
@@ -234,7 +234,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
-    """As :func:`read_bytes`, UTF-8."""
+    """Read a whole file as UTF-8; see :func:`read_bytes`."""
     try:
         return read_bytes(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -245,19 +245,19 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
-    """What a file of JSON holds.
+    """Read a JSON file.
 
     Raises:
-        FileRefused: too long, or as :func:`parse_json`.
+        FileRefused: It is too long, or see :func:`parse_json`.
     """
     return parse_json(read_text(path, most))
 
 
 def parse_json(text: str) -> Any:
-    """JSON as its standard has it: no NaN or infinity, no name twice in one object, no numbers beyond a double's range.
+    """Parse standard JSON: no NaN or infinity, no duplicate names in an object, no numbers beyond a double's range.
 
     Raises:
-        FileRefused: it is something else, or nested deeper than :data:`MOST_DEPTH`.
+        FileRefused: The text is something else, or nested deeper than :data:`MOST_DEPTH`.
     """
     if (depth := _depth(text)) > MOST_DEPTH:
         raise FileRefused(f"the JSON is nested {depth:,} deep, and {MOST_DEPTH} at most make sense")
@@ -270,7 +270,7 @@ def parse_json(text: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """At each opening bracket outside of strings; at the speed of C."""
+    """Return the nesting depth of brackets outside of strings, without a slow loop over all characters."""
     bare = text.replace("\\\\", "").replace('\\"', "")
     brackets = "".join(bare.split('"')[::2])
     steps = (1 if letter in "[{" else -1 for letter in brackets if letter in "[]{}")
@@ -297,10 +297,10 @@ def _finite(text: str) -> float:
 
 
 def typed(value: Any, kind: type[T] | tuple[type[T], ...], what: str) -> T:
-    """``value``, if it is of a type. A bool is no int.
+    """Return ``value`` if it has a given type. A bool does not count as an int.
 
     Raises:
-        FileRefused: it is of another; the message says what of.
+        FileRefused: It has another type; the message names ``what``.
     """
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
@@ -310,10 +310,10 @@ def typed(value: Any, kind: type[T] | tuple[type[T], ...], what: str) -> T:
 
 
 def whole(value: Any, what: str, low: int = 0, high: int = (1 << 63) - 1) -> int:
-    """A whole number within bounds, both included.
+    """Return an integer within bounds, both inclusive.
 
     Raises:
-        FileRefused: it is something else.
+        FileRefused: ``value`` is something else.
     """
     number = typed(value, int, what)
     if not low <= number <= high:
@@ -323,7 +323,7 @@ def whole(value: Any, what: str, low: int = 0, high: int = (1 << 63) - 1) -> int
 
 
 def printable(value: Any, most: int = 1000) -> Any:
-    """Strings in nested lists and dictionaries, as a terminal may show them: control characters escaped, not endless."""
+    """Make strings in nested lists and dictionaries safe for a terminal: control characters escaped, length limited."""
     if isinstance(value, str):
         cut = value if len(value) <= most else f"{value[:most]}... ({len(value):,} characters)"
         return cut if cut.isprintable() else "".join(map(_escaped, cut))

@@ -1,15 +1,15 @@
-"""An optimizer's step over flat shards instead of parameter by parameter.
+"""An optimizer's step over flat shards instead of one parameter at a time.
 
-Parameters of one group that lie side by side in a bucket are one run, an ordinary flat tensor: a slice of this rank's
-shard. An optimizer that works element by element, or block by block, does the same to a run as to its parameters, with one
-kernel instead of hundreds; and it may be somebody else's that has never heard of DTensors, since runs are none.
+Adjacent parameters of one group in a bucket form a run, an ordinary flat tensor: a slice of this rank's shard. An
+optimizer that works element by element, or block by block, does the same to a run as to its parameters, with one kernel
+instead of hundreds. Runs are not DTensors, so even a third-party optimizer that knows nothing about DTensors works.
 
-``param_groups`` and ``state`` stay what they are between steps: parameters are DTensors, and their state tensors are views
-of the runs' (so that checkpoints, and everything else that asks by parameter, need not know). During ``step`` the groups
-hold runs.
+``param_groups`` and ``state`` stay the same between steps: parameters are DTensors, and their state tensors are views
+of the runs' state. Checkpoints, and everything else that reads state by parameter, are unaffected. During ``step`` the
+groups hold runs.
 
-Where this cannot be (a parameter without gradient, state that differs between the parameters of a run) the run is stepped
-parameter by parameter.
+Where this is not possible (a parameter without gradient, state that differs between the parameters of a run), the
+optimizer steps the run's parameters one by one.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, 
 
 @dataclass(eq=False)
 class _Run:
-    """Parameters ``first`` to ``last`` of a bucket, side by side.
+    """Adjacent parameters of a bucket, beginning with number ``first``.
 
     Args:
-        bucket: theirs.
-        params: they.
-        start: where the run begins in the shard; it may hold padding.
-        flat: ``[numel]``, the memory of the shard. On a rank that holds none of the parameters one element of its own, so
-            that the optimizer keeps the same state there.
-        is_here: whether this rank holds any.
+        bucket: Their bucket.
+        params: The parameters.
+        first: Index of the first parameter in the bucket.
+        start: Offset of the run in the shard, in elements. The run may contain padding.
+        flat: ``[numel]``, the memory of the shard. On a rank that holds none of the parameters, a separate tensor of
+            one element, so that the optimizer keeps the same state there.
+        is_here: Whether this rank holds rows of any of the parameters.
     """
 
     bucket: Bucket
@@ -51,14 +52,14 @@ class _Run:
     flat: Tensor
     is_here: bool
     state: dict[str, Any] = field(default_factory=dict)
-    """The optimizer's, for ``flat``."""
+    """State of the optimizer for ``flat``."""
     shown: list[dict[str, Any]] = field(default_factory=list)
-    """The same by parameter, as it was put into the optimizer's state."""
+    """The same state by parameter, as it was put into the optimizer's state."""
     sources: dict[str, Any] = field(default_factory=dict)
-    """What ``shown`` was made of."""
+    """State that ``shown`` was made from."""
 
     def cut(self, value: Tensor) -> list[RowShardedTensor]:
-        """The rows of each parameter in a tensor of the run's shape."""
+        """Return the rows of each parameter in a tensor of the run's shape."""
         places = self.bucket.places[self.first : self.first + len(self.params)]
         return [
             RowShardedTensor.wrap(
@@ -77,18 +78,18 @@ class _Run:
         return type(value) is Tensor and value.shape == self.flat.shape
 
     def is_for_all(self, value: Any) -> bool:
-        """Whether a state value is one for all of the run's parameters."""
+        """Whether a state value applies to all of the run's parameters."""
         return not isinstance(value, Tensor) or (value.numel() == 1 and not self.is_of_its_shape(value))
 
 
 class FlatStep:
-    """Steps of one optimizer over runs.
+    """Steps one optimizer over runs.
 
     Args:
-        optimizer: over sharded parameters.
+        optimizer: Optimizer over sharded parameters.
 
     Raises:
-        ValueError: the optimizer needs more than the elements.
+        ValueError: The optimizer does not work element by element.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +101,7 @@ class FlatStep:
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over runs."""
         loss = None
-        if closure is not None:  # once, as elementwise optimizers do, and before runs take the gradients
+        if closure is not None:  # called once, as by elementwise optimizers, and before runs take the gradients
             with torch.enable_grad():
                 loss = closure()
         with self._over_runs():
@@ -140,7 +141,7 @@ class FlatStep:
 
     @torch.no_grad()
     def _take(self, run: _Run) -> bool:
-        """Prepare a run for the step; False if it must go by parameters."""
+        """Prepare a run for the step. Return False if its parameters must be stepped one by one."""
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
             return False
@@ -153,10 +154,11 @@ class FlatStep:
         held = [state.get(param) or {} for param in run.params]
         if run.shown and all(_same_objects(mine, its) for mine, its in zip(run.shown, held, strict=True)):
             return True
-        if not any(held):  # the first step, or somebody has cleared it
+        if not any(held):  # the first step, or the state was cleared
             run.state, run.shown, run.sources = {}, [], {}
             return True
-        # From parameters: a checkpoint was loaded, steps were made before, or the optimizer made it when it was built.
+        # Build it from the parameters' state: a checkpoint was loaded, steps were taken before, or the optimizer
+        # created the state when it was constructed.
         if any(its.keys() != held[0].keys() for its in held):
             return False
         collected = {}
@@ -180,9 +182,9 @@ class FlatStep:
 
     @torch.no_grad()
     def _give_back(self, run: _Run) -> None:
-        """After the step: state by parameter again."""
+        """Restore state by parameter after the step."""
         setattr(run.flat, run.bucket.plan.grad_attribute, None)
-        # Fused kernels, and those that are given addresses, do not say that they have written.
+        # Fused kernels, and kernels that take addresses, do not increment the version when they write.
         torch.autograd.graph.increment_version(run.bucket.flat)
         state = self._optimizer.state
         if run.flat in state:
@@ -203,7 +205,7 @@ class FlatStep:
                 state[param] = dict(shown)
 
     def _give_up(self, run: _Run) -> None:
-        """Parameters step by themselves: each counts its own steps."""
+        """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
         for param in run.params:
             its = self._optimizer.state.get(param) or {}
             for key, value in its.items():
@@ -224,7 +226,7 @@ class FlatStep:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer is known to need more than the elements."""
+    """Raise ValueError if the optimizer is known not to work element by element."""
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise ValueError(
             f"flat=True: a {type(optimizer).__name__} does not work element by element; it has to see parameters."
@@ -232,7 +234,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _find_runs(params: list[Any]) -> list[_Run]:
-    """Runs of one group's parameters, in the order of their buckets."""
+    """Return the runs of one group's parameters, in the order of their buckets."""
     members: dict[Bucket, list[int]] = {}
     for param in params:
         home: Home = param.mfsdp_home
@@ -249,7 +251,7 @@ def _find_runs(params: list[Any]) -> list[_Run]:
 
 
 def _run(bucket: Bucket, first: int, last: int) -> _Run:
-    """With the padding up to where the next parameter begins: of an optimizer's blocks the last is whole then."""
+    """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
     params = bucket.params[first : last + 1]
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:

@@ -1,21 +1,22 @@
 """The contract between the flat gradient of a bucket and the ``.grad`` of its parameters.
 
-Parameters are the leaves of the autograd graph. A backward computes one flat gradient per bucket, whose reduction may still
-run when autograd has passed the parameters; so autograd passes them no gradient (but for ``torch.autograd.grad``), and it is
-added here when it has arrived. Users and optimizers see ``parameter.grad``, a DTensor view of the flat gradient on every
-rank, also where the rank holds no row, so that loops over gradients take the same turns on every rank. Nothing but these
-views keeps the flat gradient alive: setting them to None frees it, as in plain torch.
+Parameters are the leaves of the autograd graph. A backward computes one flat gradient per bucket, whose reduction may
+still be running when autograd reaches the parameters. Autograd therefore passes no gradient to them (except for
+``torch.autograd.grad``), and the gradient is added here once it has arrived. Users and optimizers see
+``parameter.grad``, a DTensor view of the flat gradient. Every rank has one, even a rank that owns no rows, so that
+loops over gradients behave the same on all ranks. Only these views keep the flat gradient alive: setting them to None
+frees it, as in plain torch.
 
-    before more is added    ``collect``   the flat gradient behind the parameters' ``.grad`` again; slices whose
+    before accumulating     ``collect``   returns the flat gradient behind the parameters' ``.grad``; slices whose
                                           ``.grad`` was set to None start from zero, foreign tensors are copied in
-    after                   ``install``   every parameter's ``.grad`` is a view of the flat gradient
-    at the end of backward  ``settle``    parameters that no rank used have no gradient: ``.grad`` is None again
+    after accumulating      ``install``   makes every parameter's ``.grad`` a view of the flat gradient
+    at the end of backward  ``settle``    sets ``.grad`` back to None for parameters that no rank used
 
 Variations
-    * gradients are summed in another dtype than the parameters have (``main_grads_dtype``): ``.grad`` shows the sum in
-      the parameter's dtype; the sum itself hangs on it.
+    * Gradients are accumulated in another dtype than the parameters' (``main_grads_dtype``): ``.grad`` shows the sum in
+      the parameter's dtype, and the sum itself is attached to it.
     * ``use_decoupled_grad``: the sum is the parameter's ``.decoupled_grad``, in its own dtype, and ``.grad`` is None.
-    * the gradient waits for its reduction (:mod:`mfsdp_compile.runtime.pending`): ``.grad`` is an
+    * The reduction of the gradient is deferred (:mod:`mfsdp_compile.runtime.pending`): ``.grad`` is an
       :class:`~mfsdp_compile.runtime.tensor.UnreducedGradient`.
 """
 
@@ -56,15 +57,15 @@ __all__ = [
 
 @dataclass(eq=False)
 class Backward:
-    """A backward through compiled code, and what it computes of one bucket.
+    """One bucket's share of a backward through compiled code.
 
     Args:
-        bucket: not kept alive: autograd holds this where Python's garbage collector does not look.
-        name: of the bucket.
+        bucket: Weak reference to the bucket. Autograd holds this object where Python's garbage collector does not look.
+        name: Name of the bucket.
 
     Attributes:
-        leaves: the autograd nodes of the bucket's parameters, None for those that are frozen.
-        used: parameters, by index, that have a gradient in it; known when its graph begins.
+        leaves: The autograd nodes of the bucket's parameters, None for frozen ones.
+        used: Indices of parameters that get a gradient in this backward; known when its graph begins.
     """
 
     bucket: weakref.ref[Bucket]
@@ -78,8 +79,11 @@ class Backward:
 
 
 def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
-    """The bucket's shard, ``[shard_numel]``, as a function of its parameters: what compiled code takes. Its gradient, which
-    is reduced already, becomes theirs in ``backward``."""
+    """Return the bucket's shard, ``[shard_numel]``, as a differentiable function of its parameters.
+
+    This is the input of compiled code. The gradient of the shard, already reduced, becomes the parameters' gradient in
+    ``backward``.
+    """
     shard: Tensor = _Shard.apply(bucket, backward, *bucket.params)
     if shard.grad_fn is not None:
         backward.leaves = [node for node, _ in shard.grad_fn.next_functions]
@@ -87,7 +91,7 @@ def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
 
 
 class _Shard(torch.autograd.Function):
-    """From a bucket's parameters, which autograd knows as leaves, to their flat shard."""
+    """Maps a bucket's parameters, which are autograd leaves, to their flat shard."""
 
     @staticmethod
     @compat.python_only
@@ -109,8 +113,8 @@ class _Shard(torch.autograd.Function):
         tell_counting_hooks(bucket, asked.added - used)
         if asked.returned:
             return None, None, *asked.select(bucket, gradient, used)
-        if not bucket.gradient_waits:  # if it does, this is zeros
-            if bucket.pending is None and (unasked := used & asked.left_out):  # Pending leaves them out itself
+        if not bucket.gradient_waits:  # a deferred gradient is zeros here
+            if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
                 gradient = gradient.clone()
                 views = bucket.views(gradient)
                 for index in unasked:
@@ -122,14 +126,14 @@ class _Shard(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Asked:
-    """What the backward that is running wants of a bucket's parameters.
+    """The gradients that the running backward wants for a bucket's parameters.
 
     Args:
-        added: parameters, by index, whose gradients are added to ``.grad``: all that are trainable, or those that
+        added: Indices of parameters whose gradients are added to ``.grad``: all trainable ones, or those that
             ``backward(inputs=...)`` names.
-        returned: those whose gradients ``torch.autograd.grad`` returns.
-        left_out: those that are trainable, and neither.
-        count: of the bucket's parameters.
+        returned: Indices of parameters whose gradients ``torch.autograd.grad`` returns.
+        left_out: Indices of trainable parameters that are in neither set.
+        count: Number of the bucket's parameters.
     """
 
     added: frozenset[int]
@@ -139,7 +143,11 @@ class Asked:
 
     @staticmethod
     def of(leaves: Sequence[Any]) -> Asked:
-        """Args: leaves: the autograd nodes of parameters, None for frozen ones."""
+        """Find out what the running backward wants.
+
+        Args:
+            leaves: The autograd nodes of the parameters, None for frozen ones.
+        """
         found: dict[compat.Wanted, set[int]] = {wanted: set() for wanted in compat.Wanted}
         for index, leaf in enumerate(leaves):
             if leaf is not None:
@@ -154,7 +162,7 @@ class Asked:
         return (None,) * self.count
 
     def select(self, bucket: Bucket, gradient: Tensor, used: Collection[int]) -> list[Tensor | None]:
-        """For ``torch.autograd.grad``: of a reduced gradient, ``[shard_numel]``, what it returns, as DTensors."""
+        """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
         gradient = _run_tensor_hooks(bucket, gradient, self.returned & set(used))
         views = bucket.local_views(gradient, backing=(gradient,))
         return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
@@ -168,8 +176,11 @@ def refuse_double_backward() -> NoReturn:
 
 
 def note_use(bucket: Bucket, used: Collection[int]) -> None:
-    """A backward has begun to compute gradients of ``used``, by index: before they are accumulated. The others' slices are
-    zeros, and whether these parameters get a gradient depends on what other ranks used; see :func:`settle`."""
+    """Record that a backward computes gradients of the parameters ``used``, by index, before they are accumulated.
+
+    The gradients of the other parameters are zeros. Whether these parameters get a gradient depends on what other ranks
+    used; see :func:`settle`.
+    """
     for index, attached in enumerate(bucket.gradients):
         if index in used:
             bucket.provisional.discard(index)
@@ -179,25 +190,25 @@ def note_use(bucket: Bucket, used: Collection[int]) -> None:
 
 
 def levels_of_use(bucket: Bucket) -> list[int]:
-    """For each parameter 2: used since gradients were last settled; 1: it has a gradient from before; 0: neither."""
+    """Return for each parameter 2 if used since gradients were last settled, 1 if it has an older gradient, else 0."""
     known = used_so_far(bucket)
     return [2 if index in bucket.used_now else int(index in known) for index in range(len(bucket.params))]
 
 
 def used_so_far(bucket: Bucket) -> set[int]:
-    """Indices of all parameters but those whose shown gradient is a placeholder of zeros."""
+    """Return indices of all parameters except those whose visible gradient is a placeholder of zeros."""
     for index, attached in enumerate(bucket.gradients):
         if index in bucket.provisional and attached is not None and not is_provisional(attached):
-            bucket.provisional.discard(index)  # autograd has added something else: a penalty on the parameter at rest
+            bucket.provisional.discard(index)  # autograd has added another gradient, such as a penalty on the parameter
     return set(range(len(bucket.params))) - bucket.provisional
 
 
 @torch.no_grad()
 def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
-    """Add a reduced gradient, ``[shard_numel]`` in the main dtype, which may be kept.
+    """Add a reduced gradient, ``[shard_numel]`` in the main dtype. The tensor itself may be kept as the sum.
 
     Args:
-        used: parameters, by index, that this rank has used: their hooks run.
+        used: Indices of parameters that this rank has used. Their hooks run.
     """
     gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = collect(bucket)
@@ -206,11 +217,12 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
 
 @torch.no_grad()
 def settle(bucket: Bucket, levels: Sequence[int]) -> None:
-    """Parameters that no rank has used have no gradient, as without sharding: an optimizer leaves them alone. Those that other
-    ranks have used run their hooks here too.
+    """Set the gradients of parameters that no rank has used to None, as without sharding, so that optimizers skip them.
+
+    Parameters that only other ranks have used run their hooks here.
 
     Args:
-        levels: of all ranks, the largest of :func:`levels_of_use`.
+        levels: For each parameter, the maximum of :func:`levels_of_use` over all ranks.
     """
     known = used_so_far(bucket)
     for index, (param, level) in enumerate(zip(bucket.params, levels, strict=True)):
@@ -226,12 +238,12 @@ def settle(bucket: Bucket, levels: Sequence[int]) -> None:
 
 
 def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
-    """Forget gradients.
+    """Drop gradients.
 
     Args:
-        kept: ``id`` of parameters that keep theirs. What the others wait with is dropped before more is added, or reduced,
-            parameter by parameter; the sum stays, so that ranks that differ in this still start the same reductions. None:
-            forget all.
+        kept: ``id`` of the parameters that keep their gradients. Deferred gradients of the other parameters are dropped
+            parameter by parameter, before more is added or reduced. The deferred sum itself stays, so that ranks that
+            keep different parameters still start the same reductions. None: drop all gradients.
     """
     if bucket.pending is not None and kept is None:
         bucket.pending.total = None
@@ -245,12 +257,12 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
 
 @dataclass(frozen=True)
 class Aside:
-    """Gradients of one bucket that were taken off its parameters.
+    """Gradients of one bucket that were detached from its parameters.
 
     Args:
-        bucket: theirs.
-        total: the flat gradient, ``[shard_numel]``.
-        without: parameters, by index, that had none.
+        bucket: Their bucket.
+        total: The flat gradient, ``[shard_numel]``.
+        without: Indices of parameters that had no gradient.
     """
 
     bucket: Bucket
@@ -260,7 +272,7 @@ class Aside:
 
 @torch.no_grad()
 def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
-    """Take the gradients off the parameters, which then have none, for :func:`add_back`. None waits to be reduced."""
+    """Detach the gradients from the parameters, for :func:`add_back`. No gradient may be waiting for its reduction."""
     aside = [
         Aside(bucket, total, _without_gradient(bucket)) for bucket in buckets if (total := collect(bucket)) is not None
     ]
@@ -271,7 +283,7 @@ def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
 
 @torch.no_grad()
 def add_back(aside: Iterable[Aside]) -> None:
-    """Add what was put aside to the gradients of today. Parameters that have none in both still have none."""
+    """Add gradients that were put aside to the current ones. A parameter with neither gradient still has None."""
     for each in aside:
         bucket, total = each.bucket, collect(each.bucket)
         without = each.without & _without_gradient(bucket)
@@ -287,7 +299,7 @@ def _without_gradient(bucket: Bucket) -> frozenset[int]:
 
 @torch.no_grad()
 def collect(bucket: Bucket) -> Tensor | None:
-    """The flat gradient that the parameters' ``.grad`` are views of, or one made from them; None if all are None."""
+    """Return the flat gradient that the parameters' ``.grad`` view, or build one from them; None if all are None."""
     gradients = _attached(bucket)
     if all(gradient is None for gradient in gradients):
         return None
@@ -295,7 +307,7 @@ def collect(bucket: Bucket) -> Tensor | None:
     if total is not None:
         dropped = [i for i, gradient in enumerate(gradients) if gradient is None and i not in bucket.clean]
         if dropped:
-            total = total.clone()  # somebody may keep a gradient that was taken off its parameter
+            total = total.clone()  # the user may still hold a gradient that was taken off its parameter
             views = bucket.views(total)
             for index in dropped:
                 views[index].zero_()
@@ -309,7 +321,7 @@ def collect(bucket: Bucket) -> Tensor | None:
         if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
             gradient = RowShardedTensor.wrap(take_rows(gradient, split, bucket.topology.shard), split, bucket.topology)
         if isinstance(gradient, RowShardedTensor) and gradient.shape == split.shape:
-            # Of a penalty on this parameter and another one, whose rows lie elsewhere.
+            # A penalty on this parameter and another one, whose rows are on other ranks, leaves such a gradient.
             gradient = like_rows(gradient, param)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
@@ -322,8 +334,10 @@ def collect(bucket: Bucket) -> Tensor | None:
 
 @torch.no_grad()
 def flat_gradient(bucket: Bucket) -> Tensor | None:
-    """What the ``.grad`` of all parameters are views of, ``[shard_numel]``; a copy if somebody has replaced one, None if
-    one is missing."""
+    """Return the tensor that the ``.grad`` of all parameters view, ``[shard_numel]``; None if a ``.grad`` is missing.
+
+    If a ``.grad`` was replaced, the result is a copy.
+    """
     attached = _attached(bucket)
     if any(gradient is None for gradient in attached):
         return None
@@ -336,7 +350,7 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
 
 
 def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
-    """Show the flat gradient as the gradients of the bucket's parameters; frozen ones that have none get none."""
+    """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
     shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
     used_so_far(bucket)
     attached = bucket.gradients
@@ -358,7 +372,7 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
 
 
 def _attached(bucket: Bucket) -> list[Tensor | None]:
-    """What is attached and has values."""
+    """Attached gradients that have values; None for the others."""
     return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in bucket.gradients]
 
 
@@ -371,17 +385,17 @@ def _shows_cast(bucket: Bucket) -> bool:
 
 
 def _shared_total(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum that all gradients show, if they still do."""
+    """The sum that all gradients show, or None if one of them was replaced or changed."""
     flat = _shared_flat(bucket, gradients)
     if flat is None or not _shows_cast(bucket):
         return flat
-    # The sum in its own dtype, unless somebody changed what is shown of it.
+    # Return the sum in its own dtype, unless the cast copy that users see was modified.
     total, version = next(vars(gradient)["mfsdp_total"] for gradient in gradients if gradient is not None)
     return total if flat._version == version else None
 
 
 def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The flat tensor that all gradients are the right views of, if there is one."""
+    """The flat tensor of which all gradients are the right views, or None."""
     dtype = bucket.plan.main_dtype if _shows_cast(bucket) else bucket.plan.grad_dtype
     present = next(gradient for gradient in gradients if gradient is not None)
     if not isinstance(present, RowShardedTensor) or len(present.backing) != 1:
@@ -394,7 +408,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
             continue
         if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
             return None
-        if gradient.split != split:  # another parameter's: so on every rank, while views without rows are all alike
+        if gradient.split != split:  # another parameter's: compare splits, because views without rows look alike
             return None
         local = gradient._local_tensor
         if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):
@@ -403,7 +417,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
 
 
 def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> Tensor:
-    """``parameter.register_hook`` hooks, on what this backward adds to parameters that it uses."""
+    """Run ``parameter.register_hook`` hooks on what this backward adds to the parameters that it uses."""
     hooked = [index for index in used if bucket.params[index].tensor_hooks]
     if not hooked:
         return gradient
@@ -418,8 +432,11 @@ def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -
 
 
 def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
-    """``register_multi_grad_hook`` waits for a call of each tensor that the backward reaches, and it reaches all parameters of
-    a bucket. Those without a gradient have None, as it gives to its own hook."""
+    """Call the hooks of ``register_multi_grad_hook`` with None for parameters without a gradient.
+
+    Such a hook waits for one call per tensor that the backward reaches, and a backward reaches all parameters of a
+    bucket.
+    """
     for index in sorted(unused):
         for hook in list(bucket.params[index].tensor_hooks.values()):
             if compat.counts_tensors(hook):
@@ -427,7 +444,7 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
 
 
 def _run_accumulate_hooks(param: RowShardedTensor) -> None:
-    """``parameter.register_post_accumulate_grad_hook`` hooks."""
+    """Run ``parameter.register_post_accumulate_grad_hook`` hooks."""
     for hook in list(param.accumulate_hooks.values()):
         hook(param)
 

@@ -1,11 +1,11 @@
-"""Checks that stay on: what would make training silently wrong is looked for where it costs next to nothing.
+"""Checks that are always on: they look for silent training errors where this costs almost nothing.
 
 Before every optimizer step, without communication: whether the backward reduced gradients of every trainable element.
-Before the first one, with one exchange of a few hundred bytes per rank: whether flat gradients are what parameters show,
-whether gradients are finite, whether ranks reduced the same, and whether buffers are equal on all ranks. Saving a
-checkpoint looks at buffers again, because one rank's are saved.
+Before the first step, with one exchange of a few hundred bytes per rank: whether parameters show their bucket's flat
+gradient, whether gradients are finite, whether ranks reduced the same buckets, and whether buffers are equal on all
+ranks. Saving a checkpoint compares buffers again, because only one rank's are saved.
 
-``MFSDP_GUARDS=0`` turns them off.
+``MFSDP_GUARDS=0`` turns the checks off.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .tensor import UnreducedGradient
 __all__ = ["NORM_TOLERANCE", "check_first_step", "compare_buffers", "enabled", "missing"]
 
 NORM_TOLERANCE = 1e-3
-"""Between two sums of the same squares in float32, in different orders: n * 2**-24 relative is the worst case, some 1e-6 what
-is seen. Elements that are in no parameter, or in two, make far more of a difference."""
+"""Relative tolerance between two sums of the same squares in float32, in different orders. The worst case is n *
+2**-24; about 1e-6 is observed. Elements that are in no parameter, or in two, make a far larger difference."""
 
 _SHOWN = 4
 
@@ -38,7 +38,7 @@ def enabled() -> bool:
 
 
 def missing(buckets: Sequence[Bucket], reduced: Iterable[Bucket]) -> str | None:
-    """What of the trainable elements has not been reduced, in words; None: nothing."""
+    """Describe which trainable elements have been reduced and which have not; None if all have been."""
     known = set(reduced)
     trainable = [bucket for bucket in buckets if bucket.plan.requires_grad]
     absent = [bucket for bucket in trainable if bucket not in known]
@@ -52,17 +52,17 @@ def missing(buckets: Sequence[Bucket], reduced: Iterable[Bucket]) -> str | None:
 def check_first_step(
     buffers: Mapping[str, Tensor], buckets: Sequence[Bucket], reduced: Iterable[Bucket], group: dist.ProcessGroup
 ) -> None:
-    """Collective: every rank calls it before its first optimizer step.
+    """Check gradients and buffers. A collective that every rank calls before its first optimizer step.
 
     Args:
-        buffers: that should be equal on all ranks.
+        buffers: Buffers that should be equal on all ranks.
 
     Raises:
-        RuntimeError: on every rank, if on any the gradients that parameters show are not those of their buckets, or ranks
-            have reduced gradients of different buckets.
+        RuntimeError: On every rank, if on any rank the gradients that parameters show are not those of their buckets,
+            or ranks have reduced gradients of different buckets.
 
     Warns:
-        Gradients that are not finite; buffers that differ between ranks.
+        RuntimeWarning: Gradients are not finite, or buffers differ between ranks.
     """
     trainable = [bucket for bucket in buckets if bucket.plan.requires_grad]
     known = set(reduced)
@@ -100,13 +100,13 @@ def check_first_step(
 
 
 def compare_buffers(buffers: Mapping[str, Tensor], group: dist.ProcessGroup, when: str) -> None:
-    """Warn if buffers differ between ranks. Collective."""
+    """Warn if buffers differ between ranks. A collective."""
     if enabled() and buffers:
         _warn_of_buffers(everyones(_digests(buffers), group, "buffers"), dist.get_process_group_ranks(group), when)
 
 
 def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
-    """What is wrong between buckets and parameters, and names of parameters whose gradients are not finite; of this rank."""
+    """Return what is inconsistent between buckets and parameters, and names of non-finite gradients."""
     torn, not_finite = "", []
     for bucket in buckets:
         attached = bucket.gradients
@@ -115,7 +115,7 @@ def _look_at_gradients(buckets: Sequence[Bucket]) -> tuple[str, list[str]]:
         flat = gradients.flat_gradient(bucket)
         assert flat is not None
         locals_ = [gradient.to_local() for gradient in attached]  # type: ignore[union-attr]
-        # Summed in float32 at least: half precision knows three digits of a norm.
+        # Sum in float32 at least: half precision gives only three digits of a norm.
         summed_in = torch.float32 if flat.dtype.itemsize < 4 else flat.dtype
         all_norms = torch._foreach_norm([*locals_, flat], 2.0, summed_in)
         *norms, of_bucket = torch.stack(all_norms).tolist()

@@ -1,13 +1,14 @@
-"""What this rank has done last, for the day when a job stands still.
+"""Recent activity of this rank, for diagnosing hangs.
 
-Every rank keeps the last few hundred things it did: forwards, backwards, collectives that the eager path starts, compiled
-graphs with their schedules. Noting one costs about a microsecond and no communication. How far a compiled graph has come is
-not noted but computed when somebody asks: process groups count their collectives, so that the count now, less the count when
-the graph began, says which line of its schedule was the last to start.
+Every rank records the last few hundred things it did: forwards, backwards, collectives that the eager path starts,
+compiled graphs with their schedules. Recording an entry costs about a microsecond and no communication. The progress of
+a compiled graph is not recorded but computed on demand. Process groups count their collectives, so the current count,
+minus the count when the graph began, tells which line of its schedule was the last to start.
 
-Written to ``$MFSDP_DEBUG_DIR/hang/rank-N.json``, if that is set: when a forward, a backward or the program fails; when
-nothing has happened for most of the process group's time-out, by a thread, because what waits in a collective cannot; and
-on SIGUSR1. ``mfsdp hang DIR`` (:mod:`mfsdp_compile.hang`) puts the ranks' files together.
+If ``$MFSDP_DEBUG_DIR`` is set, the journal is written to ``$MFSDP_DEBUG_DIR/hang/rank-N.json``: when a forward, a
+backward or the program fails; when nothing has happened for most of the process group's timeout (by a thread, because a
+rank that waits in a collective cannot do it); and on SIGUSR1. ``mfsdp hang DIR`` (:mod:`mfsdp_compile.hang`) combines
+the files of all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = ["Entry", "Journal", "directory", "journal", "program_line"]
 
 LENGTH = 512
 PATIENCE = 0.6
-"""Of a time-out: after that long without anything new, a rank writes what it knows."""
+"""Fraction of the process group's timeout after which a rank without new entries writes its journal."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Entry:
     """Something that a rank did.
 
     Args:
-        at: seconds since 1970.
-        step: optimizer steps before it.
-        model: its name.
-        what: it was.
-        launches: collectives that it starts, in order, with the names of their process groups; made when asked for.
-        counts: of collectives started before it, by process group.
+        at: Time in seconds since 1970.
+        step: Number of optimizer steps before it.
+        model: Name of the model.
+        what: Description.
+        launches: Returns the collectives that it starts, in order, with the names of their process groups.
+        counts: Number of collectives started before it, by process group.
     """
 
     at: float
@@ -63,11 +64,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class _Group:
-    """Of a process group; itself it is the program's to destroy.
+    """Facts about a process group. The group itself belongs to the program, which may destroy it.
 
     Args:
-        ranks: of its members.
-        timeout: in seconds.
+        ranks: Ranks of its members.
+        timeout: Timeout in seconds.
     """
 
     ranks: tuple[int, ...]
@@ -75,7 +76,7 @@ class _Group:
 
 
 class Journal:
-    """Of this process."""
+    """The journal of this process."""
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=LENGTH)
@@ -93,10 +94,10 @@ class Journal:
         groups: Sequence[str],
         launches: Callable[[], Sequence[tuple[str, str]]] = tuple,
     ) -> None:
-        """Remember something, before it is done.
+        """Add an entry for something that is about to be done.
 
         Args:
-            groups: names of the model's process groups.
+            groups: Names of the model's process groups.
         """
         counts = {}
         for name in groups:
@@ -109,7 +110,7 @@ class Journal:
         self._entries.append(Entry(time.time(), step, model, what, launches, counts))
 
     def doing(self) -> str | None:
-        """The last thing that was noted, and the last collective that it has started."""
+        """Describe the last entry and the last collective that it has started."""
         last = self._entries[-1] if self._entries else None
         if last is None:
             return None
@@ -121,19 +122,21 @@ class Journal:
     # -- writing it down ----------------------------------------------------------------------------------------------
 
     def write(self, why: str, trace: TracebackType | None = None) -> Path | None:
-        """Add what this rank is doing to its file. None: no folder is set, or it cannot be written to; the failure at hand
-        matters more.
+        """Append the current state of this rank to its file.
 
         Args:
-            why: it is written.
-            trace: of an exception that has left the program's own code already.
+            why: Reason for writing.
+            trace: Traceback of an exception that has already left the program's own code.
+
+        Returns:
+            Path of the file. None if no folder is set, or the file cannot be written: the current failure matters more.
         """
         folder = directory()
         if folder is None or not dist.is_initialized():
             return None
         path = folder / f"rank-{dist.get_rank()}.json"
         with self._lock, contextlib.suppress(OSError):
-            # What a rank does when others have given up says nothing: the first states of an incident count.
+            # The first states of an incident count. What a rank does after others have given up says nothing.
             now = time.time()
             self._states = [state for state in self._states if now - state["at"] < max(60.0, 2 * self._timeout())][:7]
             self._states.append(self.state(why, trace))
@@ -145,7 +148,7 @@ class Journal:
         return None
 
     def state(self, why: str, trace: TracebackType | None = None) -> dict[str, Any]:
-        """As plain data; see :mod:`mfsdp_compile.hang` for what it means."""
+        """Return the state of this rank as plain data; see :mod:`mfsdp_compile.hang` for the format."""
         now = {name: count for name in self._groups if (count := _started(name)) is not None}
         entries = list(self._entries)
         return {
@@ -168,7 +171,7 @@ class Journal:
     # -- when ---------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have it written when it is needed. Once per process, and only if there is where to."""
+        """Arrange for the journal to be written when it is needed. Once per process, and only if a folder is set."""
         if self._thread is not None or directory() is None:
             return
         self._thread = threading.Thread(target=self._look_now_and_then, name="mfsdp-journal", daemon=True)
@@ -178,15 +181,17 @@ class Journal:
             self._on_signals()
 
     def _on_signals(self) -> None:
-        """SIGUSR1; and SIGTERM, by which launchers end the other ranks when one has died. Where the program has handlers of
-        its own, these stay."""
+        """Write the journal on SIGUSR1, and on SIGTERM, with which launchers end the other ranks when one has died.
+
+        The program's own signal handlers are kept.
+        """
         ours = {number for number in (signal.SIGUSR1, signal.SIGTERM) if signal.getsignal(number) is signal.SIG_DFL}
-        # Python runs handlers between two of its own instructions, which a rank that waits in C++ never comes to. Their
-        # numbers it writes to a file at once.
+        # Python runs signal handlers between two of its own instructions, which a rank that waits in C++ never reaches.
+        # But it writes signal numbers to the wakeup file descriptor at once.
         reading, writing = socket.socketpair()
         writing.setblocking(False)
         before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # somebody's event loop
+        if before != -1:  # an event loop uses it
             signal.set_wakeup_fd(before)
             return
         self._kept = writing
@@ -218,7 +223,7 @@ class Journal:
 
 
 def _started(name: str) -> int | None:
-    """Collectives of a process group; None if it was destroyed."""
+    """Return the number of collectives that a process group has started; None if it was destroyed."""
     try:
         return compat.collectives_started(compat.process_group(name))
     except (RuntimeError, ValueError, KeyError):
@@ -226,13 +231,13 @@ def _started(name: str) -> int | None:
 
 
 def directory() -> Path | None:
-    """Where ranks write their files."""
+    """Return the folder that ranks write their files to."""
     folder = os.environ.get("MFSDP_DEBUG_DIR")
     return Path(folder) / "hang" if folder else None
 
 
 def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
-    """With the collectives that it has started and those that it has not: ``after`` are the counts at its end."""
+    """Return an entry with its collectives, marked as started or not; ``after`` are the counts at its end."""
     count = dict(entry.counts)
     launches = []
     for what, group in entry.launches():
@@ -246,7 +251,7 @@ def _written(entry: Entry, after: dict[str, int]) -> dict[str, Any]:
 _RUNTIME, _PACKAGE = Path(__file__).parent, Path(str(sys.modules[__name__.partition(".")[0]].__file__)).parent
 _FOLDERS = (_PACKAGE, _RUNTIME, _RUNTIME.parent / "passes", Path(compat.TORCH_FOLDER))
 _OWN = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<")
-"""Where frames lie that are not the program's. A checkout has passes and runtime beside the package."""
+"""Paths of frames that are not the program's own. A source checkout has passes and runtime next to the package."""
 
 
 def _main_stack() -> traceback.StackSummary:
@@ -254,18 +259,18 @@ def _main_stack() -> traceback.StackSummary:
 
 
 def program_line(frame: FrameType | None) -> str | None:
-    """The innermost line of the program itself, from a frame outwards."""
+    """Return the innermost line of the program itself, searching outward from a frame."""
     return _place(traceback.extract_stack(frame)) if frame is not None else None
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:
-    """The innermost line of the program itself."""
+    """Return the innermost line of the program itself."""
     own = [f for f in stack if not f.filename.startswith(_OWN) and not compat.is_generated(f.filename)]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else None
 
 
 def _stacks() -> dict[str, list[str]]:
-    """Of all threads, innermost call last."""
+    """Return the stacks of all threads, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         names.get(ident, str(ident)): [str(frame) for frame in traceback.format_stack(frame)]
@@ -285,4 +290,4 @@ def _on_uncaught_exceptions(write: Callable[..., Any]) -> None:
 
 
 journal = Journal()
-"""Of this process."""
+"""The journal of this process."""

@@ -1,7 +1,7 @@
-"""How the parameters of one unit lie in one flat bucket, and which rows of them each rank owns.
+"""Layout of a unit's parameters in one flat bucket, and the rows of each parameter that every rank owns.
 
-Plain data: no torch, no process group. Everything here is a closed form of (rank, world size), so that a plan for
-65,536 ranks costs what a plan for 8 does, and every rank computes the same layout without talking to another.
+Plain data: no torch, no process group. Everything here is a closed form of (rank, world size). A plan for 65,536 ranks
+costs the same as a plan for 8, and every rank computes the same layout without communication.
 
 Words
     bucket      one flat tensor of ``world_size * shard_numel`` elements
@@ -9,12 +9,12 @@ Words
     row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row
     shard       a rank's slice ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the bucket
 
-Promises, checked when a layout is made
+Invariants, checked when a layout is constructed
     * every parameter is contiguous in its bucket and starts on a multiple of ``ALIGNMENT_BYTES``,
       so that compute reads it in place, at full vector width;
     * a shard boundary never cuts a row, so that every rank's part of a parameter is an ordinary tensor;
-    * padding is at most ``LayoutPolicy.limit`` (parameters whose rows do not fit together get separate buckets,
-      where Megatron-FSDP pads to the least common multiple of their rows: 1,032,192 elements per rank for DeepSeek-V3).
+    * padding is at most ``LayoutPolicy.limit``. Parameters whose rows do not fit together get separate buckets
+      (Megatron-FSDP pads to the least common multiple of their rows: 1,032,192 elements per rank for DeepSeek-V3).
 
 A worked example: a ``Linear(8, 6)`` in float32 on two ranks, with the alignment lowered to 16 bytes (4 elements) ::
 
@@ -26,7 +26,7 @@ A worked example: a ``Linear(8, 6)`` in float32 on two ranks, with the alignment
     [('weight', 0), ('bias', 48)]
     >>> layout.rows(0, rank=0), layout.rows(0, rank=1)          # 32 elements are 4 whole rows of 8
     (range(0, 4), range(4, 6))
-    >>> layout.rows(1, rank=0), layout.rows(1, rank=1)          # the bias lies in rank 1's half
+    >>> layout.rows(1, rank=0), layout.rows(1, rank=1)          # the bias lies in rank 1's shard
     (range(0, 0), range(0, 6))
 
 27 elements per rank would hold the 54 elements without padding, but would cut the fourth row of the weight.
@@ -42,27 +42,27 @@ from dataclasses import dataclass, field, replace
 __all__ = ["ALIGNMENT_BYTES", "BucketLayout", "LayoutPolicy", "ParamSpec", "Slot", "in_parts", "plan_layouts"]
 
 ALIGNMENT_BYTES = 256
-"""Start of a parameter inside its bucket. 256 bytes is what the CUDA allocator gives a tensor of its own: kernels that
-look at pointers (cuBLAS wants 16 bytes, TMA 128) cannot tell a bucketed parameter from an ordinary one."""
+"""Alignment of a parameter inside its bucket, in bytes. The CUDA allocator aligns separate tensors to 256 bytes, so
+kernels that check pointers (cuBLAS wants 16 bytes, TMA 128) cannot tell a bucketed parameter from an ordinary one."""
 
 
 @dataclass(frozen=True)
 class LayoutPolicy:
-    """The numbers that steer bucket layouts.
+    """The numbers that control bucket layouts.
 
     Args:
-        alignment_bytes: parameters start at multiples of this many bytes in their bucket. A power of two.
-        max_padding: padding should stay below this fraction of a bucket's contents, or below one row (at least 16
-            bytes) per rank, whichever is more.
-        free_padding_bytes: parameters that cannot meet this goal together are split into several buckets, unless the
-            padding is below this. The default, 1 MiB, is what a 50 GB/s link moves in the 20 us that launching
-            another collective costs: below it, a second bucket is dearer than the padding it saves.
-        block_numel: parameters and shards start at multiples of this many elements, so that no block of an optimizer
-            that quantises its state in blocks is parted. A power of two.
-        bucket_bytes: a unit that is larger than this, gathered, is parted into several buckets, in the order in which its
-            modules were made. None: a unit is one bucket, as far as padding allows.
-        unit_bytes: units that are smaller than this, gathered, are joined with their neighbours until they are as large; see
-            :func:`.units.join`. None: each is a unit by itself.
+        alignment_bytes: Parameters start at multiples of this many bytes in their bucket. A power of two.
+        max_padding: Goal for the padding of a bucket, as a fraction of its contents. One row (at least 16 bytes) per
+            rank is always allowed.
+        free_padding_bytes: Parameters that miss this goal together are split into several buckets, unless the padding
+            is below this many bytes. The default, 1 MiB, is what a 50 GB/s link moves in the 20 us that launching
+            another collective costs. Below it, a second bucket costs more than the padding it saves.
+        block_numel: Parameters and shards start at multiples of this many elements, so that shard boundaries never cut
+            a block of an optimizer that quantizes its state in blocks. A power of two.
+        bucket_bytes: A unit whose gathered size exceeds this is split into several buckets, in the order in which its
+            modules were constructed. None: a unit is one bucket, as far as padding allows.
+        unit_bytes: Units whose gathered size is below this are joined with their neighbors until they reach it; see
+            :func:`.units.join`. None: units are not joined.
     """
 
     alignment_bytes: int = ALIGNMENT_BYTES
@@ -85,15 +85,15 @@ class LayoutPolicy:
             raise ValueError(f"a padding bound cannot be negative: {self}")
 
     def indivisible(self, row_numel: int) -> int:
-        """The fewest elements that are whole rows and whole blocks."""
+        """Fewest elements that are both whole rows and whole blocks."""
         return math.lcm(max(row_numel, 1), self.block_numel)
 
     def goal(self, content_bytes: int, row_bytes: int, world_size: int) -> int:
-        """Bytes of padding that a bucket should have at most; ``row_bytes`` is the largest of what is indivisible."""
+        """Goal for a bucket's padding, in bytes; ``row_bytes`` is the size of the largest indivisible run."""
         return max(int(self.max_padding * content_bytes), world_size * max(row_bytes, _MIN_SHARD_ALIGNMENT_BYTES))
 
     def limit(self, content_bytes: int, row_bytes: int, world_size: int) -> int:
-        """Bytes of padding above which a bucket is split."""
+        """Padding above which a bucket is split, in bytes."""
         return max(self.goal(content_bytes, row_bytes, world_size), self.free_padding_bytes)
 
 
@@ -102,12 +102,12 @@ _MIN_SHARD_ALIGNMENT_BYTES = 16  # below this, collectives fall off a cliff (NCC
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter that wants a place.
+    """A parameter to be placed in a bucket.
 
     Args:
-        name: unique in its unit.
-        shape: global.
-        whole: one rank should own all of it, if the padding bound allows: an optimizer (Muon) works on whole matrices.
+        name: Name, unique in its unit.
+        shape: Global shape.
+        whole: Whether one rank should own the whole parameter, if the padding bound allows. Muon needs whole matrices.
     """
 
     name: str
@@ -124,12 +124,12 @@ class ParamSpec:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row; 0 where a dimension other than the first is 0."""
+        """Elements of one row; 0 if any dimension other than the first is 0."""
         return math.prod(self.shape[1:])
 
     @property
     def atom_numel(self) -> int:
-        """Elements that no shard boundary may part."""
+        """Elements of the largest run that no shard boundary may cut."""
         return self.numel if self.whole else self.row_numel
 
 
@@ -146,18 +146,18 @@ class Slot(ParamSpec):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where each parameter of a bucket lies, and how the bucket is cut into equal shards.
+    """The place of each parameter in a bucket, and the division of the bucket into equal shards.
 
     Args:
-        itemsize: bytes per element of the compute dtype. Offsets are in elements, so the same layout serves the
-            shards in the main dtype.
-        world_size: ranks that the bucket is sharded over.
-        shard_numel: elements of one rank's shard.
-        slots: one per parameter, in order of their offsets.
-        alignment_bytes: every slot starts at a multiple of this.
+        itemsize: Bytes per element of the compute dtype. Offsets are in elements, so the same layout serves the shards
+            in the main dtype.
+        world_size: Number of ranks that the bucket is sharded over.
+        shard_numel: Elements of one rank's shard.
+        slots: One slot per parameter, sorted by offset.
+        alignment_bytes: Every slot starts at a multiple of this many bytes.
 
     Raises:
-        ValueError: the slots overlap, are not aligned, leave the bucket, or a shard boundary cuts a row.
+        ValueError: The slots overlap, are misaligned or extend beyond the bucket, or a shard boundary cuts a row.
     """
 
     itemsize: int
@@ -166,7 +166,7 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     alignment_bytes: int = ALIGNMENT_BYTES
     signature: str = field(init=False, compare=False, repr=False)
-    """A digest of everything but the names: buckets of equal signature can share compiled code."""
+    """A digest of everything but the names. Buckets with equal signatures can share compiled code."""
     fingerprint: str = field(init=False, compare=False, repr=False)
     """A digest of everything, for checkpoints and for agreement between ranks."""
 
@@ -197,9 +197,9 @@ class BucketLayout:
         return self.numel - sum(slot.numel for slot in self.slots)
 
     def rows(self, index: int, rank: int) -> range:
-        """The rows of parameter ``index`` that ``rank`` owns; an empty range where it owns none."""
+        """The rows of parameter ``index`` that ``rank`` owns; an empty range if it owns none."""
         slot = self.slots[index]
-        if not slot.row_numel:  # no elements: any owner will do, as long as there is one
+        if not slot.row_numel:  # no elements: rank 0 owns all rows, so that exactly one rank does
             return range(slot.num_rows if rank == 0 else 0)
         start, stop = (
             min(max(boundary * self.shard_numel - slot.offset, 0), slot.numel) // slot.row_numel
@@ -208,7 +208,7 @@ class BucketLayout:
         return range(start, stop)
 
     def shard_offset(self, index: int, rank: int) -> int:
-        """Where parameter ``index`` begins in the shard of ``rank``, in elements (0 where the rank has none of it)."""
+        """Offset of parameter ``index`` in the shard of ``rank``, in elements; 0 if the rank owns none of it."""
         if not self.slots[index].row_numel or not self.rows(index, rank):
             return 0
         return max(self.slots[index].offset - rank * self.shard_numel, 0)
@@ -233,11 +233,11 @@ class BucketLayout:
 
 
 def in_parts(params: Sequence[ParamSpec], itemsize: int, most: int | None) -> list[Sequence[ParamSpec]]:
-    """Parameters that follow on one another, in parts of at most ``most`` bytes; one that is larger is a part by itself.
+    """Split consecutive parameters into parts of at most ``most`` bytes; a larger parameter is a part of its own.
 
     Args:
-        itemsize: bytes per element.
-        most: None: all are one part.
+        itemsize: Bytes per element.
+        most: Size limit of a part, in bytes. None: all parameters form one part.
     """
     if most is None:
         return [params]
@@ -256,19 +256,19 @@ def in_parts(params: Sequence[ParamSpec], itemsize: int, most: int | None) -> li
 def plan_layouts(
     params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy | None = None
 ) -> tuple[BucketLayout, ...]:
-    """Lay parameters out in as few buckets as the padding bound allows; usually one.
+    """Lay out parameters in as few buckets as the padding bound allows; usually one.
 
-    What cannot be cut for longest comes first (it is the hardest to place), otherwise the order given is kept. A pure function of
-    its arguments: every rank, and every later run, finds the same layout.
+    Parameters with the largest atoms come first, because they are the hardest to place. Otherwise the given order is
+    kept. The result is a pure function of the arguments: every rank, and every later run, computes the same layout.
 
     Args:
-        params: parameters that share a dtype, ``requires_grad`` and a data-parallel group.
-        itemsize: bytes per element of the compute dtype.
-        world_size: number of ranks to shard over.
-        policy: padding bound and alignment.
+        params: Parameters that share a dtype, ``requires_grad`` and a data-parallel group.
+        itemsize: Bytes per element of the compute dtype.
+        world_size: Number of ranks to shard over.
+        policy: Padding bound and alignment.
 
     Returns:
-        Layouts that hold every parameter exactly once; ``()`` for no parameters.
+        Layouts that together hold every parameter exactly once; ``()`` for no parameters.
 
     Time: O(parameters x log padding), independent of ``world_size``.
     """
@@ -295,7 +295,7 @@ def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: L
 
 
 def _split(params: Sequence[ParamSpec]) -> tuple[Sequence[ParamSpec], Sequence[ParamSpec]]:
-    """Part the row length that holds the most elements, and vectors with it, from the rest; else halve."""
+    """Separate the row length that holds the most elements, together with all vectors, from the rest; else halve."""
     weight: dict[int, int] = {}
     for p in params:
         if p.row_numel > 1:
@@ -314,7 +314,7 @@ def _fit(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: La
     size = (content * itemsize, longest * itemsize, world_size)
     align = max(policy.alignment_bytes // itemsize, policy.block_numel)
     for limit in (policy.goal(*size), policy.limit(*size)):
-        # Shards start on the same alignment as parameters if the bound allows, else on less, down to one block.
+        # Shards get the same alignment as parameters if the bound allows, else a smaller one, down to one block.
         shard_align = align
         while shard_align >= policy.block_numel:
             found = _fit_shards(params, world_size, content, align, shard_align, limit // itemsize)
@@ -329,13 +329,13 @@ def _fit(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: La
 def _fit_shards(
     params: Sequence[ParamSpec], world_size: int, content: int, align: int, shard_align: int, limit: int
 ) -> tuple[int, list[int]] | None:
-    """The first shard length, among multiples of ``shard_align``, for which everything fits within the bound."""
+    """Find the first shard length, among multiples of ``shard_align``, for which everything fits within the bound."""
     target = -(-content // world_size)
     growth = 1
     while True:
         target = -(-target // shard_align) * shard_align
-        # A parameter longer than a shard can meet two boundaries or more: these are a shard apart, so that
-        # its rows must divide the shard.
+        # A parameter longer than a shard can cross two or more boundaries. These are one shard apart, so its rows
+        # must divide the shard.
         step = math.lcm(shard_align, *{p.atom_numel for p in params if p.numel > target and p.atom_numel})
         shard_numel = -(-target // step) * step
         if shard_numel * world_size - content > limit:
@@ -359,11 +359,11 @@ def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> lis
 
 
 def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> int | None:
-    """The first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none.
+    """Find the first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none.
 
-    Offsets with an atom's border on boundary ``b`` solve ``offset = b (mod atom)``; the Chinese remainder theorem joins
-    that with ``offset = 0 (mod align)``. Three shards are enough to look at: the one that ``start`` is in, and two
-    that begin afresh.
+    Offsets that put an atom's border on boundary ``b`` solve ``offset = b (mod atom)``. The Chinese remainder theorem
+    joins this with ``offset = 0 (mod align)``. Looking at three shards is enough: the one that contains ``start`` and
+    the two after it, which start empty.
     """
     offset = -(-start // align) * align
     if atom <= 1 or numel == 0:

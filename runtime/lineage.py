@@ -1,4 +1,7 @@
-"""Which run of a program a model belongs to, and which earlier runs it has taken up: what checkpoints are told apart by."""
+"""The run that a model belongs to, and the earlier runs that it continues.
+
+Checkpoints of different runs are told apart by this.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ __all__ = ["Lineage"]
 
 @dataclass
 class Lineage:
-    """Of one sharded model.
+    """The lineage of one sharded model.
 
     Args:
-        run: of its own, fresh with every model that is sharded. The first rank's goes into checkpoints.
-        continues: runs whose checkpoints it has loaded, and those that these had.
+        run: Id of this run, new for every model that is sharded. The first rank's id is saved in checkpoints.
+        continues: Runs whose checkpoints the model has loaded, and the runs that these continued.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
     continues: tuple[str, ...] = ()
 
     def take_up(self, runs: Iterable[str]) -> None:
-        """After a checkpoint was loaded."""
+        """Record the runs of a checkpoint that was loaded."""
         self.continues = tuple(dict.fromkeys((*self.continues, *(run for run in runs if run not in ("", self.run)))))
 
     def has(self, run: str) -> bool:

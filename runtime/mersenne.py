@@ -1,9 +1,9 @@
-"""Skipping random numbers: torch's CPU generator as it will be after n more draws, without drawing them.
+"""Skipping random numbers: the state of torch's CPU generator after n more draws, without drawing them.
 
-The generator is MT19937 (Matsumoto and Nishimura, "Mersenne Twister", 1998), whose words satisfy a linear recurrence over the
-field of two elements with the characteristic polynomial p: skipping n words multiplies by x^n mod p, a polynomial of up to
-19937 terms that stands for a sum (exclusive or) of as many of the words that follow (Haramoto et al., "Efficient Jump Ahead
-for F2-Linear Random Number Generators", 2008). That takes some ten milliseconds, however large n is.
+The generator is MT19937 (Matsumoto and Nishimura, "Mersenne Twister", 1998), whose words satisfy a linear recurrence
+over the field of two elements with characteristic polynomial p. Skipping n words multiplies by x^n mod p, a polynomial
+of up to 19937 terms that stands for a sum (exclusive or) of as many of the following words (Haramoto et al., "Efficient
+Jump Ahead for F2-Linear Random Number Generators", 2008). This takes about ten milliseconds, however large n is.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _N, _M, _R = 624, 397, 31  # words of state; distance of the recurrence; bits of
 _MATRIX = 0x9908B0DF
 _DEGREE = 32 * _N - _R
 
-# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], and cached normal samples.
+# torch.get_rng_state(): uint64 seed, int32 left, int32 seeded, uint64 next, uint64 words[624], cached normal samples.
 _LEFT, _NEXT, _WORDS = 8, 16, 24
 
 _Words = npt.NDArray[np.uint32]
 
 
 def skipped(state: Tensor, draws: int) -> Tensor:
-    """The state of a CPU generator, as ``torch.get_rng_state()`` gives it, after ``draws`` more 32-bit words."""
+    """Return a CPU generator's state, in the format of ``torch.get_rng_state()``, after ``draws`` more 32-bit words."""
     if not draws:
-        return state  # before the first draw it says where it is in another way
+        return state  # before the first draw, the state encodes its position differently
     raw = state.numpy().copy()
     left, following = (raw[at : at + size].view(kind) for at, size, kind in ((_LEFT, 4, "<i4"), (_NEXT, 8, "<u8")))
     stored = raw[_WORDS : _WORDS + 8 * _N].view("<u8")
-    position = _N - int(left[0]) + 1 + draws  # in the words of the state, of the next one to be drawn
+    position = _N - int(left[0]) + 1 + draws  # of the next word to be drawn, in the words of the state
     if position > _N:
         words = stored.astype(np.uint32)
         blocks = (position - 1) // _N
-        whole = draws // _N  # those that are skipped depend on the number of draws alone: polynomials are kept
+        whole = draws // _N  # blocks to skip depend only on the number of draws, so that polynomials can be cached
         if whole > 64:
             words = _jumped(_following_block(words), _N * (whole - 1))
             blocks -= whole
@@ -51,10 +51,10 @@ def skipped(state: Tensor, draws: int) -> Tensor:
 
 
 def _following_block(words: _Words) -> _Words:
-    """The next 624 words, before tempering."""
+    """Return the next 624 words, before tempering."""
     new = np.concatenate([words, np.empty(_N, np.uint32)])
     step = _N - _M
-    for start in range(0, _N, step):  # each word is made of one that lies 227 before it
+    for start in range(0, _N, step):  # each word depends on the one 227 words before it
         stop = min(start + step, _N)
         upper, lower = new[start:stop] & np.uint32(0x80000000), new[start + 1 : stop + 1] & np.uint32(0x7FFFFFFF)
         mixed = upper | lower
@@ -64,7 +64,7 @@ def _following_block(words: _Words) -> _Words:
 
 
 def _jumped(words: _Words, steps: int) -> _Words:
-    """The 624 words that begin ``steps`` later. ``words`` must come from the recurrence, not from seeding."""
+    """Return the 624 words that begin ``steps`` later. ``words`` must come from the recurrence, not from seeding."""
     blocks = [words]
     while len(blocks) * _N < _DEGREE + _N:
         blocks.append(_following_block(blocks[-1]))
@@ -77,10 +77,10 @@ def _jumped(words: _Words, steps: int) -> _Words:
 
 @functools.lru_cache(maxsize=256)
 def _terms(steps: int) -> npt.NDArray[np.intp]:
-    """Exponents of ``x ** steps`` modulo the characteristic polynomial."""
+    """Return the exponents of ``x ** steps`` modulo the characteristic polynomial."""
     power = 1
     for bit in bin(steps)[2:]:
-        power = _reduced(int(bin(power)[2:], 4) << int(bit))  # squared: its bits, apart; times x
+        power = _reduced(int(bin(power)[2:], 4) << int(bit))  # square by spreading the bits apart; times x
     bits = np.frombuffer(power.to_bytes(_DEGREE // 8 + 1, "little"), np.uint8)
     return np.flatnonzero(np.unpackbits(bits, bitorder="little"))
 
@@ -96,7 +96,7 @@ def _reduced(polynomial: int) -> int:
 
 @functools.cache
 def _characteristic() -> tuple[int, ...]:
-    """Exponents of the characteristic polynomial, increasing (Matsumoto and Nishimura, appendix)."""
+    """Return the characteristic polynomial's exponents, increasing (Matsumoto and Nishimura, appendix)."""
 
     def times(a: int, b: int) -> int:
         product = 0

@@ -1,14 +1,15 @@
-"""Values for models that were made on the meta device.
+"""Initialization of models that were constructed on the meta device.
 
-Shards are made first, empty. Then each module gets memory for its own parameters and buffers, is initialised, and its rows are
-taken: never more than one module's own parameters are whole in memory, and the numbers drawn are those that
+Shards are created first, empty. Then each module in turn gets memory for its own parameters and buffers and is
+initialized, and this rank's rows are copied. At any time, only one module's own parameters are whole in memory. On any
+number of ranks, the numbers drawn are those that
 
     model.to_empty(device=device)
     for module in model.modules():
         module.reset_parameters()
 
-draws in one process, on any number of ranks. (Megatron-FSDP initialises a bucket at a time, each rank with its own generator.)
-Values that can be read by rows, from a file, are read into the shards, and nothing is whole.
+draws in one process. (Megatron-FSDP initializes one bucket at a time, each rank with its own generator.) Values that
+can be read by rows, from a file, are read directly into the shards, and nothing is whole.
 """
 
 from __future__ import annotations
@@ -30,53 +31,61 @@ if TYPE_CHECKING:
 __all__ = ["ByFunction", "ByMethod", "InitFn", "Initialiser", "has_meta", "initialise", "random_state"]
 
 InitFn = Callable[[nn.Module], None]
-"""Gives values to a module's own parameters and buffers, which have memory then."""
+"""Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
 
 
 class Initialiser:
-    """Gives values to a model on the meta device. Subclasses may read values by rows, so that no rank has them whole."""
+    """Gives values to a model on the meta device.
+
+    Subclasses may read values by rows, so that no rank holds them whole.
+    """
 
     def prepare(self, module: nn.Module) -> None:
-        """Raise unless all of ``module`` will get values. Every rank calls it; where one raises, all do."""
+        """Raise unless all of ``module`` will get values. Every rank calls this; if one raises, all do."""
 
     draws: bool = True
-    """Whether random numbers are drawn, as far as is known after :meth:`prepare`: then ranks must have the same seed."""
+    """Whether random numbers are drawn, as far as known after :meth:`prepare`. If so, ranks need the same seed."""
 
     all_modules: bool = False
-    """Whether it is called with modules that own nothing on the meta device, too."""
+    """Whether modules that own nothing on the meta device are passed in, too."""
 
     def order(self, module: nn.Module) -> Iterable[nn.Module]:
-        """All modules, in the order in which they are initialised."""
+        """Return all modules, in the order in which to initialize them."""
         return module.modules()
 
     def __call__(self, owner: nn.Module) -> None:
-        """Give values to a module's own parameters and buffers, which are whole. Those of other modules are shards, which can be
-        filled and computed with element by element."""
+        """Give values to a module's own parameters and buffers, which are whole.
+
+        Parameters of other modules are shards, which support fills and elementwise computation.
+        """
         raise NotImplementedError
 
     def decides(self, name: str) -> bool:
-        """Of a parameter that is tied, and so gets values under several names: whether those under this one are its own. The
-        last such name counts."""
+        """Whether ``name`` determines the values of a tied parameter, which gets values under several names.
+
+        If several names do, the last one counts.
+        """
         return True
 
     def has(self, name: str) -> bool:
-        """Whether the values of this parameter or buffer can be read. They are, when all modules have been called with."""
+        """Whether this parameter's or buffer's values can be read. They are read after all modules were initialized."""
         return False
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """A part of one that :meth:`has` them: a slice for each of its dimensions."""
+        """Read a part of a tensor for which :meth:`has` returns True, given by one slice per dimension."""
         raise NotImplementedError
 
 
 class ByMethod(Initialiser):
-    """By ``reset_parameters()`` or ``_reset_parameters()`` of the modules."""
+    """Initializes modules with their ``reset_parameters()`` or ``_reset_parameters()``."""
 
     _NAMES = ("reset_parameters", "_reset_parameters")
 
     def prepare(self, module: nn.Module) -> None:
-        """
+        """Check that the modules have such a method.
+
         Raises:
-            ValueError: a module that owns tensors on the meta device has no such method.
+            ValueError: A module that owns tensors on the meta device has none.
         """
         for name, owner in module.named_modules():
             own = _own_meta(owner)
@@ -98,10 +107,10 @@ class ByMethod(Initialiser):
 
 
 class ByFunction(Initialiser):
-    """By a function of the user's.
+    """Initializes modules with the user's function.
 
     Raises:
-        TypeError: it is none.
+        TypeError: It is not callable.
     """
 
     def __init__(self, function: InitFn) -> None:
@@ -118,7 +127,7 @@ def has_meta(module: nn.Module) -> bool:
 
 
 def random_state(device: torch.device) -> str:
-    """Of the generators that initialisation draws from, by a digest."""
+    """Return a digest of the state of the generators that initialization draws from."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -136,21 +145,21 @@ def initialise(
     """Give values to every module that owns a tensor on the meta device.
 
     Args:
-        module: whose parameters are sharded, without values.
-        homes: where the parameters of each module are, by attribute.
-        originals: what was there before, likewise.
-        device: of the values while they are whole.
-        initialiser: prepared.
+        module: Module whose parameters are sharded, without values.
+        homes: Bucket and index of each module's parameters, by attribute.
+        originals: The parameters before sharding, by attribute.
+        device: Device of the values while they are whole.
+        initialiser: Initializer that was prepared.
 
     Raises:
-        NotImplementedError: experts that other ranks have too should be read.
-        ValueError: an initialisation has exchanged a parameter.
+        NotImplementedError: Values of experts that differ between ranks should be read.
+        ValueError: An initializer has replaced a parameter.
     """
     _Run(module, homes, originals, device, initialiser).run()
 
 
 class _Run:
-    """One initialisation; arguments as of :func:`initialise`."""
+    """One initialization. The arguments are those of :func:`initialise`."""
 
     def __init__(
         self,
@@ -179,7 +188,7 @@ class _Run:
         self._read()
 
     def _outermost_of_experts(self) -> dict[nn.Module, nn.Module]:
-        """For modules with experts and nothing else, the largest such module around them."""
+        """Map each module in which all parameters are experts to the outermost such module around it."""
         found: dict[nn.Module, nn.Module] = {}
         for module in self._module.modules():
             if module not in found:
@@ -192,10 +201,10 @@ class _Run:
         return [home for owner in module.modules() for home in self._homes.get(owner, {}).values()]
 
     def _call_for_all_ranks(self, outermost: nn.Module, owners: Sequence[nn.Module]) -> None:
-        """Initialise what ranks divide as one process would that has all of it.
+        """Initialize experts like one process that has all of them.
 
-        Stacked parameters, which the outermost module has itself, at once. Modules, in whose place other ranks have others, as
-        often as there are ranks, rank by rank.
+        Stacked parameters, which the outermost module owns itself, are initialized once. Other modules have different
+        counterparts on each rank. They are initialized as often as there are ranks, one turn per rank.
         """
         homes = self._homes_in(outermost)
         ranks, mine = max(map(_parted, homes))
@@ -208,15 +217,15 @@ class _Run:
                     self._call(owner)
             if turn == mine < ranks - 1:
                 kept = [(rows, rows.clone()) for rows in map(_shard, homes)]
-        for rows, values in kept:  # other turns may have written to them: parents, to what their children have
+        for rows, values in kept:  # other turns may have overwritten them: parents write to children
             rows.copy_(values)
 
     def _call(self, owner: nn.Module, of_whole: bool = True, keep: bool = True) -> None:
-        """Have a module initialised, unless all that it has is read.
+        """Initialize a module, unless everything it owns can be read.
 
         Args:
-            of_whole: with whole parameters; if False, with the parts of them that this rank's buckets hold.
-            keep: take this rank's rows.
+            of_whole: Whether to initialize whole parameters, or only the parts that this rank's buckets hold.
+            keep: Whether to copy this rank's rows.
         """
         own, buffers = self._homes.get(owner, {}), self._buffers[owner]
         prefix = f"{self._names[owner]}." if self._names[owner] else ""
@@ -230,7 +239,7 @@ class _Run:
             return
         before = {name: owner._parameters[name] for name in own}, {name: owner._buffers[name] for name in buffers}
         for name, home in own.items():
-            # Nothing else holds these values: they are gone when the next module is initialised.
+            # Nothing else references these values, so they are freed when the next module is initialized.
             owner._parameters[name] = self._empty(home, of_whole)
         for name in buffers:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self._device)
@@ -270,7 +279,7 @@ class _Run:
 
 
 def _parted(home: Home) -> tuple[int, int]:
-    """How many ranks have other experts in the place of a parameter, and which of them this one is."""
+    """Return how many ranks have different experts in place of this parameter, and this rank's number among them."""
     partition = _split(home).partition
     if home.bucket.plan.is_expert and partition is not None and partition.bare:
         return partition.mesh.size(), partition.mesh.get_local_rank()
@@ -282,7 +291,7 @@ def _shape(home: Home, of_whole: bool) -> tuple[int, ...]:
 
 
 def _index(home: Home, of_whole: bool) -> tuple[slice, ...]:
-    """Where this rank's rows are in the whole parameter, or in the part that the bucket holds."""
+    """Return the slices of this rank's rows in the whole parameter, or in the part that the bucket holds."""
     split = _split(home)
     slices = split.slices(home.bucket.topology.shard)
     if of_whole:
@@ -291,7 +300,7 @@ def _index(home: Home, of_whole: bool) -> tuple[slice, ...]:
 
 
 def _stored(home: Home, initialiser: Initialiser) -> str | None:
-    """The name under which a parameter's values can be read: it has several where it is tied."""
+    """Return a name under which a parameter's values can be read, if any. A tied parameter has several names."""
     return next((site.name for site in home.bucket.sites[home.index] if initialiser.has(site.name)), None)
 
 
@@ -328,7 +337,7 @@ def _split(home: Home) -> RowSplit:
 
 
 def _shard(home: Home) -> Tensor:
-    """This rank's rows in their bucket."""
+    """Return this rank's rows in their bucket."""
     return home.bucket.views(home.bucket.flat.detach())[home.index]
 
 

@@ -1,4 +1,4 @@
-"""A sharded model: the one object that owns its buckets and everything that happens to them."""
+"""A sharded model: the object that owns its buckets and coordinates everything that happens to them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ __all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling",
 
 @dataclass(frozen=True)
 class Precision:
-    """Which dtypes things have, besides the dtype that the model computes in.
+    """Dtypes besides the one that the model computes in.
 
     Args:
-        main_params_dtype: of shards and optimizer state; None keeps each parameter's own.
-        main_grads_dtype: that gradients are summed in; None: that of the shards.
-        grad_comm_dtype: that gradients are reduced in; None: ``main_grads_dtype`` if given, else the parameter's own.
+        main_params_dtype: Dtype of shards and optimizer state. None: each parameter's own dtype.
+        main_grads_dtype: Dtype in which gradients are accumulated. None: dtype of the shards.
+        grad_comm_dtype: Dtype in which gradients are reduced. None: ``main_grads_dtype`` if given, else the parameter's
+            own dtype.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -77,7 +78,7 @@ class Precision:
 
 
 class Scaling(str, Enum):
-    """What becomes of gradients over data-parallel ranks."""
+    """How gradients are combined over data-parallel ranks."""
 
     SUM_THEN_SCALE = "sum, then scale"
     AVERAGE_IN_COLLECTIVE = "average in the collective"
@@ -86,12 +87,13 @@ class Scaling(str, Enum):
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """What is done with gradients.
+    """Options for gradients.
 
     Args:
-        scaling: mean over data-parallel ranks, in one way or another, or sum.
-        decoupled: they go to ``parameter.decoupled_grad``.
-        report_nan: look for NaN in them before they are reduced.
+        scaling: How gradients are combined over data-parallel ranks: one of two ways to compute their mean, or their
+            sum.
+        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
+        report_nan: Whether to look for NaN in gradients before they are reduced.
     """
 
     scaling: Scaling = Scaling.SUM_THEN_SCALE
@@ -101,7 +103,7 @@ class GradientPolicy:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What may run while the model computes."""
+    """Kinds of collectives that may overlap with computation."""
 
     gathers: bool = True
     reductions: bool = True
@@ -111,14 +113,14 @@ class Overlap:
 class Synchronisation:
     """When reductions that run once per optimizer step are due.
 
-    What was said last and closest counts: a context manager around the backward, then ``last_microbatch`` if it was
-    set, then ``automatic``.
+    The first setting in this order that is not None counts: the innermost context manager around the backward,
+    ``last_microbatch``, ``automatic``.
 
     Args:
-        automatic: after every backward.
-        last_microbatch: whether the backward at hand is the last before the optimizer's step; None: not told.
-        override: by the innermost context manager.
-        microbatches: backwards since gradients were last reduced.
+        automatic: Whether reductions are due after every backward.
+        last_microbatch: Whether the current backward is the last one before the optimizer's step; None: unknown.
+        override: Setting of the innermost context manager; None: there is none.
+        microbatches: Number of backwards since gradients were last reduced.
     """
 
     automatic: bool = True
@@ -134,7 +136,7 @@ class Synchronisation:
 
 @dataclass
 class _BackwardIds:
-    """The backward pass under way, and one inside it."""
+    """Ids of the running backward pass and of one nested in it."""
 
     outer: int | None = None
     inner: int | None = None
@@ -144,28 +146,29 @@ _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
 
 class ShardedModel:
-    """Shards ``module`` in place.
+    """A model whose parameters are sharded in place.
 
     Args:
-        module: the model, whole on this rank.
-        unit_modules: see :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
-        topology: the data-parallel ranks, and what is sharded over them.
-        every: their process group.
-        precision: dtypes of shards and gradients.
-        gradient_policy: what is done with gradients.
-        overlap: what may run while the model computes.
-        device: where shards and buffers live.
-        check_values: compare parameter values between ranks, not only names, shapes and dtypes.
-        layout_policy: bounds for bucket layouts.
-        whole: names of parameters that should lie on one rank each.
-        eager_policy: bounds for the eager path.
-        experts: finds out which parameters are experts, and who holds them; None: no rank has parameters of its own.
-        tensor_parallel: the mesh dimension that Megatron's marks on parameters speak of.
-        from_meta: gives values to parameters and buffers on the meta device; None: there must be none.
+        module: The model, with full parameters on this rank.
+        unit_modules: See :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
+        topology: The data-parallel ranks, and what is sharded over them.
+        every: Process group of the data-parallel ranks.
+        precision: Dtypes of shards and gradients.
+        gradient_policy: Options for gradients.
+        overlap: Kinds of collectives that may overlap with computation.
+        device: Device of shards and buffers.
+        check_values: Whether to compare parameter values between ranks, in addition to names, shapes and dtypes.
+        layout_policy: Limits for bucket layouts.
+        whole: Names of parameters that should each be kept on one rank.
+        eager_policy: Limits for the eager path.
+        experts: Function that determines which parameters are experts, and which ranks hold them. None: all ranks hold
+            the same parameters.
+        tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
+        from_meta: Initializer of parameters and buffers on the meta device. None: there may be none on that device.
 
     Raises:
-        ValueError, TypeError: unit classes or parameters that cannot be sharded. The model is as it was.
-        RuntimeError: ranks hold different models. The model is as it was.
+        ValueError, TypeError: Unit classes or parameters cannot be sharded. The model is unchanged.
+        RuntimeError: Ranks hold different models. The model is unchanged.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class ShardedModel:
             plans.extend((unit, planner.unit(unit)) for unit in units)
             _check_experts(module, plans, *found)
             partitions.update(_partitions(units, plans, Partitioner(topology.mesh, tensor_parallel), *found))
-            # Versions, because passes and Inductor's choices of kernels differ between them.
+            # Includes versions, because passes and Inductor's choices of kernels differ between them.
             return [
                 f"torch {torch.__version__}",
                 str(topology),
@@ -236,7 +239,7 @@ class ShardedModel:
         if self._tensor_parallel:
             self.everyone = compat.new_group_like(every.group_name, self._ranks())
 
-        # From here on nothing fails but for want of memory.
+        # From here on, only running out of memory can fail.
         self._backward = _BackwardIds()
         self._touched: set[Bucket] = set()
         self._reduced: set[Bucket] = set()  # since the last optimizer step
@@ -253,7 +256,7 @@ class ShardedModel:
         self.optimizers = Optimizers()
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
         homes: dict[nn.Module, dict[str, Home]] = {}
-        originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # without values
+        originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters on the meta device, to restore on failure
         replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
         units = []
         for unit, unit_plans in plans:
@@ -272,7 +275,7 @@ class ShardedModel:
                     for site in sites:
                         if initialiser is not None:
                             originals.setdefault(site.module, {})[site.attribute] = original
-                        site.module._parameters[site.attribute] = bucket.params[index]  # lets go of the original
+                        site.module._parameters[site.attribute] = bucket.params[index]  # releases the original
                         homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
             units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
         plans.clear()
@@ -305,7 +308,11 @@ class ShardedModel:
         device: torch.device,
         initialiser: meta.Initialiser,
     ) -> None:
-        """Where it fails on one rank, or ranks have drawn different numbers, it fails on all, and the model is as it was."""
+        """Initialize parameters and buffers on the meta device.
+
+        If this fails on one rank, or ranks have drawn different numbers, it fails on all ranks, and the model is
+        unchanged.
+        """
 
         def describe() -> list[str]:
             meta.initialise(module, homes, originals, device, initialiser)
@@ -324,13 +331,13 @@ class ShardedModel:
         return module is not None and compat.is_miscompiled(module, self.buckets[0].flat.device.type)
 
     def module_buffers(self) -> list[Tensor]:
-        """The model's buffers, on this rank."""
+        """Return the model's buffers on this rank."""
         module = self._module()
         return list(module.buffers()) if module is not None else []
 
     @property
     def topologies(self) -> list[Topology]:
-        """Of all buckets: :attr:`topology`, and that of experts if they have their own."""
+        """Topologies of all buckets: :attr:`topology`, and that of experts if they have their own."""
         return [self.topology] if self.experts is None else [self.topology, self.experts.topology]
 
     def _agree_on_replicas(
@@ -341,9 +348,12 @@ class ShardedModel:
         every: dist.ProcessGroup,
         experts: Collection[str],
     ) -> None:
-        """Raise unless parameters that are the same on ranks of other mesh dimensions than ours are it: also ``experts``, by
-        name, which tensor-parallel ranks do not divide. Where some ranks of a mesh raise, all do."""
-        # By identity: meshes of the same ranks are equal, and may be different dimensions.
+        """Raise unless parameters that are replicated over other mesh dimensions than ours are equal there.
+
+        This includes ``experts``, by name, which tensor-parallel ranks do not divide. If some ranks of a mesh raise,
+        all do.
+        """
+        # Compare by identity: meshes of the same ranks are equal, but may be different dimensions.
         undivided = {id(None), id(self.experts.parallel if self.experts is not None else None)}
         tensor_parallel = {id(partition.mesh) for partition in self._tensor_parallel}
         params = dict(module.named_parameters())
@@ -366,20 +376,23 @@ class ShardedModel:
                 topic = f"fully_shard_model, parameters that are replicated over the mesh dimension {dimension!r}"
                 agree(mesh.get_group(dim), topic, lambda lines=lines: lines, heeds_refusals=True)  # type: ignore[misc]
                 asked.append(mesh.get_group(dim))
-        # A group that differs knows it; those beside it, along the other dimensions, are told.
+        # Ranks of a group that differs know it. The groups next to it, along the other dimensions, are told here.
         for group in [every, *asked[:-1]] if asked else []:
             agree(group, "fully_shard_model, ranks of other mesh dimensions", list, heeds_refusals=True)
 
     @compat.on_values
     def _ranks(self) -> list[int]:
-        """All that hold a part of the model: data-parallel ranks, which divide its experts, and those of other dimensions that
-        divide parameters."""
+        """Return all ranks that hold a part of the model.
+
+        These are the data-parallel ranks, which divide its experts, and ranks of other dimensions that divide
+        parameters.
+        """
         mesh = self.topology.mesh
         meshes = dict.fromkeys(partition.beside(mesh) for partition in self._tensor_parallel)
         return sorted({rank for each in meshes for rank in each.mesh.flatten().tolist()})
 
     def buffer_bytes(self) -> int:
-        """Of the model's buffers, on this rank."""
+        """Return the size of the model's buffers on this rank, in bytes."""
         return sum(buffer.nbytes for buffer in self.module_buffers())
 
     @staticmethod
@@ -405,27 +418,30 @@ class ShardedModel:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def enter_backward(self) -> None:
-        """Called by whatever happens to this model in backward, compiled or eager: see that it gets finished."""
+        """Make sure that the running backward gets finished.
+
+        Called by everything that happens to this model in backward, compiled or eager.
+        """
         current = compat.backward_id()
         if current in (-1, self._backward.outer, self._backward.inner):
             return
         if self._backward.outer is None:
             self._backward.outer = current
-            # Whatever the strategy: it reduces something on every rank, which one rank cannot do alone.
+            # Ranks agree on a backward with every strategy: it reduces something, which one rank cannot do alone.
             kind = "backward" if self.reductions_are_due() else "backward that accumulates"
             self._note(kind)
             self._order.enter(Phase(kind, f"{self._name}{self._microbatch}"), self._agree_on_order)
             compat.on_backward_end(self._finish_backward)
         else:
-            # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be there
-            # when it returns; parameters without one are for the outer backward to fill.
+            # A backward inside a backward (reentrant checkpointing), or after one that raised. Gradients must be
+            # complete when it returns; the outer backward handles parameters without a gradient.
             self._backward.inner = current
             compat.on_backward_end(self.eager.finish_reductions)
 
     def enter_compiled(self, buckets: Sequence[Bucket]) -> None:
-        """A compiled graph of this model is about to run."""
+        """Prepare for a compiled graph of this model that is about to run."""
         if compat.in_backward():
-            self.enter_backward()  # recomputing
+            self.enter_backward()  # a recomputation
         else:
             self.leave_backward()
             self.eager.leave_stray_reads()
@@ -442,7 +458,7 @@ class ShardedModel:
                 self.started += 1
 
     def note_backward(self, backwards: Sequence[gradients.Backward]) -> None:
-        """A compiled backward is about to compute gradients of buckets, ours among them: see what becomes of these."""
+        """Record what a compiled backward is about to compute for our buckets, and what autograd wants of it."""
         for backward in backwards:
             bucket = backward.bucket()
             if bucket is None or bucket.owner is not self or not bucket.plan.requires_grad:
@@ -454,7 +470,7 @@ class ShardedModel:
                 gradients.note_use(bucket, backward.used - asked.left_out)
 
     def check_parameters_are_everyones(self, what: str) -> None:
-        """Raise NotImplementedError if ranks have parameters of different names. ``what`` takes them."""
+        """Raise NotImplementedError if ranks have parameters of different names. ``what`` needs equal names."""
         for bucket in self.buckets:
             for split in bucket.splits:
                 if isinstance(split.partition, Peers) and self.experts is not None and not self.experts.named_alike:
@@ -465,7 +481,7 @@ class ShardedModel:
                     )
 
     def check_complete(self) -> None:
-        """Raise if somebody has given the model a parameter that is in no bucket: it would train on each rank alone."""
+        """Raise if the model was given a parameter that is in no bucket: each rank would train it alone."""
         module = self._module()
         for owner in module.modules() if module is not None else ():
             for name, param in owner._parameters.items():
@@ -477,7 +493,7 @@ class ShardedModel:
                     )
 
     def leave_backward(self) -> None:
-        """Outside of backward: forget one that raised."""
+        """Outside of backward, clean up after a backward that raised."""
         if not compat.in_backward():
             self._check_step()
             if self._backward.outer is not None and self._failure is None:
@@ -496,8 +512,10 @@ class ShardedModel:
     def agree(
         self, topic: str, lines: Sequence[str], patience: float = 1.5, epoch: int = 0, is_last_resort: bool = False
     ) -> None:
-        """Raise on every rank unless all come with the same, within ``patience`` times the process group's time-out. See
-        :func:`.agreement.agree`."""
+        """Raise on every rank unless all ranks pass the same arguments within ``patience`` process group timeouts.
+
+        See :func:`.agreement.agree`.
+        """
         timeout = compat.timeout_of(self.group) * patience
         agree(self.group, topic, lambda: lines, timeout, epoch, is_last_resort=is_last_resort)
 
@@ -521,10 +539,12 @@ class ShardedModel:
         return of_mesh | {group.name for group in self._other_groups}
 
     def make_portions(self, size: int) -> None:
-        """See to the process group that backwards gather over with ``reshard_after_forward=size``. Collective, once.
+        """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.
+
+        The first call for a size is a collective.
 
         Raises:
-            RuntimeError: not all ranks came to ask for it.
+            RuntimeError: Not all ranks have requested it.
         """
         if size not in self.topology.portions:
             self._note("process groups for reshard_after_forward")
@@ -537,7 +557,7 @@ class ShardedModel:
 
     @property
     def schedules(self) -> dict[str, Any]:
-        """What ranks have agreed on about compiled graphs; see :class:`.order.Order`."""
+        """Decisions about compiled graphs that ranks have agreed on; see :class:`.order.Order`."""
         return self._order.schedules
 
     def conclude(
@@ -548,25 +568,28 @@ class ShardedModel:
         combine: Callable[[Sequence[Any]], Any],
         patience: float = 1.5,
     ) -> Any:
-        """What ``combine`` makes of all ranks' offers, as :func:`.agreement.conclude`; time-out as in :meth:`agree`."""
+        """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
         return conclude(self.group, topic, lines, offer, combine, compat.timeout_of(self.group) * patience)
 
     def warn_others(self, error: BaseException) -> None:
-        """Errors that other ranks meet from here on say that this one is about to fail with ``error``."""
+        """Announce that this rank is about to fail with ``error``: from here on, errors on other ranks quote it."""
         report_failure(self.group, error, is_certain=False)
 
     def others_know(self) -> None:
-        """What :meth:`warn_others` told is over: all ranks have met."""
+        """Withdraw the announcement of :meth:`warn_others`, because all ranks have met."""
         forget_failure(self.group)
 
     def schedule_replaced(self) -> None:
-        """All ranks agreed on another schedule, while a graph was compiled; see :meth:`forget_old_code`."""
+        """Record that all ranks agreed on another schedule while a graph was compiled; see :meth:`forget_old_code`."""
         self._order.schedules_replaced += 1
 
     def forget_old_code(self) -> None:
-        """Have everything compiled anew, if a schedule was replaced: old code follows the old one, and some ranks would run that
-        and others the new. Of all models of the group, as they may share code. Not while Dynamo compiles, which looks at
-        labels before and after."""
+        """Have all graphs compiled again if a schedule was replaced.
+
+        Old code follows the old schedule: without this, some ranks would run the old schedule and others the new one.
+        This affects all models of the group, because they may share code. Not to be called while Dynamo compiles,
+        because Dynamo reads labels before and after.
+        """
         if self._schedules_replaced != self._order.schedules_replaced:
             for model in _models:
                 if model._order is self._order:
@@ -576,19 +599,22 @@ class ShardedModel:
         agree_on_order(self.group, lines, epoch)
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to change weights; on all ranks, or the rows of one would be of other weights than those of the
-        next. In backward (a step in a hook for each parameter) ranks may come to theirs in another order."""
+        """Handle an optimizer that is about to change weights.
+
+        All ranks must take the step, or their rows would belong to different weights. Inside a backward (one step per
+        parameter, in a hook) nothing is compared, because ranks may take these steps in different orders.
+        """
         if optimizer is self._stepping or compat.in_backward():
             return
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if isinstance(param.grad, UnreducedGradient):  # before weight decay has changed something
+            if isinstance(param.grad, UnreducedGradient):  # raise before weight decay changes anything
                 refuse_unreduced(param.grad)
         self._check_step()
         self._order.enter(Phase(STEP, f"{type(optimizer).__name__} of {self._name}"), self._agree_on_order)
         self._stepping, self._version = optimizer, self._weights_version
 
     def end_step(self) -> None:
-        """What has begun last is complete."""
+        """Mark the step that began last as complete."""
         if self._stepping is not None:
             self._stepping = None
             self.steps += 1
@@ -598,8 +624,10 @@ class ShardedModel:
         return sum(bucket.flat._version for bucket in self.buckets)
 
     def fail_step(self, error: BaseException) -> None:
-        """An error has come out of what has begun last, if it had begun. Where that has changed no weight it may be tried again, which
-        ranks compare before the next forward."""
+        """Handle an error from the step that began last, if one has begun.
+
+        If the step has changed no weight, it may be repeated. Ranks compare that before the next forward.
+        """
         has_changed = self._stepping is not None and self._weights_version != self._version
         self._half_step |= has_changed
         self._stepping = None
@@ -608,8 +636,8 @@ class ShardedModel:
             report_failure(self.group, error, is_certain=has_changed)
 
     def _check_step(self) -> None:
-        """Raise RuntimeError if an optimizer's step has begun and not ended, in the middle of its changes."""
-        if self._stepping is None or compat.is_running(self._stepping):  # it may call a closure
+        """Raise RuntimeError if an optimizer's step was interrupted in the middle of its changes."""
+        if self._stepping is None or compat.is_running(self._stepping):  # a running step may call a closure
             return
         if self._weights_version == self._version:
             self.fail_step(RuntimeError(f"a step of {type(self._stepping).__name__} that was not made"))
@@ -624,16 +652,18 @@ class ShardedModel:
             raise
 
     def enter_forward(self, what: str, details: Details = no_details) -> None:
-        """A forward begins, of the model, a part of it, or compiled code."""
+        """Handle the beginning of a forward: of the model, a part of it, or compiled code."""
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
         self._note(f"{kind} of {what}")
-        if self.topology.gather_group is not None:  # else one rank may well evaluate alone
+        if self.topology.gather_group is not None:  # otherwise a single rank may evaluate alone
             self._order.enter(Phase(kind, f"{what} ({self._name}){self._microbatch}"), self._agree_on_order, details)
 
     @contextlib.contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
-        """Forwards and backwards inside are of this microbatch: where several models take turns, the next one is known by
-        it, and ranks need not agree on each turn."""
+        """Attribute the forwards and backwards inside to microbatch ``number``.
+
+        If several models take turns, the number identifies the next model, so that ranks need not agree on each turn.
+        """
         self._microbatch = f", microbatch {number}"
         try:
             yield
@@ -647,7 +677,7 @@ class ShardedModel:
         group: Group | None = None,
         series: Series | None = None,
     ) -> None:
-        """A collective is about to be started, over ``group``, or compiled code that has some: ``details`` says which."""
+        """Prepare for a collective over ``group``, or for compiled code with collectives, which ``details`` lists."""
         if group is not None:
             self._note(collective, lambda: [(collective, group.name)])
             tracing.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
@@ -656,35 +686,35 @@ class ShardedModel:
         self.started += 1
 
     def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
-        """A compiled graph is about to start its collectives.
+        """Prepare for a compiled graph that is about to start its collectives.
 
         Args:
-            phase: of the graph: forward, backward, inference.
-            digest: of its schedule.
-            schedule: its collectives, a line each, with numbers for ``buckets``.
-            buckets: their names.
-            options: it was compiled with.
+            phase: Phase of the graph: forward, backward or inference.
+            digest: Digest of its schedule.
+            schedule: Its collectives, one per line, with numbers for ``buckets``.
+            buckets: Names of the buckets.
+            options: Options that it was compiled with.
         """
         due = self.reductions_are_due()
         self._begun[phase, digest] = schedule, buckets
 
-        # What the journal keeps must not keep the model.
+        # Entries of the journal must not keep the model alive.
         experts = self.buckets if self.experts is not None else ()
         topologies = {bucket.plan.name: bucket.topology for bucket in experts if bucket.plan.is_expert}
         started = functools.partial(_launches, topologies, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", started)
         tracing.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
-            return  # as one rank may run alone: see enter_forward
+            return  # a single rank may run it alone: see enter_forward
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
 
     @property
     def begun_graphs(self) -> list[tuple[str, list[str]]]:
-        """Phase and schedule of every compiled graph that has run, also of those that came out of a compile cache."""
+        """Phase and schedule of every compiled graph that has run, including graphs from a compile cache."""
         return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
 
     def _named_launches(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[tracing.Launch]:
-        """What collectives are called in traces."""
+        """Yield the collectives as they are named in traces."""
         counts: dict[str, int] = {}
         for what, group in launches:
             if group not in counts:
@@ -699,7 +729,7 @@ class ShardedModel:
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
-        """A forward has raised ``error``. Nothing is awaited here: other ranks may never come."""
+        """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""
         self.eager.abandon()
         if self._failure is None:
             self._failure = type(error).__name__
@@ -707,20 +737,20 @@ class ShardedModel:
             journal.write(f"{self._failure}: {error}")
 
     def _recover(self) -> None:
-        """Before the next collective after a failure: go on if all ranks have failed alike.
+        """Check before the next collective after a failure that all ranks have failed in the same place.
 
-        If not, some have started collectives that others have not. The next ones would meet those: wrong values where
-        sizes are equal by chance, a hang where not.
+        If they have not, some ranks have started collectives that others have not. The next collectives would be
+        matched with those: wrong values if sizes happen to be equal, a hang if not.
         """
         stopped = f"stopped after {self.started} collectives with {self._failure}"
         self.eager.abandon()
         try:
-            # Ranks that wait for this one come when they have timed out.
+            # Ranks that are waiting for this one arrive here once they have timed out.
             self.agree("The step before failed", [stopped])
             self.eager.settle()
             groups = [*(group for topology in self.topologies for group in topology.groups), *self._other_groups]
             for group in groups if has_others(self.group) else ():
-                group.probe(self.topology.mesh.device_type)  # what failed everywhere may have been a collective
+                group.probe(self.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
@@ -741,15 +771,15 @@ class ShardedModel:
 
     @property
     def _other_groups(self) -> tuple[Group, ...]:
-        """Of ranks that hold other parts of parameters."""
+        """Groups of ranks that hold other parts of parameters."""
         return tuple({group.name: group for partition in self.partitions for group in partition.groups}.values())
 
     def reset(self) -> None:
-        """Start afresh after a failure: new process groups of the same ranks, no gradients, nothing under way.
+        """Start over after a failure: new process groups of the same ranks, no gradients, nothing running.
 
         Raises:
-            RuntimeError: not all ranks came within four times the process group's time-out: as long as it can take until
-                each has its error.
+            RuntimeError: Not all ranks called this within four process group timeouts, the longest time until each of
+                them has its error.
         """
         self.agree("model.reset()", [], patience=4, is_last_resort=True)
         watchdog.leave(self)
@@ -771,7 +801,7 @@ class ShardedModel:
         self._compare_steps()
         module = self._module()
         names = [name for name, _ in module.named_parameters()] if module is not None else []
-        self._join_order(self._name.rpartition(" #")[0], names)  # of the new group
+        self._join_order(self._name.rpartition(" #")[0], names)  # the order of the new group
         self._forget_backward()
         self._reduced.clear()
         self._use_varies.clear()
@@ -783,7 +813,7 @@ class ShardedModel:
         self._watch()
 
     def _compare_steps(self) -> None:
-        """Do all ranks hold rows of the same weights? Collective; warns."""
+        """Warn if ranks hold rows of different weights, after different numbers of optimizer steps. A collective."""
         half = self._half_step or self._stepping is not None
         self._half_step, self._stepping = False, None
         everyone = everyones((self.steps, half), self.group, "optimizer steps")
@@ -803,7 +833,7 @@ class ShardedModel:
         self.steps = max(count for count, _ in everyone)
 
     def touched(self, bucket: Bucket) -> None:
-        """A bucket got gradients."""
+        """Record that a bucket got gradients."""
         self._touched.add(bucket)
         self._reduced.add(bucket)
         self.enter_backward()
@@ -811,7 +841,7 @@ class ShardedModel:
     @compat.python_only
     def _finish_backward(self) -> None:
         self.eager.finish_backward()
-        if self._touched:  # else gradients of something else were computed
+        if self._touched:  # else the backward computed gradients of something else
             self.synchronisation.microbatches += 1
             if self.reductions_are_due():
                 self.finish_synchronisation()
@@ -827,23 +857,23 @@ class ShardedModel:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def reductions_are_due(self) -> bool:
-        """Whether reductions that run once per optimizer step run in the backward at hand."""
+        """Whether reductions that run once per optimizer step run in the current backward."""
         return self.synchronisation.is_due()
 
     def finish_synchronisation(self) -> None:
-        """Reduce what still waits. Then every parameter that a rank has used has its gradient, on all ranks."""
+        """Reduce deferred gradients. Afterwards, every parameter that any rank has used has its gradient everywhere."""
         for bucket in self.buckets:
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.forget_abandoned(bucket.pending.total)
                 self.eager.reduce_waiting(bucket)
-        # The same buckets on all ranks, also where hooks have taken their gradients already.
+        # The same buckets on all ranks, even if hooks have taken their gradients off already.
         shown = {bucket for bucket in self.buckets if any(gradient is not None for gradient in bucket.gradients)}
         self._settle([bucket for bucket in self.buckets if bucket in shown | self._use_varies])
         self.synchronisation.microbatches = 0
         self.let_go()
 
     def _settle(self, buckets: Sequence[Bucket]) -> None:
-        """Take gradients from parameters that no rank has used."""
+        """Set gradients of parameters that no rank has used to None."""
         varying = [bucket for bucket in buckets if bucket in self._use_varies]
         everyones = dict(
             zip(varying, self.used_anywhere(varying, list(map(gradients.levels_of_use, varying))), strict=True)
@@ -853,17 +883,20 @@ class ShardedModel:
         self._use_varies.difference_update(buckets)
 
     def note_eager_use(self, bucket: Bucket) -> None:
-        """The bucket's gradient was computed eagerly: which parameters it uses may differ between ranks. (A compiled graph is
-        the same on all.)"""
+        """Record that the bucket's gradient was computed eagerly: ranks may have used different parameters.
+
+        A compiled graph uses the same parameters on all ranks.
+        """
         self._use_varies.add(bucket)
 
     @torch.no_grad()
     def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
-        """For each bucket the largest of all ranks' levels of use, by parameter: one all-reduce of a byte for each parameter, of
-        buckets that are spread over the same ranks. Collective.
+        """Return for each bucket and parameter the largest level of use over all ranks.
+
+        A collective: one all-reduce of one byte per parameter for all buckets that are spread over the same ranks.
 
         Args:
-            levels: of this rank, as :func:`.gradients.levels_of_use`.
+            levels: Levels of this rank, from :func:`.gradients.levels_of_use`.
         """
         found = [list(mine) for mine in levels]
         for topology in self.topologies:
@@ -882,16 +915,16 @@ class ShardedModel:
         return found
 
     def let_go(self) -> None:
-        """Of parameters that stay gathered for a step only."""
+        """Release residents that stay gathered only within a step."""
         for bucket in self.buckets:
             bucket.let_go()
 
     def set_accumulation(self, accumulation: Accumulation) -> None:
-        """Hold other things between microbatches from now on. Compiled graphs are compiled anew.
+        """Change what is kept between microbatches. Compiled graphs are compiled again.
 
         Raises:
-            RuntimeError: gradients wait for their reduction.
-            ValueError: the strategy cannot do it. Nothing has changed.
+            RuntimeError: A step is in progress.
+            ValueError: The strategy does not support it. Nothing has changed.
         """
         self._refuse_in_step("What stays between microbatches was changed")
         topologies = [bucket.topology.accumulating(accumulation) for bucket in self.buckets]
@@ -902,10 +935,12 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def gathered(self, most: int | None) -> Iterator[None]:
-        """Inside, buckets stay gathered between uses: the first ones, up to ``most`` bytes; None: all. Collective.
+        """Context in which buckets stay gathered between uses: the first ones, up to ``most`` bytes; None: all of them.
+
+        A collective.
 
         Raises:
-            RuntimeError, ValueError: as :meth:`set_accumulation`.
+            RuntimeError, ValueError: See :meth:`set_accumulation`.
         """
         self._refuse_in_step("Parameters were to be kept gathered")
         before, kept, room = self.topology, {}, most
@@ -918,7 +953,7 @@ class ShardedModel:
             kept[bucket] = bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=True))
         released = {bucket: bucket.topology for bucket in kept}
         if kept and not any(bucket.topology.gather_group for bucket in self.buckets if bucket not in kept):
-            # No forward has a collective of its own then: ranks need not run the same ones.
+            # No forward has collectives of its own then, so ranks need not run the same forwards.
             self.topology = before.accumulating(replace(before.accumulation, keeps_gathered=True))
         try:
             self._set_topologies(kept)
@@ -935,11 +970,11 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, writeback: bool) -> Iterator[None]:
-        """See :func:`.whole.whole_parameters`. Collective.
+        """See :func:`.whole.whole_parameters`. A collective.
 
         Raises:
-            RuntimeError: a step is under way.
-            NotImplementedError: experts have other names on other ranks.
+            RuntimeError: A step is in progress.
+            NotImplementedError: Experts have other names on other ranks.
         """
         self._refuse_in_step("Full parameters were asked for")
         self.check_parameters_are_everyones("summon_full_params")
@@ -956,15 +991,15 @@ class ShardedModel:
             )
 
     def finish_synchronisation_if_needed(self) -> None:
-        """Before an optimizer's step: a backward since the last complete reduction may have left something to do."""
+        """Reduce, before an optimizer's step, what backwards since the last complete reduction have deferred."""
         if self.synchronisation.microbatches:
             self.finish_synchronisation()
 
     def before_step(self) -> None:
-        """An optimizer is about to use gradients: look whether they are all there. Collective before the first step."""
+        """Check that an optimizer is about to use complete gradients. A collective before the first step."""
         self._order.check()
         reduced, self._reduced = self._reduced, set()
-        if not reduced or not guards.enabled():  # without a backward before it: somebody has set gradients by hand
+        if not reduced or not guards.enabled():  # no backward before this step: gradients were set by hand
             return
         if self.steps == 0:
             self._note("checks before the first step")
@@ -979,14 +1014,14 @@ class ShardedModel:
             )
 
     def forget_reduced(self) -> None:
-        """The gradients so far were not for a step."""
+        """Forget which gradients were reduced so far: they were not for an optimizer step."""
         self._reduced.clear()
 
     def compare_buffers(self, when: str, group: dist.ProcessGroup | None = None) -> None:
-        """Warn if buffers differ between ranks. Collective.
+        """Warn if buffers differ between ranks. A collective.
 
         Args:
-            group: to talk over; by default the model's own.
+            group: Process group to communicate over. None: the model's own.
         """
         guards.compare_buffers(self._shared_buffers(), group or self.group, when)
 
@@ -997,7 +1032,7 @@ class ShardedModel:
         return _shared_buffers(module, frozenset(names))
 
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
-        """Of all parameters, except those whose ``id`` is in ``kept``; see :func:`.gradients.clear`."""
+        """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
         for bucket in self.buckets:
             if set_to_none:
                 gradients.clear(bucket, kept)
@@ -1007,11 +1042,11 @@ class ShardedModel:
                     gradient.zero_()
 
     def inspect(self, bucket: Bucket, packed: Tensor) -> None:
-        """Look for NaN in a bucket of this rank's gradients. The answer stays on the device."""
+        """Look for NaN in this rank's gradients of a bucket. The answer stays on the device."""
         self._found_nan.append((bucket, torch.stack([packed[s.offset : s.end].isnan().any() for s in _slots(bucket)])))
 
     def _report_nan(self) -> None:
-        """Raise on every rank, if there was a NaN on any."""
+        """Raise on every rank if any rank has found a NaN."""
         found, self._found_nan = self._found_nan, []
         params = [
             f"unit {bucket.plan.unit!r}, parameter {slot.name!r}" for bucket, _ in found for slot in _slots(bucket)
@@ -1030,7 +1065,7 @@ class ShardedModel:
             )
 
     def set_precision(self, precision: Precision) -> None:
-        """Change the dtype that gradients are reduced in. Compiled graphs of another dtype stay for when it is back."""
+        """Change the dtype in which gradients are reduced. Compiled graphs of other dtypes are kept for later use."""
         self.precision = precision
         for bucket in self.buckets:
             bucket.set_plan(replace(bucket.plan, comm_dtype=precision.comm_dtype(bucket.plan.compute_dtype)))
@@ -1041,17 +1076,18 @@ class ShardedModel:
         self.label_modules_of(*self.buckets)
 
     def label_modules_of(self, *buckets: Bucket) -> None:
-        """Tell Dynamo's guards what has changed about buckets."""
+        """Make changes of buckets visible to Dynamo's guards."""
         for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
             label_module(module, self._schedules_replaced)
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def refresh(self, ahead: bool = False) -> None:
-        """Start to gather, for strategies that keep parameters gathered, what has changed; in order, all at once.
+        """Start gathering all stale residents, in order, for strategies that keep parameters gathered.
 
         Args:
-            ahead: of the forward that uses it; what stays for a step only is left alone then.
+            ahead: Whether this runs ahead of the forward that uses them. Residents that stay only within a step are
+                then skipped.
         """
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.lets_go):
@@ -1059,19 +1095,19 @@ class ShardedModel:
                 bucket.start_refresh()
 
     def await_gathers(self) -> None:
-        """Wait for what :meth:`refresh` has started."""
+        """Wait for the gathers that :meth:`refresh` has started."""
         for bucket in self.buckets:
             bucket.await_gather()
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Give ranks that hold the same pieces of parameters those of the first of them. Collective."""
+        """Copy shards from the first of the ranks that hold the same shard to the others. A collective."""
         self.await_gathers()
         for bucket in self.buckets:
             if (group := bucket.topology.replicas) is not None:
                 self.start(f"broadcast {bucket.plan.name}", group=group)
                 dist.broadcast(bucket.flat.detach(), group=compat.process_group(group.name), group_src=0)
-                torch.autograd.graph.increment_version(bucket.flat)  # residents are gathered from what is there now
+                torch.autograd.graph.increment_version(bucket.flat)  # residents must be gathered from the new values
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
         duplicate = object.__new__(ShardedModel)
@@ -1086,7 +1122,7 @@ class ShardedModel:
         duplicate.started, duplicate.steps, duplicate._failure, duplicate._stepping = 0, 0, None, None
         duplicate._half_step = False
         duplicate._microbatch = ""
-        # Copies are numbered by themselves: one rank may make some for its own use.
+        # Copies are numbered per model: one rank may make some for its own use.
         self._copies += 1
         duplicate._order, duplicate._name, duplicate._copies = self._order, f"copy {self._copies} of {self._name}", 0
         duplicate._schedules_replaced = self._schedules_replaced
@@ -1160,7 +1196,7 @@ def _check_shardable(module: nn.Module, from_meta: bool) -> None:
 
 @dataclass(frozen=True)
 class BucketPlanner:
-    """Decides on buckets: plain data, equal on all ranks."""
+    """Plans buckets as plain data, equal on all ranks."""
 
     topology: Topology
     precision: Precision
@@ -1190,12 +1226,15 @@ class BucketPlanner:
         return plans
 
     def topology_of(self, is_expert: bool) -> Topology:
-        """Of a bucket of experts, or of one of other parameters."""
+        """Return the topology of a bucket of experts, or of a bucket of other parameters."""
         return self.experts.topology if is_expert and self.experts is not None else self.topology
 
     def _scale(self, is_expert: bool) -> float:
-        """What sums over a bucket's ranks, or their averages, are multiplied by: gradients of experts are sums over all
-        data-parallel ranks' tokens already, and become means over these."""
+        """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.
+
+        Gradients of experts are already sums over the tokens of all data-parallel ranks. The factor turns them into
+        means over these ranks.
+        """
         ranks = self.topology.every.size
         if self.gradient_policy.scaling is Scaling.SUM_THEN_SCALE:
             return 1 / ranks
@@ -1233,7 +1272,7 @@ def _partitions(
     partitioner: Partitioner,
     experts: Experts | None = None,
 ) -> dict[str, Partition | None]:
-    """How parameters come divided, by name; of experts, those that are DTensors."""
+    """Return how parameters are already divided, by name. Of experts, only DTensors are."""
     of_experts = Partitioner(experts.topology.mesh, of_experts=True) if experts is not None else partitioner
     names = _experts_in(plans)
     found = {}
@@ -1245,7 +1284,7 @@ def _partitions(
 
 
 def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:
-    """What all data-parallel ranks hold alike. Of experts that is how they look, and not their names and values."""
+    """Describe what all data-parallel ranks have in common. Experts are described without their names and values."""
     experts = _experts_in(plans)
     lines = []
     for name, param in module.named_parameters():
@@ -1266,7 +1305,7 @@ def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan
 def _describe_experts(
     module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool
 ) -> list[str]:
-    """What ranks that hold the same experts hold alike besides."""
+    """Describe what ranks with the same experts have in common beyond that."""
     experts = _experts_in(plans)
     params = [(name, param) for name, param in module.named_parameters() if name in experts]
     lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params]
@@ -1281,10 +1320,10 @@ def _experts_in(plans: Sequence[tuple[Unit, Sequence[BucketPlan]]]) -> frozenset
 
 
 def _shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Tensor]:
-    """Buffers that all ranks have: those that are not in a module that holds experts.
+    """Return the buffers that all ranks have: those that are not in a module that holds experts.
 
     Args:
-        experts: names of parameters.
+        experts: Names of the experts' parameters.
     """
     owners = {name.rpartition(".")[0] for name in experts}
 
@@ -1298,7 +1337,7 @@ def _shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Te
 def _check_experts(
     module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], experts: Experts | None = None
 ) -> None:
-    """Raise ValueError where experts are looked for and not found, or the other way round."""
+    """Raise ValueError if experts are expected and not found, or found and not expected."""
     if experts is None:
         for name, param in module.named_parameters():
             if marked(param):

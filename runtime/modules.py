@@ -1,22 +1,22 @@
-"""What a module with sharded parameters looks like from inside and outside its forward.
+"""Modules with sharded parameters, as seen from inside and outside their forward.
 
-Its ``_parameters`` hold the DTensor shards, always: whatever walks parameters (optimizers, ``state_dict``, ``apply``)
-finds those. ``module.weight`` is a property of a subclass made for the module's class (the trick of SimpleFSDP), and
-gives one of three things:
+``_parameters`` always holds the DTensor shards, and everything that walks parameters (optimizers, ``state_dict``,
+``apply``) finds those. ``module.weight`` is a property of a generated subclass of the module's class (a technique from
+SimpleFSDP). It returns one of three things:
 
     while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
     in eager mode, inside a forward     the gathered parameter
     otherwise                           the shard
 
-The subclass is made once per class and set of names, so that equal layers keep sharing compiled code. The layout's
-signature is a string that Dynamo guards on: instances with other layouts get code of their own. Its ``forward`` opens a
-window of the eager path around the class's own. (Forward hooks would do, but Dynamo guards on the ids of hooks, which
-differ from module to module: six equal blocks, compiled one by one, would be six compilations.)
+There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
+signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
+opens a window of the eager path around the original one. (Forward hooks would work, but Dynamo guards on the ids of
+hooks, which differ between modules: six equal blocks, compiled one by one, would take six compilations.)
 
-So ``type(module)`` is a subclass of the class that the user wrote: ``isinstance`` finds it, ``type(module) is nn.Linear`` does
-not, except in ``apply()``, which puts the user's classes back while it runs. (A metaclass could make the two equal, and a
-property give ``module.__class__``. Dynamo would go wrong: it looks for the place of ``super()`` in the MRO with ``==``, and for
-properties in ``__class__``.)
+Therefore ``type(module)`` is a subclass of the class that the user wrote. ``isinstance`` accepts it; ``type(module) is
+nn.Linear`` does not, except in ``apply()``, which restores the user's classes while it runs. (A metaclass could make
+the two classes compare equal, and a property could change ``module.__class__``. Both would break Dynamo: it finds the
+place of ``super()`` in the MRO with ``==``, and looks up properties in ``__class__``.)
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ _WINDOW = "_mfsdp_window"
 
 
 def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> None:
-    """Put shards in the place of ``module``'s own parameters, and a window around its forward.
+    """Replace ``module``'s own parameters by shards, and wrap its forward in a window.
 
     Args:
-        homes: of its parameters, by attribute name; may be empty, for units and models that own none themselves.
+        homes: Buckets and indices of its parameters, by attribute name. May be empty, for units and models that own no
+            parameters themselves.
     """
     for attribute, home in homes.items():
         module._parameters[attribute] = home.bucket.params[home.index]
@@ -67,27 +68,29 @@ def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> N
     label_module(module)
     cls: Any = type(module)
     partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
-    # Modules that compute with ordinary tensors share classes whatever the parameters are at rest.
+    # Modules that compute with ordinary tensors share classes, however their parameters are stored at rest.
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
-        state.pop("_flat_weights", None)  # the unsharded ones
+        state.pop("_flat_weights", None)  # the unsharded weights
     module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether :func:`shard_module` has been there."""
+    """Whether a module was sharded by :func:`shard_module`."""
     return isinstance(module, _Sharded)
 
 
 def unsharded_class(module: nn.Module) -> type[nn.Module]:
-    """What a sharded module's class is made from."""
-    return type(module).__mro__[2]  # behind the made class and what it adds
+    """Return the class that a sharded module's class was generated from."""
+    return type(module).__mro__[2]  # after the generated class and _Sharded
 
 
 @contextlib.contextmanager
 def as_written(root: nn.Module) -> Iterator[None]:
-    """Inside, sharded modules are of the classes that the user wrote: ``module.weight`` is what stands in ``_parameters``, and
-    no forward opens a window."""
+    """Context in which sharded modules have the classes that the user wrote.
+
+    ``module.weight`` is what ``_parameters`` holds, and no forward opens a window.
+    """
     classes = {module: type(module) for module in root.modules() if is_sharded(module)}
     recurrent = [module for module in classes if isinstance(module, nn.RNNBase)]
     for module in classes:
@@ -104,8 +107,11 @@ def as_written(root: nn.Module) -> Iterator[None]:
 
 
 def label_module(module: nn.Module, schedules: int = 0) -> None:
-    """Tell Dynamo's guards how the module's parameters are bucketed, how these are exchanged, and how often schedules of
-    compiled graphs have been replaced: another number is a reason to compile anew."""
+    """Make a module's bucketing visible to Dynamo's guards.
+
+    The label contains how the module's parameters are bucketed, how the buckets are exchanged, and how often schedules
+    of compiled graphs have been replaced. A different label causes a recompilation.
+    """
     homes: dict[str, Home] = vars(module)[_HOMES]
     layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
     vars(module)[_LAYOUT] = ";".join([*layouts, *([f"schedules {schedules}"] if schedules else [])])
@@ -121,14 +127,14 @@ def _sharded_class(
     namespace["forward"] = _forward_in_window(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
-    # The name stays: repr, logs and messages speak of the class that the user wrote.
+    # The name stays the same: repr, logs and messages show the class that the user wrote.
     namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
 def _forward_in_window(cls: type[nn.Module]) -> Any:
     forward = _in_window(cls.forward)
-    # A forward that is kept out of compiled graphs needs its window there too: this one must not be traced either.
+    # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
     return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
 
 
@@ -154,7 +160,7 @@ def register_forward(module: nn.Module, name: str) -> None:
     """Open a window around another method, as around ``forward``.
 
     Raises:
-        AttributeError: there is no such method.
+        AttributeError: There is no such method.
         ValueError: ``module`` has no window: it owns no parameters, and is neither a unit nor the model.
     """
     method = getattr(type(module), name)
@@ -167,22 +173,26 @@ def register_forward(module: nn.Module, name: str) -> None:
 
 
 def _parameter_property(name: str, partition: Partition | None) -> property:
-    """Args: partition: of a parameter that the module computes with as a DTensor."""
+    """Create the property of a parameter.
+
+    Args:
+        partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
+    """
 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():  # while Dynamo traces; not while it merely runs us, as guards do
+        if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
             part = torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
             return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)
-        if param is None:  # taken out for a moment: see _apply
+        if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not runtime.in_forward() or compat.called_by_guards():
             return param
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
         if home.bucket.params[home.index] is not param:
-            home.bucket.check_unchanged()  # torch.func.functional_call puts others in their place
+            home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
         part = runtime.read(home)
         return part if partition is None else partition.of_part(part)
 
@@ -195,14 +205,15 @@ def _get_rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
 
 
 _rnn_weights = property(_get_rnn_weights, lambda self, value: None)
-"""RNNs keep a list of their weights for cuDNN. Made anew whenever it is read, or it would hold the unsharded ones."""
+"""RNNs keep a list of their weights for cuDNN. It is rebuilt on every read; otherwise it would hold the unsharded
+ones."""
 
 
 class _Sharded(nn.Module):
-    """What the subclasses add besides properties and windows."""
+    """Base of the generated subclasses: everything that they add except properties and windows."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Also what ``module.name = nn.Parameter(...)`` does."""
+        """Refuse to replace or add parameters. ``module.name = nn.Parameter(...)`` calls this, too."""
         sharded = name in vars(self)[_HOMES]
         if (param is None and not sharded) or self._parameters.get(name) is param:
             return super().register_parameter(name, param)
@@ -226,7 +237,7 @@ class _Sharded(nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """``to``, ``half``, ``cuda`` and the like: buffers move, shards cannot change dtype or device."""
+        """Implement ``to``, ``half``, ``cuda`` etc.: buffers move, but shards cannot change their dtype or device."""
         homes: dict[str, Home] = vars(self)[_HOMES]
         for home in homes.values():
             flat = home.bucket.flat
@@ -247,10 +258,10 @@ class _Sharded(nn.Module):
             self._parameters.update(shards | kept)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
-        """``fn`` is called with modules of the classes that the user wrote.
+        """Call ``fn`` with modules of the classes that the user wrote.
 
         Raises:
-            RuntimeError: ``fn`` has exchanged a parameter, or added one. Its module is as it was.
+            RuntimeError: ``fn`` has replaced or added a parameter. Its module is unchanged.
         """
         apply = super().apply
         with as_written(self):
@@ -269,18 +280,18 @@ class _Sharded(nn.Module):
         return self
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """``type(module)(...)`` makes what it always made: an unsharded module of the class that the user wrote."""
+        """Make ``type(module)(...)`` return an unsharded module of the class that the user wrote."""
         original = cls.__mro__[2]
         return original(*args, **kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Subclass hooks of the user's classes (registries) are not told of the classes made here."""
+        """Keep generated classes from subclass hooks of the user's classes, such as registries."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A module sharded in the same way, with memory of its own."""
+        """Copy a sharded module with its memory."""
         for home in vars(self)[_HOMES].values():
             copy.deepcopy(home.bucket, memo)
-        if id(self) in memo:  # its bucket has copied it
+        if id(self) in memo:  # copying its bucket has copied it
             return memo[id(self)]
         duplicate = object.__new__(type(self))
         memo[id(self)] = duplicate
@@ -305,7 +316,7 @@ def _restore(
     params: dict[str, nn.Parameter | None],
     children: dict[str, nn.Module | None],
 ) -> bool:
-    """Undo what has been done to a module's class and parameters; whether there was something to undo."""
+    """Undo changes to a module's class and parameters. Return whether there were any."""
     now = module._parameters
     same = now.keys() == params.keys() and all(now[name] is param for name, param in params.items())
     if same and type(module) is cls:

@@ -1,14 +1,14 @@
-"""torch.optim.Muon over sharded parameters: the same numbers as over whole ones.
+"""torch.optim.Muon over sharded parameters, with the same results as over whole ones.
 
-Muon's update of a matrix is its momentum, orthogonalised: five products of the whole matrix with itself. Momentum and
-weights stay sharded. For each matrix one rank, its owner, gets the momentum in bfloat16 (what the products are computed
-in anyway), orthogonalises, and sends each rank its rows of the result. Matrices that lie whole on a rank already (the
-layout sees to that where it costs little padding, see ``whole`` in :class:`~mfsdp_compile.runtime.layout.ParamSpec`)
-are owned there and do not travel; the others are dealt out so that ranks have equal work.
+Muon's update of a matrix is its orthogonalized momentum: five products of the whole matrix with itself. Momentum and
+weights stay sharded. For each matrix, one rank, its owner, receives the momentum in bfloat16 (the dtype of the products
+anyway), orthogonalizes it, and sends each rank its rows of the result. Matrices that are whole on one rank are owned
+there and do not travel. The layout arranges that if it costs little padding, see ``whole`` in
+:class:`~mfsdp_compile.runtime.layout.ParamSpec`. The others are distributed so that ranks have equal work.
 
-Traffic per step and rank: two all-to-alls of ``2 bytes * elements / ranks``, a quarter of what gathering float32 momentum
-on every rank would send; work per rank: ``1 / ranks`` of one process's. The idea of owners is that of "Muon is Scalable for
-LLM Training" (https://arxiv.org/abs/2502.16982), which gathers over the data-parallel ranks.
+Traffic per step and rank: two all-to-alls of ``2 bytes * elements / ranks``, a quarter of what gathering float32
+momentum on every rank would send. Work per rank: ``1 / ranks`` of one process's. The idea of owners is from "Muon is
+Scalable for LLM Training" (https://arxiv.org/abs/2502.16982), which gathers over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .topology import Group, Topology
 __all__ = ["ShardedMuon"]
 
 CHUNK_BYTES = 256 << 20
-"""Whole matrices that a rank holds at a time while it orthogonalises."""
+"""Bytes of whole matrices that a rank holds at a time while it orthogonalizes."""
 
 
 class ShardedMuon(torch.optim.Muon):
-    """What ``fully_shard_optimizer`` makes of a ``torch.optim.Muon``. Groups, state and hooks are the same."""
+    """A ``torch.optim.Muon`` after ``fully_shard_optimizer``. Groups, state and hooks are the same."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -64,7 +64,7 @@ class ShardedMuon(torch.optim.Muon):
 
         topology.announce(f"Muon's step, from {params[0].split.name!r} on", params[0].split.name)
         chunks = _chunks(params, topology.shards)
-        # The next matrices are on their way to their owners while these are worked on.
+        # The next matrices travel to their owners while the current ones are processed.
         following: _Journey | None = None
         for number, chunk in enumerate(chunks):
             journey = following or self._journey(chunk, topology, rows)
@@ -77,7 +77,7 @@ class ShardedMuon(torch.optim.Muon):
     def _journey(
         self, params: Sequence[RowShardedTensor], topology: Topology, rows: Callable[[RowShardedTensor], Tensor]
     ) -> _Journey:
-        # Computed once: it asks for every piece of every matrix.
+        # Cached: computing it involves every shard of every matrix.
         routes: dict[tuple[int, ...], list[_Leg]] = self.__dict__.setdefault("_mfsdp_routes", {})
         key = tuple(id(param) for param in params)
         if key not in routes:
@@ -89,7 +89,7 @@ class ShardedMuon(torch.optim.Muon):
 
 
 def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowShardedTensor]]:
-    """Matrices in lists of bounded size: each rank owns about ``CHUNK_BYTES`` of one, in bfloat16."""
+    """Split matrices into lists of limited size: each rank owns about ``CHUNK_BYTES`` of a list, in bfloat16."""
     chunks: list[list[RowShardedTensor]] = []
     held = 0
     for param in params:
@@ -103,9 +103,9 @@ def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowSha
 
 
 def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:
-    """The piece (see :attr:`Topology.shard`) that works on each matrix: equal loads, largest matrices first.
+    """Return the shard (see :attr:`Topology.shard`) that owns each matrix: equal loads, largest matrices first.
 
-    A pure function of layouts, so that every rank finds the same owners.
+    A pure function of layouts, so that every rank computes the same owners.
     """
     load = [0] * pieces
     found = [-1] * len(splits)
@@ -130,9 +130,9 @@ class _Leg:
     """One all-to-all.
 
     Args:
-        group: the ranks that take part.
-        goes_to: matrix by matrix, for those that this rank holds a part of, the rank of ``group`` that it goes to.
-        numel: and how many elements of it each rank of ``group`` holds before.
+        group: The ranks that take part.
+        goes_to: For each matrix that this rank holds a part of, the rank of ``group`` that it goes to.
+        numel: For each of these matrices, the number of elements that each rank of ``group`` holds before.
     """
 
     group: Group
@@ -152,14 +152,14 @@ class _Leg:
         )
 
     def finish(self, started: Tensor) -> dict[int, Tensor]:
-        """What has arrived here, matrix by matrix."""
+        """Return what has arrived here, by matrix."""
         mine = self._to(self.group.rank)
         numels = [self.numel[k][rank] for rank in range(self.group.size) for k in mine]
         parts = compat.wait_tensor(started).split(numels)
         return {k: torch.cat(parts[i :: len(mine)]) for i, k in enumerate(mine)}
 
     def back(self, arrived: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """The way back: what ``start`` was given, from what ``finish`` has returned."""
+        """Reverse the all-to-all: return what ``start`` was given, in place of what ``finish`` has returned."""
         ranks = range(self.group.size)
         cut = {k: arrived[k].split(self.numel[k]) for k in self._to(self.group.rank)}
         order = [k for rank in ranks for k in self._to(rank)]
@@ -175,7 +175,10 @@ class _Leg:
 
 
 def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group, like: Tensor) -> Tensor:
-    """Parts for each rank of the group, and how many elements come from each. There may be none: dtype of ``like``."""
+    """Start an all-to-all of parts for each rank.
+
+    ``incoming`` is the number of elements from each rank. ``like`` determines the dtype if nothing is sent.
+    """
     parts = [part for parts in outgoing for part in parts]
     sent = torch.cat(parts) if parts else like.new_empty(0)
     sizes = [sum(part.numel() for part in parts) for parts in outgoing]
@@ -183,7 +186,7 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 
 
 def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:
-    """The way of each matrix to its owner. With HFSDP first over the outer ranks, then over the inner ones."""
+    """Return each matrix's route to its owner. With HFSDP, first over the outer ranks, then over the inner ones."""
     owner = dict(enumerate(owners(splits, topology.shards)))
     row_numels = [split.layout.slots[split.index].row_numel for split in splits]
     numel = {
@@ -193,7 +196,7 @@ def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:
     if len(topology.shard_groups) < 2:
         return [_Leg(group, owner, numel) for group in topology.shard_groups]
     outer, inner = topology.shard_groups
-    # Piece ``i * outer.size + o`` is that of inner rank ``i`` and outer rank ``o``.
+    # Shard ``i * outer.size + o`` belongs to inner rank ``i`` and outer rank ``o``.
     mine = inner.rank * outer.size
     first = _Leg(
         outer,
@@ -210,12 +213,12 @@ def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:
 
 
 class _Journey:
-    """Matrices under way to their owners.
+    """Matrices on their way to their owners.
 
     Args:
-        shapes: of the whole matrices.
-        legs: from :func:`_legs`.
-        rows: this rank's of each, ``[n, columns]``.
+        shapes: Shapes of the whole matrices.
+        legs: All-to-alls from :func:`_legs`.
+        rows: This rank's rows of each matrix, ``[n, columns]``.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], legs: Sequence[_Leg], rows: Sequence[Tensor]) -> None:
@@ -226,7 +229,7 @@ class _Journey:
         self._started = legs[0].start(self._held, rows[0]) if legs else None
 
     def there_and_back(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """This rank's rows of ``function(matrix)`` for each matrix."""
+        """Return this rank's rows of ``function(matrix)`` for each matrix."""
         held, started = self._held, self._started
         for leg in self._legs:
             held = leg.finish(started if started is not None else leg.start(held, self._rows[0]))

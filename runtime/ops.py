@@ -1,27 +1,28 @@
 """The operators of mfsdp-compile, ``torch.ops.mfsdp.*``.
 
 ``unshard(shell, layout)``
-    A marker. While a model is traced, reading ``module.weight`` gives ``unshard(shell)``; ``passes.unshard`` takes it
-    out again. Running it means that another backend compiled the model, which would read freed memory: it raises.
+    A marker. While a model is traced, ``module.weight`` returns ``unshard(shell)``; ``passes.unshard`` removes it
+    again. If it is ever run, another backend has compiled the model and would read memory that does not exist, so it
+    raises.
 ``gather(shard, resident, token, ...)``
-    A bucket's parameters. Composite and differentiable: for full sharding it is traced as cast, all-gather, wait and
-    views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies leave collectives out
-    or add some; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
+    A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
+    views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
+    collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
 ``portion(whole, size, group)``
-    This rank's part of a gathered bucket, copied: what stays of it from forward to backward where parameters are gathered
-    again over ``size`` ranks only. Which part that is depends on the rank's place in the group, which is looked up when it
-    runs: graphs are the same on all ranks.
+    A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
+    over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
+    so that graphs are the same on all ranks.
 ``pack_gradients(gradients, offsets, numel, dtype)``
-    Gradients at their offsets of one flat bucket; zeros elsewhere. Inductor gets a lowering for it that lets a matmul
-    write its result straight into the bucket (``mfsdp_compile.inductor``).
+    Gradients at their offsets in one flat bucket, and zeros elsewhere. Inductor gets a lowering for it that lets a
+    matmul write its result directly into the bucket (``mfsdp_compile.inductor``).
 ``reduce_if_due(gradient, token, ...)``
-    A collective that is left out when gradients are to be summed over microbatches first; see
-    :mod:`mfsdp_compile.runtime.pending`. To be awaited like any other. Inductor treats it as a collective.
+    A collective that is skipped while gradients are accumulated over microbatches; see
+    :mod:`mfsdp_compile.runtime.pending`. It must be awaited like any other. Inductor treats it as a collective.
 ``begin(phase, digest, schedule, used)``
-    The first node of a graph: what the graph is about to do; see :mod:`mfsdp_compile.runtime.running`.
+    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.running`.
 
-They take numbers and strings instead of layout and group objects, so that a graph that holds them prints as valid
-Python and its cache key says everything that matters.
+The operators take numbers and strings instead of layout and group objects. A graph that contains them therefore prints
+as valid Python, and its cache key includes everything that matters.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def _unshard(shell: Tensor, layout: str) -> Tensor:
 @torch.library.register_fake("mfsdp::unshard", lib=_library)
 def _unshard_fake(shell: Tensor, layout: str) -> Tensor:
     part = torch.empty_like(shell)
-    part._is_param = True  # type: ignore[attr-defined]  # so that isinstance(module.weight, nn.Parameter) holds in what Dynamo traces
+    # isinstance(module.weight, nn.Parameter) must hold in what Dynamo traces.
+    part._is_param = True  # type: ignore[attr-defined]
     return part
 
 
@@ -92,11 +94,11 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an unused parameter costs no zeros: packing fills its place
+        ctx.set_materialize_grads(False)  # no zeros for unused parameters: packing fills their slots
         ctx.exchange, ctx.main_dtype = exchange, shard.dtype
         if token is not None:
             ctx.save_for_backward(token)
-        # A resident is gathered by the runtime; the graph that uses it first awaits it.
+        # The runtime gathers a resident; the first graph that uses it waits for it.
         full = shard if resident is None else compat.wait_tensor(resident)
         full = full.to(exchange.dtype)
         if exchange.gather_group:
@@ -137,12 +139,12 @@ def _portion_fake(whole: Tensor, size: int, group: str) -> Tensor:
 
 
 def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
-    """A bucket of gradients, ``[numel]`` in the communication dtype.
+    """Pack gradients into a bucket, ``[numel]`` in the communication dtype.
 
     Args:
-        gradients: one per parameter of the bucket; None means zeros. At least one is a tensor.
+        gradients: One per parameter of the bucket; None means zeros. At least one is a tensor.
     """
-    # An embedding with sparse=True makes sparse gradients; a bucket is dense.
+    # An embedding with sparse=True has sparse gradients; a bucket is dense.
     present = [
         (g.to_dense() if g.is_sparse else g, o)
         for g, o in zip(gradients, exchange.offsets, strict=True)
@@ -155,11 +157,11 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
 
 
 def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor | None) -> Tensor:
-    """Start one stage of a reduction. Returns its result, to be waited for.
+    """Start one stage of a reduction. Return its result, which must be awaited.
 
     Args:
-        gradient: the packed bucket, or what the stage before has made of it.
-        token: of the bucket's :class:`~mfsdp_compile.runtime.pending.Pending`, if it has one.
+        gradient: The packed bucket, or the result of the previous stage.
+        token: Token of the bucket's :class:`~mfsdp_compile.runtime.pending.Pending`, if it has one.
     """
     inspected = exchange.inspected and stage == 0
     if not exchange.may_wait(stage) and not inspected:
@@ -178,7 +180,7 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
 
 
 def start_collective(gradient: Tensor, stage: int, exchange: Exchange) -> Tensor:
-    """The collective of a stage, due or not."""
+    """Start the collective of a stage, whether or not it is due."""
     size, group = exchange.group_sizes[stage], exchange.groups[stage]
     return _start(gradient, exchange.collectives[stage], exchange.reduce_op, size, group)
 

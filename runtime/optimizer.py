@@ -1,8 +1,8 @@
 """Optimizers over sharded parameters.
 
-Any optimizer of ``torch.optim`` whose step works element by element runs on shards as it is. What is here moves an
-optimizer that was built before sharding, with its groups and its state, and adds the arguments that Megatron-FSDP's
-optimizers take.
+Any optimizer of ``torch.optim`` whose step works element by element runs on shards unchanged. This module moves an
+optimizer that was built before sharding to the shards, with its groups and its state, and adds the arguments of
+Megatron-FSDP's optimizers.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["check", "extend", "named_groups", "rebind"]
 
 
 def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
-    """The name of every parameter that the optimizer holds.
+    """Return the name of every parameter that the optimizer holds.
 
     Raises:
-        ValueError: it holds a parameter that is not the module's, or none at all.
+        ValueError: It holds a parameter that is not the module's, or none at all, or state that cannot be sharded.
     """
     names = {param: name for name, param in module.named_parameters()}
     held = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
@@ -54,11 +54,11 @@ def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn
 
 
 def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], module: nn.Module) -> None:
-    """Exchange whole parameters for the sharded ones of the same names; groups keep their settings, state its values.
+    """Replace full parameters by the sharded ones of the same names. Groups keep their settings, and state its values.
 
     Args:
-        names: from :func:`named_groups`, before sharding.
-        module: after sharding.
+        names: Names from :func:`named_groups`, before sharding.
+        module: The module after sharding.
     """
     sharded = dict(module.named_parameters())
     old_state = dict(optimizer.state)
@@ -74,14 +74,14 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
 
 
 def check(optimizer: object, what: str, flat: bool) -> None:
-    """Look whether :func:`extend` can be called, before anything is changed.
+    """Check that :func:`extend` can be called, before anything is changed.
 
     Args:
-        what: takes the optimizer, for messages.
+        what: Name of the function that takes the optimizer, for messages.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it is extended already, its ``step`` was wrapped, or ``flat`` does not suit it.
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: It was already extended, its ``step`` was wrapped, or it does not support ``flat``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind, hint = type(optimizer).__name__, "Build it from the model's parameters"
@@ -108,14 +108,15 @@ def check(optimizer: object, what: str, flat: bool) -> None:
 
 
 def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True) -> torch.optim.Optimizer:
-    """Give ``step`` and ``zero_grad`` Megatron-FSDP's arguments, in place.
+    """Add Megatron-FSDP's arguments to ``step`` and ``zero_grad``, in place.
 
     Args:
-        flat: step over flat shards, see :mod:`mfsdp_compile.runtime.flat`.
-        by_name: state dicts go by the names of parameters, see :mod:`mfsdp_compile.runtime.optimizer_state`.
+        flat: Whether to step over flat shards; see :mod:`mfsdp_compile.runtime.flat`.
+        by_name: Whether state dicts use names of parameters; see :mod:`mfsdp_compile.runtime.optimizer_state`.
 
     Raises:
-        ValueError: the optimizer holds parameters that are not sharded.
+        ValueError: The optimizer holds parameters that are not sharded.
+        NotImplementedError: A Muon holds parameters that are also divided over other ranks than the data-parallel ones.
     """
     owners = _owners(optimizer)
     if type(optimizer) is torch.optim.Muon:
@@ -148,7 +149,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 owner.finish_synchronisation_if_needed()
         for owner in owners:
             owner.before_step()
-            owner.await_gathers()  # another optimizer's step may have started some
+            owner.await_gathers()  # another optimizer's step may have started gathers
         try:
             for owner in owners:
                 owner.begin_step(self)
@@ -178,7 +179,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
                 params = [param for bucket in owner.buckets for param in bucket.params]
                 owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
 
-    # On the instance, as learning-rate schedulers do: theirs may be there already, or come later.
+    # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
     optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
     vars(optimizer)["mfsdp_extended"] = True

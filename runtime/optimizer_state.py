@@ -1,8 +1,9 @@
 """State dicts of optimizers by parameter name.
 
-torch numbers an optimizer's parameters in the order in which it was given them, so that a checkpoint fits as long as nobody
-adds a layer or a group. By name it fits whenever the names do, also at other world sizes and with parameters in other
-groups. Reading one communicates nothing: state is DTensors like the parameters, which know their rows.
+Torch numbers an optimizer's parameters in the order in which they were passed, so a checkpoint stops fitting when a
+layer or a group is added. By name it fits as long as the names do, including at other world sizes and with parameters
+in other groups. Reading a state dict needs no communication: state consists of DTensors like the parameters, which know
+their rows.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = [
 ]
 
 PREFIX = "module."
-"""Of the wrapper that ``fully_shard_model`` returns: names are those of ``model.named_parameters()``."""
+"""Prefix from the wrapper that ``fully_shard_model`` returns. Names are those of ``model.named_parameters()``."""
 
 
 def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Of the optimizer's parameters, in their order.
+    """Return the names of the optimizer's parameters, in order.
 
     Raises:
-        ValueError: two have the same name, being of two models.
+        ValueError: Two parameters have the same name, because they belong to different models.
     """
     homes: list[Home] = [param.mfsdp_home for group in optimizer.param_groups for param in group["params"]]
     names = [PREFIX + home.bucket.sites[home.index][0].name for home in homes]
@@ -61,22 +62,22 @@ _NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "mu": lambda group: 1,  # ASGD's, like the next
     "eta": lambda group: float(group["lr"]),
 }
-"""State of torch's optimizers that is one number per parameter, and not one per element: of a parameter that is one number
-itself, the shape does not tell. With what they are before the first step of a parameter in ``group``."""
+"""State of torch's optimizers that has one number per parameter, not one per element; for a parameter with a single
+element, the shape does not tell. The values compute the initial number of a parameter in ``group``."""
 
 
 def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
-    """Whether state ``key`` of a parameter is sharded like it."""
+    """Whether state ``key`` of a parameter is sharded like the parameter."""
     return shape == param.shape and key not in _NUMBERS
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Of its class, as the program knows it."""
+    """Return the name of the optimizer's class as the program knows it."""
     return type(optimizer).__name__.removeprefix("Sharded")
 
 
 def shard_state(key: str, value: Any, param: Any) -> Any:
-    """This rank's rows of state that follows the parameter's, in memory of its own; anything else as it is."""
+    """Copy this rank's rows of state with the parameter's shape; return anything else unchanged."""
     if (
         not isinstance(value, Tensor)
         or isinstance(value, RowShardedTensor)
@@ -89,19 +90,19 @@ def shard_state(key: str, value: Any, param: Any) -> Any:
 
 
 def name_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer.state_dict()`` and ``load_state_dict()`` speak of parameters by name, in place.
+    """Make ``optimizer.state_dict()`` and ``load_state_dict()`` refer to parameters by name, in place.
 
-    The helpers of ``torch.distributed.checkpoint.state_dict`` give names of their own to numbered state; they go on doing
+    The helpers of ``torch.distributed.checkpoint.state_dict`` give their own names to numbered state, and keep doing
     so.
     """
-    # Not methods, and no reference to the optimizer: torch's helpers keep what they are told of.
+    # Neither methods nor references to the optimizer: torch's helpers keep what is registered with them.
     reference = weakref.ref(optimizer)
 
     def state_dict() -> dict[str, Any]:
-        """``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``; no communication.
+        """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Does not communicate.
 
-        Of an optimizer that has made no step yet, the state that it begins with: ``torch.distributed.checkpoint.load`` reads
-        what it finds in a state dict and nothing else.
+        For an optimizer before its first step, this is its initial state: ``torch.distributed.checkpoint.load`` reads
+        only what it finds in a state dict.
         """
         it = reference()
         assert it is not None
@@ -114,10 +115,10 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
         return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-        """Of the same parameters, by name or by number, sharded or whole.
+        """Load state of the same parameters, by name or by number, sharded or full.
 
         Raises:
-            ValueError: parameters are missing, unknown, in several groups at once, or of another shape.
+            ValueError: Parameters are missing or unknown, or a group combines parameters of several saved groups.
         """
         it = reference()
         assert it is not None
@@ -129,7 +130,7 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """``optimizer.state_dict()["param_groups"]``, and no state."""
+    """Return ``optimizer.state_dict()["param_groups"]`` without computing the state."""
     numbered: list[dict[str, Any]] = type(optimizer).state_dict(optimizer)["param_groups"]
     if "state_dict" not in vars(optimizer):
         return numbered
@@ -138,8 +139,10 @@ def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let state dicts hold the state that a parameter begins with, where an optimizer that has made steps has not stepped it:
-    forward has not used it yet. What reads state dicts expects all trainable parameters in them."""
+    """Add the initial state of parameters without state to state dicts of an optimizer that has taken steps.
+
+    Forward has not used these parameters yet. Code that reads state dicts expects all trainable parameters in them.
+    """
 
     def fill(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         state, params = state_dict["state"], _params(optimizer)
@@ -152,12 +155,13 @@ def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None = None) -> list[dict[str, Any]]:
-    """What each parameter's state is before its first step, in the order of the groups; nothing for frozen ones.
+    """Return each parameter's state before its first step, in the order of the groups; nothing for frozen parameters.
 
     Args:
-        of: ``id`` of the parameters to tell it of; nothing for the others. None: all.
+        of: ``id`` of the parameters to compute it for; nothing for the others. None: all.
 
-    Optimizers make it within their first step, and so do these: each over a zero with no gradient in the parameter's place.
+    Optimizers create state within their first step. This does the same with a zero tensor without gradient in place of
+    each parameter.
     """
     try:
         return [
@@ -177,7 +181,7 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
 
 
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
-    if isinstance(optimizer, torch.optim.Muon):  # its step is over the matrices of all ranks
+    if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
         return {"momentum_buffer": torch.zeros_like(param.detach())}
     twin = nn.Parameter(torch.zeros_like(param.to_local().detach()))
     setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute, torch.zeros_like(twin))
@@ -205,7 +209,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
 
 
 _OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict")
-"""Methods that optimizers have of their own, from us and from learning-rate schedulers."""
+"""Methods that optimizers have as instance attributes, set by us and by learning-rate schedulers."""
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -213,7 +217,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """As torch's own ``load_state_dict`` takes it, in the order of the optimizer's groups."""
+    """Convert a state dict to the form that torch's ``load_state_dict`` takes, in the optimizer's order."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
     if all(isinstance(key, int) for group in stored_groups for key in group["params"]):
@@ -239,7 +243,7 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
                 "as before."
             )
         stored = dict(stored_groups[sources.pop()] if sources else group)
-        if "param_names" in group:  # of the parameters that are in it now
+        if "param_names" in group:  # names of the current parameters of the group
             stored["param_names"] = group["param_names"]
         groups.append({**stored, "params": numbers})
     state = {number[name]: held for name, held in state_dict["state"].items()}
@@ -252,11 +256,13 @@ def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequenc
 
 
 def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Before torch's own ``load_state_dict``: whole tensors, and such that others have sharded evenly, are cut like the
-    parameters that they belong to."""
+    """Cut full tensors, and tensors that others sharded evenly, like parameters.
+
+    Runs before torch's own ``load_state_dict``.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
-    param_of = dict(zip(keys, params, strict=False))  # torch complains of other numbers of parameters
+    param_of = dict(zip(keys, params, strict=False))  # torch raises if the number of parameters differs
     state = {}
     for number, held in state_dict["state"].items():
         if (param := param_of.get(number)) is not None:

@@ -1,10 +1,10 @@
 """Which optimizers hold which parameters of a model, and when they step.
 
-``zero_grad`` of one optimizer leaves the gradients of another one alone: a step may come between
+``zero_grad`` of one optimizer leaves the gradients of other optimizers alone, because their step may come later
 (``first.step(); first.zero_grad(); second.step()``).
 
-A step that one rank skips, or does not finish, leaves rows of different weights. So models are told of each, whoever has made
-the optimizer.
+A step that one rank skips, or does not finish, leaves rows of different weights. Models are therefore notified of every
+step, no matter which code created the optimizer.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ __all__ = ["Optimizers", "owners_of", "watch_steps"]
 
 
 class Optimizers:
-    """Those over the parameters of one model, as long as they live.
+    """The optimizers over the parameters of one model, as long as they live.
 
-    Extended ones say so themselves. Torch keeps no list of the others: they are looked for among all objects, which takes
-    a tenth of a second, and only for parameters that no known optimizer holds and that have more references than when
-    they were last looked for. Training a part of a model does not pay for it in each step.
+    Extended optimizers register themselves. Torch keeps no list of the others. They are searched for among all objects,
+    which takes a tenth of a second. This happens only for parameters that no known optimizer holds and that have more
+    references than at the last search, so that training a part of a model does not pay for it in each step.
     """
 
     def __init__(self) -> None:
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._has_new = False
         self._references: dict[int, int] = {}
-        """Of parameters that no optimizer held, by ``id``."""
+        """Reference counts of parameters that no optimizer held, by ``id``."""
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was extended; it may stand in for one that is not used any more."""
+        """Register an optimizer that was extended. It may replace one that is no longer used."""
         self._known.add(optimizer)
         self._has_new = True
 
     def others_hold(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> set[int]:
-        """The ``id`` of each of the model's ``params`` that another optimizer holds, and ``optimizer`` does not."""
+        """Return the ``id`` of each of ``params`` that another optimizer holds, and ``optimizer`` does not."""
         if self._has_new:
-            gc.collect()  # an extended optimizer refers to itself: one that nobody uses is not gone before
+            gc.collect()  # an extended optimizer is in a reference cycle, so an unused one may still exist
             self._has_new = False
         free = self._free(params)
         if any(count > self._references.get(key, 0) for key, count in free.items()):
@@ -62,7 +62,7 @@ class Optimizers:
         return others - _held(optimizer)
 
     def _free(self, params: Sequence[nn.Parameter]) -> dict[int, int]:
-        """How many references there are to each trainable parameter that no known optimizer holds, by ``id``."""
+        """Return the reference count of each trainable parameter that no known optimizer holds, by ``id``."""
         held = {key for known in self._known for key in _held(known)}
         return {id(param): sys.getrefcount(param) for param in params if param.requires_grad and id(param) not in held}
 
@@ -73,7 +73,7 @@ def _held(optimizer: torch.optim.Optimizer) -> set[int]:
 
 @functools.cache
 def watch_steps() -> None:
-    """Tell models of the steps of all optimizers over their parameters. Once per process."""
+    """Notify models of the steps of all optimizers over their parameters. Once per process."""
     register_optimizer_step_pre_hook(_begin)
     register_optimizer_step_post_hook(_end)
 
@@ -91,6 +91,6 @@ def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def owners_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    """The models whose parameters an optimizer holds."""
+    """Return the models whose parameters an optimizer holds."""
     homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
     return list(dict.fromkeys(home.bucket.owner for home in homes if home is not None))

@@ -1,29 +1,32 @@
-"""What follows what: forwards, backwards and the collectives in them, in the same order on all ranks.
+"""The order of forwards, backwards and the collectives in them, which must be the same on all ranks.
 
-Ranks run the same program on data of their own. A branch that depends on data may take one rank past a block that the
-others run, or past a backward (``if not loss.isfinite(): continue``). Its next collective then meets another one of
-theirs: a hang, or, where sizes happen to agree, weights of one layer in the place of another's, which nobody notices.
+Ranks run the same program on different data. A branch that depends on data may take one rank past a block that the
+others run, or past a backward (``if not loss.isfinite(): continue``). Its next collective is then matched with a
+different one on the other ranks. The result is a hang or, if the sizes happen to agree, silently wrong weights: those
+of one layer in place of another's.
 
-So a rank keeps a tree of everything that has followed what came before, for all models that share a process group, the
-same tree on all ranks. Where one thing has
-ever followed, that thing is free; it costs a look into a dictionary. Anything else is agreed on through the store first:
-what is new, and every turn at a fork, a place from which ranks have gone different ways before. What all ranks do
-alike is always allowed; what one rank does alone raises, before its collective has met anybody else's.
+Therefore each rank keeps a tree of what has followed what, for all models that share a process group. The tree is the
+same on all ranks. Where only one thing has ever followed, that thing is free: it costs a dictionary lookup. Ranks agree
+on anything else through the store first: on anything new, and on every turn at a fork, a place after which ranks have
+taken different turns before. What all ranks do is always allowed. What only some ranks do raises an error before its
+collective can be matched with another.
 
-A model has many layers, and what is new of one is what the last one has shown: after its gather came that of the next one, after its
-gradients were reduced, the gather of the one before it. That is expected, and free, as if it had followed before; so the first step asks about a
-dozen times, however many layers there are, and a loop over parameters (a norm of each) three times.
+A model has many layers, and the previous layer predicts what is new about the next one: its gather is followed by the
+next layer's gather, and the reduction of its gradients by the gather of the layer before it. Such a continuation is
+expected, and free, as if it had followed before. The first step therefore asks about a dozen times, however many layers
+there are, and a loop over parameters (a norm of each) asks three times.
 
-Which kind of phase comes next is not a fork: a program evaluates now and then, prints a norm every hundred steps, and
-accumulates over microbatches. Ranks expect there what followed the last time, after the same phases, and agree on what
-they did not expect. So training asks nothing, and neither does a program with a rhythm (rollouts and training, a teacher and
-a student, a generator and a discriminator, an evaluation after every thousandth step) after three rounds of it; one
-without pays for each change, there and back. Whether a backward accumulates is free either way. An agreement takes about a
-millisecond on one machine.
+The kind of the next phase does not make a fork: a program evaluates now and then, prints a norm every hundred steps,
+and accumulates over microbatches. Ranks expect the phase that followed last time, after the same phases, and agree on
+any other. Training therefore asks nothing. A program with a rhythm (rollouts and training, a teacher and a student, a
+generator and a discriminator, an evaluation after every thousandth step) asks nothing after three rounds of it. A
+program without a rhythm pays for each change, there and back. Whether a backward accumulates is free either way. An
+agreement takes about a millisecond on one machine.
 
-A rank that goes a way of its own asks; those on the usual one do not listen, start what they know, and wait in a collective.
-Each rank counts what it has done. One that has done more than a rank that asks, and was not asked the same, has gone another
-way for certain: that one will never start what this one waits for. :mod:`.watchdog` looks.
+A rank that diverges asks. The ranks that continue as usual do not listen: they start the collectives they know and wait
+in one of them. Each rank counts what it has begun. A rank that has begun more than a rank that asks, and was not asked
+the same question, has certainly diverged from it: the asking rank will never start what this rank waits for.
+:mod:`.watchdog` detects this.
 """
 
 from __future__ import annotations
@@ -56,17 +59,17 @@ ADVICE = (
 )
 
 AT_REST = "at rest"
-"""The kind of phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
+"""Kind of a phase that is one operation on parameters between steps: a norm, ``full_tensor()``."""
 
 STEP = "step"
-"""The kind of phase that is an optimizer's step."""
+"""Kind of a phase that is an optimizer's step."""
 
 Agree = Callable[[Sequence[str], int], None]
-"""``agree(lines, epoch)`` raises RuntimeError on every rank unless all of them come with the same lines, in the same epoch
-of the order's life."""
+"""``agree(lines, epoch)`` raises RuntimeError on every rank unless all of them pass the same lines in the same epoch of
+the order."""
 
 Details = Callable[[], Sequence[str]]
-"""Lines that say more of something than its name. Asked for where ranks are about to compare them."""
+"""Returns lines that describe something in more detail than its name. Called when ranks are about to compare them."""
 
 
 def no_details() -> Sequence[str]:
@@ -77,10 +80,10 @@ class Phase(NamedTuple):
     """A part of a step.
 
     Args:
-        kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that accumulates"``,
-            :data:`STEP`, :data:`AT_REST`.
-        what: runs: ``"the model (GPT #1)"``, ``"compiled code of layers.0 (GPT #1)"``; a backward, ``"GPT #1"``; at rest,
-            ``"full_tensor() of 'layers.0.weight'"``.
+        kind: ``"forward with gradients"``, ``"forward without gradients"``, ``"backward"``, ``"backward that
+            accumulates"``, :data:`STEP` or :data:`AT_REST`.
+        what: What runs: for a forward, ``"the model (GPT #1)"`` or ``"compiled code of layers.0 (GPT #1)"``; for a
+            backward, ``"GPT #1"``; at rest, ``"full_tensor() of 'layers.0.weight'"``.
     """
 
     kind: str
@@ -97,24 +100,24 @@ class Phase(NamedTuple):
 
 
 Series = tuple[str, int]
-"""What is done to one of many, and which one: ``("gather", 3)``, of the fourth bucket."""
+"""Operation on one of many objects, and the object's number: ``("gather", 3)`` gathers the fourth bucket."""
 
 _Past = tuple[tuple[tuple[Phase | None, int], ...], int]
-"""Rows of equal forwards that came before the last one, with their lengths; and the length of that one so far."""
+"""Runs of equal forwards before the last one, with their lengths, and the length of the last run so far."""
 
 
 @dataclass(eq=False)
 class _Place:
-    """After something that has happened."""
+    """The state after something that has happened."""
 
     number: int
     after: str
     collectives: dict[str, _Place] = field(default_factory=dict)
     phases: dict[Phase, _Place] = field(default_factory=dict)
     last: Phase | str = ""
-    """What has followed the last time."""
+    """What followed the last time."""
     last_after: dict[_Past, Phase] = field(default_factory=dict)
-    """The same, by the forwards before it."""
+    """The same, by the forwards that preceded it."""
 
     def expects(self, past: _Past) -> Phase | str:
         return self.last_after.get(past, self.last)
@@ -130,41 +133,43 @@ class _Place:
 
 
 def standstill(why: str) -> RuntimeError:
-    """The error of a rank that others will never come to meet."""
+    """Return the error of a rank that waits for ranks which will never arrive."""
     return RuntimeError(f"This rank would wait for others for good. {why} {ADVICE}")
 
 
 def order_of_group(name: str) -> Order:
-    """Of the models that communicate over a process group: theirs meet each other."""
+    """Return the order of the models that communicate over a process group. Their collectives can be confused."""
     return _orders.setdefault(name, Order(group=name))
 
 
 def orders() -> dict[str, Order]:
-    """All there are, by name of the group."""
+    """Return all orders, by name of the group."""
     return _orders
 
 
 class Order:
-    """Of the models of one process group, on this rank.
+    """The order of events of one process group's models, on this rank.
 
     Args:
-        limit: places to remember. A program that goes another way in every step would fill the memory with them.
-        group: name of the process group.
+        limit: Number of places to remember. Without a limit, a program that takes another path in every step would fill
+            the memory.
+        group: Name of the process group.
 
     Attributes:
-        epoch: of its life; ranks that are not in the same one do not compare.
-        events: phases and collectives that were begun in this epoch.
-        steps: of optimizers, that were begun.
-        stalled: why nothing can follow any more: ranks have gone different ways, and this one was waiting for another one.
-        thread: in which the last model was sharded, and very likely is trained.
-        numbers: of parameters, by name, for series over them.
+        epoch: Number of the current epoch. Ranks in different epochs are not compared.
+        events: Number of phases and collectives that were begun in this epoch.
+        steps: Number of optimizer steps that were begun.
+        stalled: Why nothing can follow any more: ranks have diverged, and this one was waiting for another one. None:
+            it can.
+        thread: Thread in which the last model was sharded, and which very likely trains it.
+        numbers: Numbers of parameters, by name, for series over them.
     """
 
     schedules: dict[str, Any]
-    """What ranks have decided together about the schedules of compiled graphs, by structure; the same on all. Not forgotten while
-    the group lives: code that follows it runs on, of other models too, which may share it."""
+    """Decisions of all ranks about the schedules of compiled graphs, by structure; the same on all ranks. They are kept
+    as long as the group exists, because code that follows them keeps running, also in other models that share it."""
     schedules_replaced: int
-    """How often another one has come in the place of one of these."""
+    """How often a schedule was replaced by another one."""
 
     def __init__(self, limit: int = 100_000, group: str = "") -> None:
         self.schedules = {}
@@ -179,12 +184,12 @@ class Order:
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Order:
-        return self  # of a process group, of which there is one
+        return self  # there is one order per process group
 
     def join(self, kind: str, parameters: Iterable[str] = ()) -> str:
-        """A model is sharded, on all ranks, with parameters of these names. Returns its name here.
+        """Register a model that is being sharded on all ranks, with parameters of these names. Return its name here.
 
-        From here on all ranks know the same again, which is nothing.
+        From here on, all ranks know the same again: nothing.
         """
         self._models += 1
         for name in parameters:
@@ -195,19 +200,19 @@ class Order:
         return f"{kind} #{self._models}"
 
     def forget(self) -> None:
-        """All of it: after a failure ranks may have come to know different things."""
+        """Forget the whole tree: after a failure, ranks may know different things."""
         self._places = 0
         self._begins: dict[tuple[Phase, Phase | None], _Place] = {}
         self._at = self._start = self._place("the start")
         self._phase: Phase | None = None
-        self._before: Phase | None = None  # also at rest
+        self._before: Phase | None = None  # the previous phase, including phases at rest
         self._forward: Phase | None = None
         self._past: _Past = ((), 0)
         self._recent: tuple[Series, ...] = ()
-        self._strides: dict[tuple[bool, tuple[str, ...]], Series] = {}  # from the last one, by what the last two were
+        self._strides: dict[tuple[bool, tuple[str, ...]], Series] = {}  # what followed each context
 
     def restart(self) -> None:
-        """After a failure that was the same on all ranks anything may follow."""
+        """Allow anything to follow, after a failure that was the same on all ranks."""
         self._next_epoch()
         self._at, self._phase, self._before, self._forward, self._past = self._start, None, None, None, ((), 0)
         self._recent = ()
@@ -217,7 +222,7 @@ class Order:
 
     @property
     def latest(self) -> str:
-        """What was begun last."""
+        """Description of what was begun last."""
         return self._at.after
 
     def check(self) -> None:
@@ -226,13 +231,13 @@ class Order:
             raise standstill(self.stalled)
 
     def enter(self, phase: Phase, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
-        """A phase begins.
+        """Handle the beginning of a phase.
 
         Args:
-            series: it is one of.
+            series: Series that the phase is a member of, if any.
 
         Raises:
-            RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
+            RuntimeError: The phase is new here, or this is a fork, and other ranks are doing something else.
         """
         if self.stalled is not None:
             raise standstill(self.stalled)
@@ -245,7 +250,7 @@ class Order:
         if (is_new and not self._continues(series, here)) or (not is_new and self._is_unexpected(phase, here)):
             self._ask(agree, str(phase), not is_new, details)
         if is_new:
-            # What a forward is made of does not depend on what came before it; of a backward it does.
+            # The contents of a forward do not depend on what preceded it; those of a backward do.
             before = self._phase if phase.is_backward else self._before if phase.kind == AT_REST else None
             if (phase, before) not in self._begins:
                 self._begins[phase, before] = self._place(str(phase))
@@ -266,7 +271,7 @@ class Order:
         self.events += 1
 
     def _continues(self, series: Series | None, here: _Place) -> bool:
-        """Whether something new is what a series goes on with, where nothing else has followed yet."""
+        """Whether something new continues a series, at a place that nothing else has followed yet."""
         if series is None or here.phases or here.collectives or not self._recent:
             return False
         what, number = series
@@ -282,11 +287,14 @@ class Order:
 
     @property
     def _context(self) -> tuple[bool, tuple[str, ...]]:
-        """Whether a backward accumulates is each rank's own affair, and makes no difference here."""
+        """Context for predicting series.
+
+        It ignores whether a backward accumulates, which each rank decides for itself.
+        """
         return self._phase is not None and self._phase.is_backward, tuple(what for what, _ in self._recent)
 
     def _is_unexpected(self, phase: Phase, here: _Place) -> bool:
-        """Of a phase that has followed this place before."""
+        """Whether a phase that has followed this place before is unexpected now."""
         expected = here.expects(self._past)
         if phase.kind == AT_REST:
             return phase != expected
@@ -295,15 +303,15 @@ class Order:
         return phase != expected and not (phase.is_backward and isinstance(expected, Phase) and expected.is_backward)
 
     def start(self, collective: str, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
-        """A collective is about to be started, or a compiled graph of some.
+        """Handle the start of a collective, or of a compiled graph with collectives.
 
         Args:
             collective: ``"gather layers.0 (GPT #1)"``, ``"forward graph 1c5e... (GPT #1)"``.
-            details: of a graph, its schedule. Ranks compare it, and show the first line that differs.
-            series: it is one of.
+            details: Schedule of a graph. Ranks compare it, and show the first line that differs.
+            series: Series that the collective is a member of, if any.
 
         Raises:
-            RuntimeError: it is new here, or this is a fork, and other ranks did not come to do the same.
+            RuntimeError: The collective is new here, or this is a fork, and other ranks are doing something else.
         """
         if self.stalled is not None:
             raise standstill(self.stalled)
@@ -319,7 +327,7 @@ class Order:
         self.events += 1
 
     def _is_usual(self, collective: str, here: _Place) -> bool:
-        """At a place that operations on parameters at rest have followed too."""
+        """Whether the collective is expected here, where operations on parameters at rest may follow, too."""
         is_alone = len(here.collectives) == 1 and all(phase.kind == AT_REST for phase in here.phases)
         return is_alone and collective in here.collectives and here.expects(self._past) == collective
 
@@ -342,7 +350,7 @@ class Order:
 
 _ROWS = 2
 _PASTS = 20_000
-"""To remember, of one place."""
+"""Number of pasts to remember per place."""
 
 _orders: dict[str, Order] = {}
-"""By name of the group. For good: ranks would forget them at different times."""
+"""Orders by name of the group. They are never removed, because ranks would forget them at different times."""

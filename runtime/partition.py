@@ -1,10 +1,10 @@
-"""Parameters that are divided already: over tensor-parallel or expert-parallel ranks (:mod:`.experts`).
+"""Parameters that are already divided over tensor-parallel or expert-parallel ranks (:mod:`.experts`).
 
-Such a parameter comes as a DTensor (``torch.distributed.tensor.parallel``), or as an ordinary tensor that holds this rank's
-part, marked as Megatron marks it (``tensor_model_parallel``, ``partition_dim``). Data-parallel ranks share the part: that is
-what lies in a bucket, is gathered and reduced. The model computes with what it was built with, a DTensor over its own mesh or
-the bare part. At rest the parameter is a DTensor over both, ``(data-parallel dimensions, other dimensions)``, of the shape of
-the whole.
+Such a parameter is a DTensor (``torch.distributed.tensor.parallel``), or an ordinary tensor that holds this rank's part
+and has Megatron's attributes (``tensor_model_parallel``, ``partition_dim``). Data-parallel ranks share the part: that
+is what lies in a bucket, is gathered and reduced. The model computes with what it was built with, a DTensor over its
+own mesh or the bare part. At rest, the parameter is a DTensor over both, ``(data-parallel dimensions, other
+dimensions)``, with the shape of the whole parameter.
 
                tp 0        tp 1                      W [6, 4], Shard(0) over tp, rows of each part over dp
     dp 0     W[0:2]      W[3:5]
@@ -30,13 +30,13 @@ __all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """How one parameter is spread over mesh dimensions that are not data-parallel.
+    """How one parameter is divided over mesh dimensions that are not data-parallel.
 
     Args:
-        mesh: these dimensions.
-        placements: ``Shard`` or ``Replicate``, one for each.
-        shape: of the whole parameter.
-        bare: the model computes with this rank's part as an ordinary tensor; else with a DTensor.
+        mesh: These dimensions.
+        placements: ``Shard`` or ``Replicate``, one per dimension.
+        shape: Shape of the whole parameter.
+        bare: Whether the model computes with this rank's part as an ordinary tensor, instead of a DTensor.
     """
 
     mesh: DeviceMesh
@@ -44,7 +44,7 @@ class Partition:
     shape: tuple[int, ...]
     bare: bool = False
 
-    # Meshes compare equal that have the same ranks, whatever their process groups: those of a mesh that is gone too.
+    # Compare meshes by identity: meshes of the same ranks are equal, even if the process groups of one are gone.
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -62,7 +62,7 @@ class Partition:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of what this rank's data-parallel group holds."""
+        """Shape of the part that this rank's data-parallel group holds."""
         return self._part[0]
 
     @property
@@ -72,7 +72,7 @@ class Partition:
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """Ranks that hold other parts, by mesh dimension."""
+        """Groups of ranks that hold other parts, by mesh dimension."""
         return tuple(
             Group.of(self.mesh.get_group(dim))
             for dim, placement in enumerate(self.placements)
@@ -81,20 +81,20 @@ class Partition:
 
     @property
     def count(self) -> int:
-        """Parameters that reductions are over."""
+        """Number of parameters that reductions cover."""
         return 1
 
     @property
     def number(self) -> int:
-        """Which of these this rank has."""
+        """This rank's number among these parameters."""
         return 0
 
     def forget_groups(self) -> None:
-        """Those of the mesh have been made anew."""
+        """Forget the process groups, because those of the mesh were replaced."""
         vars(self).pop("groups", None)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of what broadcasts with the whole parameter; a view."""
+        """Return this rank's part of a tensor that broadcasts with the whole parameter; a view."""
         missing = len(self.shape) - whole.ndim
         for dim in range(whole.ndim):
             size, part = self.shape[missing + dim], self.part_shape[missing + dim]
@@ -103,18 +103,18 @@ class Partition:
         return whole
 
     def of_part(self, part: Tensor) -> DTensor:
-        """The whole parameter as a DTensor of which ``part`` is this rank's. Differentiable."""
+        """Return the whole parameter as a DTensor whose local tensor is ``part``. Differentiable."""
         strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         return DTensor.from_local(
             part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=strides
         )
 
     def assemble(self, part: Tensor) -> Tensor:
-        """The whole parameter on every rank. Collective over :attr:`groups`."""
+        """Return the whole parameter on every rank. A collective over :attr:`groups`."""
         return whole_tensor(self.of_part(part)) if self.groups else part
 
     def beside(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The data-parallel dimensions of ``mesh``, then these."""
+        """Return a mesh of the data-parallel dimensions of ``mesh``, followed by these dimensions."""
         known: tuple[DeviceMesh, DeviceMesh] | None = vars(self).get("_beside")
         if known is None or known[0] is not mesh:
             known = vars(self)["_beside"] = mesh, compat.concatenate_meshes(mesh, self.mesh)
@@ -122,15 +122,15 @@ class Partition:
 
     @property
     def placements_at_rest(self) -> tuple[Placement, ...]:
-        """Behind a :class:`~mfsdp_compile.runtime.compat.RowShard` that tells rows of the whole parameter."""
+        """Placements that follow a :class:`~mfsdp_compile.runtime.compat.RowShard` with rows of the whole parameter."""
         return tuple(compat.EVERY_ROW if placement == Shard(0) else placement for placement in self.placements)
 
 
 class Peers(Partition):
-    """Of a parameter in whose place other ranks have others, with other names: experts.
+    """The partition of a parameter that has different counterparts, with other names, on other ranks: an expert.
 
-    It is whole here. What is reduced is so over all of them: one number that is equal on every rank, and the norm of a model's
-    gradients is that of all experts.
+    The parameter is whole on this rank. Reductions cover all counterparts: the result is one number that is equal on
+    every rank, and the norm of a model's gradients covers all experts.
     """
 
     @functools.cached_property
@@ -161,9 +161,9 @@ class Partitioner:
     """Finds out how parameters are divided.
 
     Args:
-        data_parallel: the mesh that they are to be sharded over.
-        tensor_parallel: the mesh dimension that Megatron's marks speak of; None: there is none.
-        of_experts: parameters are experts, of which no part can be marked.
+        data_parallel: Mesh to shard the parameters over.
+        tensor_parallel: Mesh dimension that Megatron's attributes refer to; None: there is none.
+        of_experts: Whether the parameters are experts, which may not have Megatron's attributes.
     """
 
     data_parallel: DeviceMesh
@@ -173,10 +173,10 @@ class Partitioner:
     _in_order: set[int] = field(default_factory=set, repr=False)
 
     def of(self, name: str, param: Tensor) -> Partition | None:
-        """None: the parameter is an ordinary one.
+        """Return how a parameter is divided; None for an ordinary parameter.
 
         Raises:
-            ValueError: a mesh or a placement that does not fit, or a mark without a mesh.
+            ValueError: A mesh or a placement does not fit, or Megatron's attributes have no mesh to refer to.
         """
         partition = self._of_dtensor(name, param) if isinstance(param, DTensor) else self._of_marks(name, param)
         if partition is not None and id(partition.mesh) not in self._in_order:
@@ -212,7 +212,7 @@ class Partitioner:
         return partition
 
     def _first_like(self, mesh: DeviceMesh) -> DeviceMesh:
-        """One object for all slices ``mesh["tp"]``: equal layers then share compiled code."""
+        """Return one mesh object for all slices ``mesh["tp"]``, so that equal layers share compiled code."""
         groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
         return self._meshes.setdefault((mesh, groups), mesh)
 
@@ -256,13 +256,16 @@ def _named(mesh: DeviceMesh) -> str:
 
 
 def local_part(param: Tensor) -> Tensor:
-    """What this rank has of a parameter, without autograd."""
+    """Return this rank's part of a parameter, without autograd."""
     return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:
-    """``tensor.full_tensor()``, one mesh dimension after the other: where a flattened mesh dimension exists, torch 2.13 gathers
-    over all at once, and takes padding of uneven shards for values."""
+    """Return ``tensor.full_tensor()``, gathered over one mesh dimension after the other.
+
+    If a flattened mesh dimension exists, torch 2.13 gathers over all dimensions at once, and takes the padding of
+    uneven shards for values.
+    """
     placements = list(tensor.placements)
     for dim in reversed(range(len(placements))):
         if not placements[dim].is_replicate():

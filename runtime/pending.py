@@ -1,16 +1,17 @@
-"""Gradients that wait for their reduction.
+"""Gradients whose reduction is deferred.
 
 Some reductions run once per optimizer step, however many microbatches it has: with ``no_shard`` and ``optim`` the whole
-reduction, with HSDP and HFSDP the one over outer ranks. Until it is due, each bucket's gradients are summed up here, in
-memory that no collective writes to: a reduction reads the sum, and its result goes elsewhere. (Megatron-FSDP reduces
-in place into its accumulator, and with automatic synchronisation reduces what was reduced before.)
+reduction, with HSDP and HFSDP the one over outer ranks. Until the reduction is due, each bucket's gradients are
+accumulated here, in memory that no collective writes to: a reduction reads the sum and writes its result elsewhere.
+(Megatron-FSDP reduces in place into its accumulator. With automatic synchronization it reduces values that were already
+reduced.)
 
-Whether a reduction is due is asked in backward, when the gradients are there. In compiled graphs that is done by an
-operator, ``mfsdp::reduce_if_due``, which finds the bucket's sum by a number that is an argument of the graph: one graph
-serves every way of accumulating and every instance of a module.
+Whether a reduction is due is decided in backward, when the gradients are there. In compiled graphs the operator
+``mfsdp::reduce_if_due`` does this. It finds the bucket's sum by a number that is an argument of the graph, so that one
+graph serves every way of accumulating and every instance of a module.
 
-The ``.grad`` of a parameter whose gradient waits is an :class:`UnreducedGradient`: it is not None, so that setting it to
-None means what it always does, and it says what to do when it is computed with.
+The ``.grad`` of a parameter whose gradient is deferred is an :class:`UnreducedGradient`. It is not None, so that
+setting it to None means what it always does. Computing with it raises an error that says what to do.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ _all: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
 
 
 class Holder(Protocol):
-    """The bucket whose gradients wait."""
+    """The bucket whose gradients are deferred."""
 
     def reductions_are_due(self) -> bool:
         """Whether this backward reduces."""
 
     def forget_abandoned(self, total: Tensor) -> None:
-        """Start from zero where the user has dropped the gradient of a parameter."""
+        """Zero the slices of ``total`` for parameters whose gradient the user has dropped."""
 
     def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
-        """Zeros for these parameters, by index, in a gradient before its reduction, or in a sum of such."""
+        """Zero the slices of these parameters, by index, in a gradient before its reduction, or in a sum."""
 
     def show_unreduced(self) -> None:
-        """Gradients wait now."""
+        """Show users that gradients are deferred."""
 
     def inspect(self, gradient: Tensor) -> None:
-        """Look at a gradient before it is reduced."""
+        """Inspect a gradient before it is reduced."""
 
 
 class Pending:
     """The sum of one bucket's gradients since the last reduction.
 
     Args:
-        holder: the bucket, which holds this object.
-        dtype: of the sum.
+        holder: The bucket, which owns this object.
+        dtype: Dtype of the sum.
     """
 
     def __init__(self, holder: Holder, dtype: torch.dtype) -> None:
@@ -64,14 +65,14 @@ class Pending:
         self._dtype = dtype
         self.total: Tensor | None = None
         self.kept = False
-        """Whether the last gradient was kept, instead of reduced."""
+        """Whether the last gradient was kept instead of reduced."""
         self.asked: Asked | None = None
-        """What the backward under way wants of the next gradient; None: all of it. Compiled code computes all gradients,
-        whatever was asked for."""
+        """What the running backward wants of the next gradient. None: all of it. Compiled code computes all gradients,
+        no matter which were requested."""
         number = next(_numbers)
         _all[number] = self
         self.token = torch.tensor([number])
-        """What stands for this object in a graph: int64, ``[1]``, on the CPU."""
+        """Tensor that stands for this object in a graph: int64, ``[1]``, on the CPU."""
 
     @property
     def holder(self) -> Holder:
@@ -81,9 +82,13 @@ class Pending:
 
     @torch.no_grad()
     def exchange(self, gradient: Tensor) -> Tensor | None:
-        """Take in a gradient. Returns what is to be reduced, in the gradient's dtype, or None if that is not due."""
+        """Add a gradient to the sum.
+
+        Returns:
+            The tensor to reduce, in the gradient's dtype; None if no reduction is due.
+        """
         asked, self.asked = self.asked, None
-        if asked is not None and asked.returned:  # by torch.autograd.grad: not a part of the sum
+        if asked is not None and asked.returned:  # for torch.autograd.grad, not part of the sum
             self.kept = False
             return gradient
         wanted = asked is None or bool(asked.added)
@@ -98,14 +103,14 @@ class Pending:
             self.total.add_(gradient)
         if self.kept:
             if self.total is None:
-                # A copy: the gradient's memory may belong to a compiled graph, which uses it again.
+                # A copy: the gradient's memory may belong to a compiled graph, which reuses it.
                 self.total = gradient.to(self._dtype, copy=True)
             self.holder.show_unreduced()
             return None
         return gradient if self.total is None else self.take(gradient.dtype)
 
     def take(self, dtype: torch.dtype) -> Tensor:
-        """The sum, which starts from nothing again."""
+        """Return the sum and start a new one."""
         assert self.total is not None
         total, self.total = self.total, None
         return total.to(dtype)

@@ -1,12 +1,12 @@
-"""What else refers to a model's parameters when it is sharded.
+"""Other references to a model's parameters when it is sharded.
 
-Sharding puts new parameters in the place of the ones that the user built. Whoever still holds an old one (an optimizer, a
-closure, a list) would read values that no longer train and get no gradient. Three things are done about that:
+Sharding replaces the parameters that the user built by new ones. Anything that still holds an old one (an optimizer, a
+closure, a list) would read values that no longer train, and get no gradient. Three measures prevent that:
 
-    before sharding    what can be seen from the model is refused by name: an attribute that holds a parameter, a buffer, an
-                       attribute or a second parameter over its memory, a gradient that would be lost
+    before sharding    references that are visible from the model are refused by name: an attribute that holds a
+                       parameter, a buffer, attribute or second parameter over its memory, a gradient that would be lost
     while sharding     hooks of the old parameter move to the new one
-    after sharding     the old parameter becomes a :class:`ReplacedParameter`: whatever uses it gets an error with its name
+    after sharding     the old parameter becomes a :class:`ReplacedParameter`: any use raises an error with its name
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ReplacedParameter", "check_not_replaced", "check_references", "move_
 
 
 def check_not_replaced(model: nn.Module) -> None:
-    """Raise ValueError if a parameter belongs to another sharded model now. Before anything else reads parameters."""
+    """Raise ValueError if a parameter now belongs to another sharded model. Call this before parameters are read."""
     for name, param in model.named_parameters():
         if isinstance(param, ReplacedParameter):
             raise ValueError(
@@ -43,7 +43,7 @@ def check_not_replaced(model: nn.Module) -> None:
 
 
 def check_references(model: nn.Module) -> None:
-    """Raise ValueError where the model itself refers to a parameter in a way that sharding would break."""
+    """Raise ValueError if the model itself refers to a parameter in a way that sharding would break."""
     _check_attributes(model)
     _check_memory(model)
     for name, param in model.named_parameters():
@@ -72,7 +72,7 @@ def _check_attributes(model: nn.Module) -> None:
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Tensors in plain attributes of modules, or in containers that these are."""
+    """Yield tensors in plain attributes of modules, or in containers in such attributes."""
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_modules", "_buffers"):
@@ -89,7 +89,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class _Span:
-    """Memory ``[start, end)`` of a tensor, and what the tensor is to the model."""
+    """Memory ``[start, end)`` of a tensor, and the tensor's role in the model."""
 
     start: int
     end: int
@@ -101,7 +101,7 @@ class _Span:
     def of(cls, tensor: Tensor, what: str, is_param: bool = False) -> _Span | None:
         part = local_part(tensor)
         if type(part) not in (Tensor, nn.Parameter) or part.is_meta or part.layout is not torch.strided:
-            return None  # it has no memory of its own, or hides it
+            return None  # no memory of its own, or hidden
         if not part.numel() or not (start := part.data_ptr()):
             return None
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
@@ -112,7 +112,7 @@ class _Span:
         return self.tensor.nbytes == self.end - self.start
 
     def shares(self, other: _Span) -> bool:
-        """Whether any byte is an element's of both; the two overlap."""
+        """Whether any byte belongs to an element of both. The spans must overlap."""
         if self.is_dense and other.is_dense:
             return True
         first = min(self.start, other.start)
@@ -120,7 +120,7 @@ class _Span:
         return bool((bytes_of[0] & bytes_of[1]).any())
 
     def _bytes(self, first: int, count: int) -> Tensor:
-        """Which of ``count`` bytes from ``first`` are elements'."""
+        """Return which of ``count`` bytes from ``first`` belong to elements."""
         size = self.tensor.element_size()
         used = torch.zeros(count, dtype=torch.bool)
         strides = [stride * size for stride in self.tensor.stride()]
@@ -159,7 +159,7 @@ def _shared_memory(param: _Span, other: _Span) -> str:
 
 
 def _is_recomputed(module: nn.Module, attribute: str) -> bool:
-    """``torch.nn.utils.spectral_norm`` leaves a view in the parameter's place until the first forward."""
+    """Whether the attribute is a view that ``torch.nn.utils.spectral_norm`` keeps until the first forward."""
     hooks = module._forward_pre_hooks.values()
     return any(isinstance(hook, SpectralNorm) and hook.name == attribute for hook in hooks)
 
@@ -168,7 +168,7 @@ def _is_recomputed(module: nn.Module, attribute: str) -> bool:
 
 
 def move_hooks(original: Tensor, param: RowShardedTensor) -> None:
-    """Hooks on gradients run for ``param`` from now on; handles that remove them keep doing that."""
+    """Move hooks on gradients to ``param``. Handles that remove them keep working."""
     param.take_hooks(original._backward_hooks, original._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
@@ -184,13 +184,13 @@ _METHODS = ("size", "dim", "numel", "stride", "element_size", "is_floating_point
 _METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in _ATTRIBUTES] + [getattr(Tensor, name) for name in _METHODS]
 )
-"""What may be asked of a replaced parameter: tools that list all tensors ask it."""
+"""Functions that may be called on a replaced parameter, because tools that list all tensors call them."""
 
 
 class ReplacedParameter:
-    """A parameter that was sharded and is no longer the model's. Any use but a look at its shape is an error that names it.
+    """A parameter that was sharded and no longer belongs to the model. Any use except reading metadata raises an error.
 
-    Classes are made from this one and the parameter's own (:func:`retire`).
+    :func:`retire` generates subclasses of this class and the parameter's own class.
     """
 
     @classmethod
@@ -210,11 +210,11 @@ class ReplacedParameter:
             "an optimizer along."
         )
 
-    # Methods of DTensors that ask no torch function.
+    # Methods of DTensors that do not call __torch_function__.
     to_local = full_tensor = redistribute = _refuse
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Subclass hooks of the user's classes are not told of the classes made here."""
+        """Keep generated classes from subclass hooks of the user's classes."""
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"ReplacedParameter({vars(self)[_NAME]!r}, shape={tuple(self.shape)})"  # type: ignore[attr-defined]
@@ -238,9 +238,11 @@ def _replaced_class(cls: type[Tensor]) -> type[Tensor]:
 
 
 def retire(original: Tensor, name: str) -> None:
-    """Turn ``original`` into a :class:`ReplacedParameter`. What it had as memory is free, unless something else is a view of
-    it; reads that no error can stop, of C++ code, find NaN."""
-    if compat.is_fake(local_part(original)):  # of a plan, which goes on asking for its shape
+    """Turn ``original`` into a :class:`ReplacedParameter`.
+
+    Its memory is freed, unless something else is a view of it. Reads by C++ code, which no error can stop, return NaN.
+    """
+    if compat.is_fake(local_part(original)):  # the model is only planned, and planning still asks for shapes
         return
     if isinstance(original, DTensor):
         original._local_tensor = _nothing_like(original._local_tensor)

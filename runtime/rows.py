@@ -1,8 +1,9 @@
-"""Rows of parameters on their way between ranks.
+"""Moving rows of parameters between ranks.
 
-Parameters of one shape may have their rows on different ranks: their buckets hold other parameters too (a trainable and a
-frozen copy of a module), or are cut over other ranks. Rows of one of them go to where the other one's are, by one all-to-all
-for all that lie over the same ranks. Where they do not, the whole tensor is gathered, one after the other.
+Parameters of one shape may have their rows on different ranks: their buckets contain other parameters too (a trainable
+and a frozen copy of a module), or are sharded over other ranks. The rows of one parameter move to the ranks of the
+other's rows, with one all-to-all for all parameters over the same ranks. Otherwise each part is gathered on every rank,
+one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Move", "all_gather_rows", "move_rows", "same_ranks", "take_rows"]
 
 
 def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
-    """The rows of an ordinary tensor of the global shape that ``rank`` owns; a view."""
+    """Return the rows that ``rank`` owns of an ordinary tensor of the global shape; a view."""
     if not split.shape:
         return whole if split.rows(rank) else whole.reshape(1)[:0]
     rows = split.rows(rank)
@@ -32,7 +33,7 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 
 
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    """The whole tensor, on every rank. Collective."""
+    """Return the whole tensor on every rank. A collective."""
     topology.announce(f"full_tensor() of {split.name!r}", split.name)
     return split.assemble(_gather_part(local, split, topology))
 
@@ -51,7 +52,7 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
 
 
 def same_ranks(mine: Topology, its: Topology) -> bool:
-    """Whether pieces of the same number are on the same ranks. Groups of the same ranks may have several names."""
+    """Whether shards with the same number are on the same ranks. Groups of the same ranks may have several names."""
     return mine is its or [(g.size, g.rank, g.stride) for g in mine.shard_groups] == [
         (g.size, g.rank, g.stride) for g in its.shard_groups
     ]
@@ -59,12 +60,12 @@ def same_ranks(mine: Topology, its: Topology) -> bool:
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of one tensor that are to lie as those of another one of its shape, and of its partition.
+    """Rows of one tensor that are to be placed like those of another tensor of the same shape and partition.
 
     Args:
-        local: this rank's rows.
-        source, over: how rows lie, and over which ranks.
-        target, target_over: how they are to lie.
+        local: This rank's rows.
+        source, over: How the rows are split, and over which ranks.
+        target, target_over: How the rows are to be split, and over which ranks.
     """
 
     local: Tensor
@@ -75,12 +76,12 @@ class Move:
 
     @property
     def group(self) -> Any:
-        """The ranks to exchange rows over at once; None: there is no such group, or no need to."""
+        """Group to exchange rows over in one collective; None: there is no such group, or no need for it."""
         groups = self.over.shard_groups
         return groups[0] if len(groups) == 1 and same_ranks(self.over, self.target_over) else None
 
     def sent(self, sender: int, receiver: int) -> range:
-        """The rows that one piece of the source and one piece of the target have in common."""
+        """Return the rows that a shard of the source and a shard of the target have in common."""
         mine, its = self.source.rows(sender), self.target.rows(receiver)
         start = max(mine.start, its.start)
         return range(start, max(start, min(mine.stop, its.stop)))
@@ -89,7 +90,7 @@ class Move:
         return rows.view(self.target.local_shape(self.target_over.shard))
 
     def alone(self) -> Tensor:
-        """By way of the whole part. Collective, unless the source has all of it on every rank."""
+        """Move rows by gathering the part. A collective, unless the source holds all of it on every rank."""
         part = self.local
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
@@ -99,7 +100,7 @@ class Move:
 
 
 def move_rows(moves: Sequence[Move]) -> list[Tensor]:
-    """This rank's rows, as they lie in the target; contiguous copies. Collective: every rank comes with the same moves."""
+    """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
     for number, move in enumerate(moves):

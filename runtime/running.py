@@ -1,9 +1,9 @@
-"""What a compiled graph says as it begins, and to whom.
+"""Notifications from compiled graphs as they begin, and the models that receive them.
 
-Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule)``. The text is part of the compiled code;
-whose buckets the graph is run with is known only here: Dynamo runs one graph for many instances of a module, and a
-compile cache for many models. So whoever runs a graph says so first, on the same thread: the backend before a forward,
-a hook on the autograd node before a backward.
+Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule)``. The text is part of the compiled
+code, but the code does not say whose buckets the graph runs with: Dynamo runs one graph for many instances of a module,
+and a compile cache serves many models. Therefore, whoever runs a graph registers the run first, on the same thread: the
+backend before a forward, a hook on the autograd node before a backward.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["GraphRun", "begin", "named", "parse_used"]
 class GraphRun:
     """A forward of compiled code, and the backward that may follow it.
 
-    It does not keep models alive: autograd holds it, and Python's garbage collector does not see through that.
+    It does not keep models alive, because autograd holds it and Python's garbage collector does not see through that.
 
     Args:
-        owners: of the buckets.
-        backwards: what its backward computes of each bucket, in the order in which graphs number them.
-        options: of the backend, in words, for ranks to compare.
+        owners: Models that own the buckets.
+        backwards: Each bucket's share of the backward, in the order in which graphs number the buckets.
+        options: Options of the backend as text, for ranks to compare.
     """
 
     def __init__(self, owners: Sequence[ShardedModel], backwards: Sequence[Backward], options: str) -> None:
@@ -45,17 +45,21 @@ class GraphRun:
         self._given: Sequence[bool] = ()
 
     def expect_graph(self) -> None:
-        """The next graph that begins on this thread is this one's."""
+        """Attribute the next graph that begins on this thread to this run."""
         _thread.expected = self
 
     def watch_backward(self, outputs: Any) -> None:
-        """``outputs`` are those of the forward: their backward begins with a word to the model."""
+        """Notify the models when the backward of ``outputs``, the outputs of the forward, begins."""
         for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
             node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
 
     @python_only
     def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
-        """Args: numbers: of the node's outputs that have gradients."""
+        """Attribute the graph of this backward to this run.
+
+        Args:
+            numbers: Numbers of the node's outputs that the forward returned.
+        """
         self._given = [gradients[number] is not None for number in numbers]
         for reference in self._owners:
             if (owner := reference()) is not None:
@@ -74,13 +78,14 @@ class GraphRun:
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:
-    """For each bucket, the parameters, by index, that have a gradient in a backward.
+    """Return for each bucket the indices of the parameters that have a gradient in a backward.
 
     Args:
-        text: ``"2|0,1/2;"``: of two outputs' gradients, that of parameter 0 of the first bucket depends on both, that of
-            parameter 1 on the second (a mask in hexadecimal), and the second bucket has none.
-        given: for each output, whether it has a gradient. Those that have none count as zeros. Where outputs are views of
-            one another it is not known which is which: then all gradients count, as they do for ``torch.compile``.
+        text: Number of outputs and, per bucket, the parameters that have gradients. In ``"2|0,1/2;"`` there are two
+            outputs. The gradient of parameter 0 of the first bucket depends on both outputs' gradients, that of
+            parameter 1 only on the second (a mask in hexadecimal), and the second bucket has no gradients.
+        given: For each output, whether it has a gradient. Missing gradients count as zeros. If outputs are views of one
+            another, it is unknown which is which. All gradients count in that case, as they do for ``torch.compile``.
     """
     count, buckets = text.split("|")
     mask = sum(has << position for position, has in enumerate(given)) if len(given) == int(count) else -1
@@ -92,10 +97,10 @@ def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:
 
 
 def begin(phase: str, digest: str, schedule: str, used: str) -> None:
-    """A graph begins on this thread: the operator ``mfsdp::begin``.
+    """Implementation of the operator ``mfsdp::begin``: a graph begins on this thread.
 
     Raises:
-        RuntimeError: other ranks do not run the same.
+        RuntimeError: Other ranks run something else.
     """
     run, _thread.expected = _thread.expected, None
     if run is not None:
@@ -103,7 +108,7 @@ def begin(phase: str, digest: str, schedule: str, used: str) -> None:
 
 
 def named(schedule: str, buckets: Sequence[str]) -> list[str]:
-    """The lines of a schedule, with names for the numbers of buckets."""
+    """Return the lines of a schedule, with buckets' names in place of their numbers."""
     return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
 
 
@@ -114,11 +119,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 _DEPTH = 3
-"""Views that AOTAutograd may put between an output and the node of the compiled code."""
+"""Maximum number of views that AOTAutograd puts between an output and the node of the compiled code."""
 
 
 def _compiled_nodes(outputs: Iterable[Any]) -> dict[Any, set[int]]:
-    """The nodes of compiled code behind outputs, and which of each one's outputs these are."""
+    """Find the nodes of compiled code behind ``outputs``, and the numbers of each node's outputs among them."""
     found: dict[Any, set[int]] = {}
     level = {(o.grad_fn, o.output_nr) for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
     for _ in range(_DEPTH):

@@ -1,13 +1,14 @@
-"""The stores that ranks of a group agree through: a tree of two levels, where one store would serve too many.
+"""The stores through which the ranks of a group agree: a tree of two levels if one store would serve too many ranks.
 
-A TCPStore serves some 30,000 requests a second, on one thread. So ranks of a large job count themselves in at the store of their
-part of the group, which the first rank of the part keeps. The last one to come counts the part in at the root, the store of the
-default process group, waits there for the verdict, and copies it to the part's store::
+A TCPStore serves some 30,000 requests per second, on one thread. In a large job, each rank therefore counts itself in
+at the store of its part of the group, which the first rank of the part serves. The last rank of the part to arrive
+counts the part in at the root, the store of the default process group. It waits there for the verdict and copies it to
+the part's store::
 
-    root        rank 0's             an answer of each part
-    parts       their first ranks'   one of each rank; sqrt(n) parts of sqrt(n) ranks
+    root        served by rank 0               one request per part
+    parts       served by their first ranks    one request per rank; sqrt(n) parts of sqrt(n) ranks
 
-What is rare is at the root alone: verdicts of ranks that have failed, lines that differ, what the watchdog has to say.
+Rare requests go to the root only: verdicts of ranks that have failed, lines that differ, messages of the watchdog.
 """
 
 from __future__ import annotations
@@ -25,26 +26,27 @@ from . import compat
 __all__ = ["PART", "Branch", "branch_of"]
 
 PART = 64
-"""Ranks of which one store serves an agreement in 10 ms. A job of no more has one store, and larger parts where the root would have
-more parts than a part has ranks."""
+"""Number of ranks that one store serves an agreement in 10 ms. A job with no more ranks has one store. Parts are larger
+if there would otherwise be more parts than ranks in a part."""
 
 PATIENCE = timedelta(seconds=30)
-"""For a request to another rank's store."""
+"""Timeout of a request to another rank's store."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """This rank's way to the root.
+    """This rank's path to the root.
 
     Args:
-        root: the store of the default process group.
-        ranks: of the group.
-        name: of the group.
-        size: ranks of a part; the last one may have fewer.
-        number: of this rank's part.
+        root: The store of the default process group.
+        ranks: Ranks of the group.
+        name: Name of the group.
+        size: Number of ranks in a part; the last part may have fewer.
+        number: Number of this rank's part.
 
     Attributes:
-        part: the store of this rank's part: the root, where there is one part; None until :meth:`join` or :meth:`serve`.
+        part: The store of this rank's part. If there is only one part, this is the root. None until :meth:`join` or
+            :meth:`serve`.
     """
 
     root: dist.Store
@@ -63,46 +65,47 @@ class Branch:
         return self.part is not self.root
 
     def members(self, number: int | None = None) -> Sequence[int]:
-        """Ranks of a part; None: of this rank's."""
+        """Return the ranks of a part; None: of this rank's part."""
         begin = (self.number if number is None else number) * self.size
         return self.ranks[begin : begin + self.size]
 
     @property
     def keeper(self) -> int:
-        """The rank that keeps the store of this rank's part."""
+        """The rank that serves the store of this rank's part."""
         return self.members()[0]
 
     def address_key(self, number: int | None = None) -> str:
-        """Where the root says where a part's store is."""
+        """Return the key of the root under which the address of a part's store is published."""
         return f"mfsdp/stores/{self.name}/{self.number if number is None else number}"
 
     def serve(self) -> None:
-        """On the part's first rank: its store."""
+        """Create the part's store and publish its address. Called on the part's first rank."""
         self.part, address = _own_store(self.root)
         self.root.set(self.address_key(), json.dumps(address))
 
     def join(self) -> None:
-        """On the others, when the root has the address."""
+        """Connect to the part's store. Called on the other ranks once the root has the address."""
         self.part = self.connect(self.number)
 
     def connect(self, number: int) -> dist.Store:
-        """To the store of a part that the root has the address of.
+        """Connect to the store of a part whose address the root has.
 
         Raises:
-            OSError: nobody listens there any more.
+            OSError: The store is gone.
         """
         host, port = json.loads(self.root.get(self.address_key(number)))
         return compat.connect_to_store(host, port, PATIENCE)
 
 
 _branches: dict[str, Branch] = {}
-"""By name of the group."""
+"""Branches by name of the group."""
 _own: tuple[dist.Store, dist.Store, tuple[str, int]] | None = None
-"""The store that this process keeps, for a root: it serves all groups of which this is the first rank of a part."""
+"""The root, the store that this process serves, and its address. The store serves all groups in which this process is
+the first rank of a part."""
 
 
 def branch_of(name: str, ranks: Sequence[int]) -> Branch:
-    """Of a process group with this name. No communication."""
+    """Return the branch of a process group with this name. Does not communicate."""
     root = compat.default_store()
     branch = _branches.get(name)
     if branch is None or branch.root is not root:

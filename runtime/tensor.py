@@ -1,13 +1,13 @@
 """Parameters at rest: DTensors whose rows are cut where their bucket is cut.
 
-DTensor's ``Shard(0)`` means ``torch.chunk``: every rank holds ``ceil(rows / world)`` rows and the last ones fewer. In a
-flat bucket a parameter's rows are wherever the shard borders fall: 5 on one rank, 3 on the next, none on the others.
-A plain DTensor over such a shard adds and multiplies correctly, but ``full_tensor()``, ``mean()``, indexing and random
-initialisation are wrong, crash or hang (Megatron-FSDP users meet this today). ``RowShardedTensor`` is a DTensor that
-knows its rows, and that does one of four things with an operator:
+DTensor's ``Shard(0)`` means ``torch.chunk``: every rank holds ``ceil(rows / world)`` rows, and the last ranks fewer. In
+a flat bucket, the shard boundaries decide where a parameter's rows are: 5 on one rank, 3 on the next, none on the
+others. A plain DTensor over such a shard adds and multiplies correctly, but ``full_tensor()``, ``mean()``, indexing and
+random initialization are wrong, crash or hang (Megatron-FSDP users see this today). ``RowShardedTensor`` is a DTensor
+that knows its rows. It handles an operator in one of four ways:
 
-    elementwise      on the local rows, without communication; optimizers are made of these. Where the rows of two tensors
-                     of one shape lie on different ranks, those of one of them move first, by one all-to-all
+    elementwise      runs on the local rows, without communication; optimizers consist of these. If the rows of
+                     two tensors of one shape are on different ranks, those of one tensor move first, by one all-to-all
     random           draws the whole tensor and keeps its rows: the same values as without sharding, at any world size
     reduction        one all-reduce, to an ordinary 0-d tensor that is equal on every rank; every rank must take part
     anything else    an error that says what to use instead; never a silent gather, never a wrong number
@@ -44,9 +44,10 @@ class RowSplit:
     """How the rows of one parameter are spread over ranks: parameter ``index`` of a bucket's layout.
 
     Args:
-        layout: of the bucket.
-        index: of the parameter.
-        partition: how the parameter was divided before; then the bucket holds a part of it. None: all of it.
+        layout: Layout of the bucket.
+        index: Index of the parameter.
+        partition: How the parameter was already divided, if the bucket holds only a part of it. None: the bucket holds
+            all of it.
     """
 
     layout: BucketLayout
@@ -62,53 +63,53 @@ class RowSplit:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole parameter."""
         return self.part_shape if self.partition is None else self.partition.shape
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """Of what the bucket holds of it."""
+        """Shape of the part that the bucket holds."""
         return self.layout.slots[self.index].shape
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where that begins in the whole parameter."""
+        """Where this part begins in the whole parameter, by dimension."""
         return (0,) * len(self.shape) if self.partition is None else self.partition.offsets
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Ranks, besides the data-parallel ones, that hold other parts."""
+        """Groups of ranks, other than the data-parallel ones, that hold other parts."""
         return () if self.partition is None else self.partition.groups
 
     @property
     def count(self) -> int:
-        """Parameters that reductions are over: experts that other ranks hold in the place of this one are among them."""
+        """Number of parameters that reductions cover, including an expert's counterparts on other ranks."""
         return 1 if self.partition is None else self.partition.count
 
     @property
     def number(self) -> int:
-        """Which of these this rank has."""
+        """This rank's number among these parameters."""
         return 0 if self.partition is None else self.partition.number
 
     def part_of(self, value: Tensor) -> Tensor:
-        """Of what broadcasts with the whole parameter, what broadcasts with the part that the bucket holds; a view."""
+        """Reduce what broadcasts with the whole parameter to what broadcasts with the bucket's part of it; a view."""
         return value if self.partition is None else self.partition.take(value)
 
     def assemble(self, part: Tensor) -> Tensor:
-        """The whole parameter from the parts of all ranks. Collective over :attr:`groups`."""
+        """Return the whole parameter from the parts of all ranks. A collective over :attr:`groups`."""
         return part if self.partition is None else self.partition.assemble(part)
 
     def rows(self, rank: int) -> range:
-        """Of the part that the bucket holds, those of ``rank``."""
+        """Return the rows of ``rank``, counted in the part that the bucket holds."""
         return self.layout.rows(self.index, rank)
 
     def rows_of_whole(self, rank: int) -> range:
-        """The same, counted in the whole parameter."""
+        """Return the rows of ``rank``, counted in the whole parameter."""
         rows, first = self.rows(rank), self.offsets[0] if self.shape else 0
         return range(rows.start + first, rows.stop + first)
 
     def slices(self, rank: int) -> tuple[slice, ...]:
-        """Where what ``rank`` holds lies in the whole parameter, by dimension."""
+        """Return the slices of the whole parameter that ``rank`` holds, one per dimension."""
         if not self.shape:
             return ()
         rows = self.rows_of_whole(rank)
@@ -116,7 +117,7 @@ class RowSplit:
         return (slice(rows.start, rows.stop), *(slice(start, start + size) for start, size in inner))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of what ``rank`` holds. A scalar's owner holds a scalar, the other ranks an empty vector."""
+        """Return the shape of what ``rank`` holds. A scalar's owner holds a scalar, other ranks an empty vector."""
         count = len(self.rows(rank))
         if not self.shape:
             return () if count else (0,)
@@ -124,8 +125,10 @@ class RowSplit:
 
 
 class Backing(tuple[Tensor, ...]):
-    """The flat tensors whose memory some rows are: of a parameter the shard, and the resident that the shard is a part of.
-    Rows that are copied have memory of their own."""
+    """The flat tensors whose memory contains some rows: a parameter's shard, and the resident around it.
+
+    Copied rows have their own memory, so that copies of this object are empty.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backing:
         return Backing()
@@ -135,18 +138,19 @@ _T = TypeVar("_T", bound="RowShardedTensor")
 
 
 class RowShardedTensor(DTensor):
-    """A DTensor, ``Shard(0)`` over the ranks of a topology that share it, with rows as a :class:`RowSplit` says; and over the
-    mesh dimensions of its partition, if it has one, behind those.
+    """A DTensor, ``Shard(0)`` over the ranks of a topology that share it, with the rows of a :class:`RowSplit`.
 
-    ``to_local()`` is this rank's rows ``[n, *part_shape[1:]]``, a view of the bucket's flat shard for parameters.
-    ``full_tensor()`` is the whole tensor, on every rank; all ranks must call it.
+    If it has a partition, the mesh dimensions of the partition follow.
+
+    ``to_local()`` returns this rank's rows ``[n, *part_shape[1:]]``; for parameters, a view of the bucket's flat shard.
+    ``full_tensor()`` returns the whole tensor on every rank; all ranks must call it.
     """
 
     split: RowSplit
     topology: Topology
     backing: Backing
-    """Operators on this class run below autograd, which therefore does not see that they change these tensors; it is told, so
-    that a backward through changed weights is still an error."""
+    """Operators on this class run below autograd, which does not see that they change these tensors. Their versions are
+    incremented explicitly, so that a backward through changed weights is still an error."""
 
     @classmethod
     def wrap(
@@ -191,10 +195,10 @@ class RowShardedTensor(DTensor):
         )
 
     def over_pieces(self, value: Tensor, op: str, what: str = "") -> Tensor:
-        """Reduce what each rank has computed of its rows to what the whole tensor would have; the same on every rank.
+        """Reduce what each rank has computed from its rows to the result for the whole tensor; the same on every rank.
 
         Args:
-            what: is computed, for ranks that do something else.
+            what: Description of the result, for error messages on ranks that do something else.
         """
         self.topology.announce(what or f"a {op} over {self.split.name!r}", self.split.name)
         value = self.topology.sum(value, op)
@@ -202,33 +206,36 @@ class RowShardedTensor(DTensor):
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
 
-    # Torch adds where the rows begin in their storage to an address of none, and takes that for memory.
+    # Torch would add the rows' storage offset to a null address, and take the sum for memory.
 
     def data_ptr(self) -> int:
-        """0: the memory is that of the local rows."""
+        """Return 0: the memory is that of the local rows."""
         return 0
 
     def storage_offset(self) -> int:
-        """0, see :meth:`data_ptr`."""
+        """Return 0; see :meth:`data_ptr`."""
         return 0
 
     # -- leaving the sharded world ------------------------------------------------------------------------------------
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The whole tensor on every rank, ``[*shape]``, a copy. Collective; not differentiable."""
+        """Return a copy of the whole tensor, ``[*shape]``, on every rank. A collective; not differentiable."""
         with torch.no_grad():
             return all_gather_rows(self._local_tensor, self.split, self.topology)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **kwargs: Any
     ) -> DTensor:
-        """An ordinary DTensor of the same values, replicated or evenly sharded. Collective; not differentiable."""
+        """Return an ordinary DTensor of the same values, replicated or evenly sharded.
+
+        A collective; not differentiable.
+        """
         mesh = device_mesh or self.device_mesh
         return distribute_tensor(self.full_tensor(), mesh, placements or [Replicate()] * mesh.ndim, src_data_rank=None)
 
     @property
     def data(self) -> RowShardedTensor:  # type: ignore[override]
-        """The same rows, detached. Assigning copies the values in: the memory belongs to a bucket."""
+        """The same rows, detached. Assignment copies the values, because the memory belongs to a bucket."""
         return self.detach()  # type: ignore[return-value]
 
     @data.setter
@@ -242,9 +249,9 @@ class RowShardedTensor(DTensor):
             self.detach().copy_(values)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's rows; gradients of what is computed from them are gradients of these rows alone."""
+        """Return this rank's rows. Gradients of results computed from them are gradients of these rows only."""
         for resident in self.backing[1:]:
-            compat.wait_tensor(resident)  # who is given the rows may write to them
+            compat.wait_tensor(resident)  # the caller may write to the rows
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor.view_as(self._local_tensor)
         return _ToLocal.apply(self)
@@ -258,38 +265,39 @@ class RowShardedTensor(DTensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> RowShardedTensor:  # type: ignore[override]
-        """As ``Tensor.requires_grad_``: a parameter can be frozen, and made trainable, between steps. All ranks do the same."""
+        """Freeze or unfreeze a parameter, like ``Tensor.requires_grad_``. Call it between steps, and on all ranks."""
         super().requires_grad_(requires_grad)
         if (home := vars(self).get("mfsdp_home")) is not None:
             home.bucket.toggled(home.index)
         return self
 
-    # Autograd passes parameters no gradient (see :mod:`.gradients`): it must not run their hooks, which would get None.
+    # Autograd passes no gradients to parameters (see :mod:`.gradients`), so it must not run their hooks, which would
+    # get None.
 
     @property
     def tensor_hooks(self) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        """Of a parameter: called with its reduced gradient, a DTensor."""
+        """Hooks of a parameter that are called with its reduced gradient, a DTensor."""
         hooks: dict[int, Callable[[Tensor], Tensor | None]] = self.__dict__.setdefault("mfsdp_hooks", OrderedDict())
         return hooks
 
     @property
     def accumulate_hooks(self) -> dict[int, Callable[[Tensor], None]]:
-        """Of a parameter: called with it when its gradient has been added."""
+        """Hooks of a parameter that are called with it after its gradient was accumulated."""
         hooks: dict[int, Callable[[Tensor], None]] = self.__dict__.setdefault("mfsdp_accumulate_hooks", OrderedDict())
         return hooks
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As ``Tensor.register_hook``."""
+        """See ``Tensor.register_hook``."""
         return self._register(hook, self.tensor_hooks) if self._is_parameter else super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """As ``Tensor.register_post_accumulate_grad_hook``."""
+        """See ``Tensor.register_post_accumulate_grad_hook``."""
         if not self._is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
         return self._register(hook, self.accumulate_hooks)
 
     def take_hooks(self, tensor_hooks: dict[int, Any] | None, accumulate_hooks: dict[int, Any] | None) -> None:
-        """Make another tensor's hooks this parameter's. Their handles remove them from the same dictionaries."""
+        """Adopt another tensor's hooks. Their handles keep working, because the dictionaries stay the same."""
         for name, hooks in (("mfsdp_hooks", tensor_hooks), ("mfsdp_accumulate_hooks", accumulate_hooks)):
             if hooks:
                 self.__dict__[name] = hooks
@@ -308,20 +316,20 @@ class RowShardedTensor(DTensor):
     def share_memory_(self) -> Tensor:
         raise RuntimeError(f"{self.split.name!r} is a part of a bucket: its memory cannot be shared between processes.")
 
-    # torch.distributed.checkpoint asks these: which rows this rank holds, instead of what ``Shard(0)`` would mean.
+    # torch.distributed.checkpoint calls these to learn which rows this rank holds. ``Shard(0)`` would imply others.
 
     def _chunk(self) -> Any:
         rows = self.split.rows_of_whole(self.topology.shard)
         if not self.split.shape:
             return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
-        if not rows and (self.numel() or self.topology.shard):  # what has no elements is in the checkpoint all the same
+        if not rows and (self.numel() or self.topology.shard):  # a tensor without elements is still in the checkpoint
             return None
         return compat.ChunkStorageMetadata(
             torch.Size([rows.start, *self.split.offsets[1:]]), torch.Size([len(rows), *self.split.part_shape[1:]])
         )
 
     def __create_chunk_list__(self) -> list[Any]:
-        # Asked before a checkpoint is read into these rows, by every rank, whether it has rows or not.
+        # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
             _before_write(self.backing)
         chunk = self._chunk()
@@ -335,7 +343,7 @@ class RowShardedTensor(DTensor):
         return self._local_tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy of the rows in memory of its own, in no bucket."""
+        """Copy the rows to their own memory, outside of any bucket."""
         if not self.is_leaf:
             raise RuntimeError(
                 f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}"
@@ -357,10 +365,12 @@ class RowShardedTensor(DTensor):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What torch's tools ask for: the tensor inside.
+        """Return the inner tensor to torch's tools.
 
-        Dynamo asks too, when it meets a sharded parameter in code that it compiles: an optimizer's step, a penalty on
-        weights. It would go on with a plain DTensor, which does not know where rows are."""
+        Dynamo calls this, too, when it finds a sharded parameter in code that it compiles: an optimizer's step, a
+        penalty on weights. It would continue with a plain DTensor, which does not know where rows are, so this raises a
+        graph break.
+        """
         if compat.dynamo_traces():
             raise compat.graph_break(
                 f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: what reads parameters between "
@@ -388,7 +398,7 @@ class RowShardedTensor(DTensor):
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            """Before torch 2.13, operators of DTensor subclasses go to DTensor itself; a dispatch mode goes first."""
+            """Before torch 2.13, DTensor handles operators of its subclasses, so a dispatch mode intercepts them."""
             with compat.DisableTorchFunctionSubclass():
                 if getattr(func, "__name__", "") in ("__get__", "__set__") and func.__self__ in _PLAIN_ATTRIBUTES:
                     return func(*args, **(kwargs or {}))
@@ -411,10 +421,10 @@ class _ToLocal(torch.autograd.Function):
 
 
 class UnreducedGradient(RowShardedTensor):
-    """The gradient of a parameter while it waits for its reduction: shape and dtype, no values.
+    """The gradient of a parameter whose reduction is deferred: shape and dtype, but no values.
 
-    It can be set to None, or to zero, which is what becomes of the waiting gradient. Computing with it is an error that
-    says how to get at the values, where silence would be a step with a part of the gradient.
+    It can be set to None, or to zero, which also applies to the deferred gradient. Computing with it raises an error
+    that explains how to get the values. Otherwise a step would silently use a part of the gradient.
     """
 
     zeroed: bool = False
@@ -554,7 +564,7 @@ def _is_foreach_pointwise(func: Any) -> bool:
 
 
 def _is_mask_of(indices: Any, tensor: Any) -> bool:
-    """Whether ``tensor[indices]`` is ``tensor[mask]`` with a sharded mask of the tensor's shape."""
+    """Whether ``tensor[indices]`` indexes with a sharded boolean mask of the tensor's shape."""
     return (
         len(indices) == 1
         and isinstance(indices[0], RowShardedTensor)
@@ -565,7 +575,7 @@ def _is_mask_of(indices: Any, tensor: Any) -> bool:
 
 
 def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run on the local rows. Outputs are sharded like the input in the same place of the argument lists."""
+    """Run an operator on the local rows. Outputs are sharded like the input at the same place in the argument lists."""
     leaves = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, RowShardedTensor)]
     first = leaves[0]
     in_lists = next((a for a in args if isinstance(a, (list, tuple)) and any(t is first for t in a)), None)
@@ -576,7 +586,7 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moved: dict[tuple[int, int], Tensor] = {}
 
     def each(value: Any, do: Callable[[Any, Any], Any]) -> Any:
-        """With the tensor that it is to meet, for every tensor of an argument."""
+        """Call ``do`` for every tensor of an argument, with the tensor that it is combined with."""
         if isinstance(value, (list, tuple)) and any(isinstance(t, Tensor) for t in value):
             return [do(t, references[i % len(references)]) for i, t in enumerate(value)]
         if in_lists is not None and not isinstance(value, DTensor):
@@ -613,7 +623,11 @@ def _row_local(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _move_all(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], each: Callable[[Any, Callable[[Any, Any], Any]], Any]
 ) -> dict[tuple[int, int], Tensor]:
-    """Local rows of what lies otherwise than the tensor that it is to meet, by ``id`` of both; one collective for all."""
+    """Move the rows of arguments that are split differently than the tensor they are combined with, in one collective.
+
+    Returns:
+        The moved local rows, by ``id`` of both tensors.
+    """
     pairs: dict[tuple[int, int], tuple[RowShardedTensor, RowShardedTensor]] = {}
     for argument, value in zip(func._schema.arguments, args, strict=False):
         _find_pairs(func, argument, value, each, pairs)
@@ -637,7 +651,7 @@ def _find_pairs(
         both = isinstance(tensor, RowShardedTensor) and isinstance(reference, RowShardedTensor)
         if both and not _lie_alike(tensor, reference):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                raise _mismatch(func, [reference, tensor])  # what is written would be lost
+                raise _mismatch(func, [reference, tensor])  # writes to moved rows would be lost
             pairs[id(tensor), id(reference)] = tensor, reference
 
     each(value, look)
@@ -654,7 +668,7 @@ def _move(func: Any, value: RowShardedTensor, reference: RowShardedTensor) -> Mo
 
 
 def like_rows(value: RowShardedTensor, reference: RowShardedTensor) -> RowShardedTensor:
-    """The same tensor, with its rows where those of ``reference`` are. Collective if they are elsewhere."""
+    """Return the same tensor, with its rows where those of ``reference`` are. A collective if they are elsewhere."""
     if _lie_alike(value, reference):
         return value
     (local,) = move_rows([_move(aten.copy_.default, value, reference)])
@@ -665,7 +679,7 @@ _PROVISIONAL = "mfsdp_provisional"
 
 
 def mark_provisional(gradient: RowShardedTensor) -> None:
-    """Zeros that stand for no gradient, until it is known whether there is one; or until something is written to them."""
+    """Mark zeros that stand for no gradient, until a gradient is known to exist or something is written to them."""
     gradient.__dict__[_PROVISIONAL] = True
 
 
@@ -674,12 +688,12 @@ def is_provisional(gradient: Tensor) -> bool:
 
 
 def keep(gradient: Tensor) -> None:
-    """It is a gradient."""
+    """Unmark a provisional gradient: it is a gradient."""
     vars(gradient).pop(_PROVISIONAL, None)
 
 
 def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The shards that ``func`` is about to change get a new version."""
+    """Increment the versions of shards that ``func`` is about to change."""
     if not func._schema.is_mutable:
         return
     written: dict[int, Sequence[Tensor]] = {}
@@ -695,24 +709,27 @@ def _tell_autograd(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _before_write(backing: Sequence[Tensor]) -> None:
-    """Rows that lie in these tensors are about to be written to. A gather of the resident that is under way, as an optimizer's
-    step starts one, would send them half written, and put back what they were."""
+    """Prepare for a write to rows that lie in these tensors.
+
+    A running gather of the resident, such as one started by an optimizer's step, would send half-written rows, and
+    overwrite the new values with old ones. Therefore this waits for it.
+    """
     for resident in backing[1:]:
         compat.wait_tensor(resident)
     torch.autograd.graph.increment_version(list(backing))
 
 
 def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor:
-    """This rank's part of an argument, so that it meets the local rows of ``reference``.
+    """Return this rank's part of an argument, to combine it with the local rows of ``reference``.
 
-    Ordinary tensors, and replicated DTensors, hold the same values on every rank: of a whole tensor the rows are
-    taken, everything else broadcasts over rows.
+    Ordinary tensors and replicated DTensors hold the same values on every rank. Rows are taken from a whole tensor;
+    everything else broadcasts over rows.
     """
     if isinstance(value, RowShardedTensor):
         return like_rows(value, reference)._local_tensor
     if isinstance(value, DTensor):
         if func is aten.copy_.default and value.shape == reference.shape:
-            value = whole_tensor(value)  # a state dict that others have sharded in their way; all ranks load it
+            value = whole_tensor(value)  # from a state dict that was sharded differently; all ranks load it
         elif any(not placement.is_replicate() for placement in value.placements):
             raise _unsupported(func, (reference, value), {})
         else:
@@ -731,15 +748,15 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw for the whole tensor from this rank's generator and keep the local rows.
+    """Draw the whole tensor from this rank's generator, and keep the local rows.
 
-    With the same seed on every rank (as torch.manual_seed gives) that is what one process would have drawn.
+    With the same seed on every rank (as set by torch.manual_seed), these are the values that one process would draw.
     """
     target: RowShardedTensor = args[0]
     fills = func._schema.is_mutable or func._schema.name.endswith("_like")  # else the tensor's values matter
     if not fills or not isinstance(target, RowShardedTensor) or any(isinstance(a, Tensor) for a in args[1:]):
         raise _unsupported(func, args, kwargs)
-    for peer in range(target.split.count):  # all ranks draw for all of them, so that what they draw next is equal
+    for peer in range(target.split.count):  # all ranks draw for all counterparts, so that later draws are equal
         whole = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
         result = func(whole, *args[1:], **kwargs)
         if peer == target.split.number:
@@ -758,10 +775,10 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of an operator, by name. Those of a reduction are over everything.
+    """Return all arguments of an operator by name. Reductions must be over all dimensions.
 
     Raises:
-        RuntimeError: a dimension is left, or the first tensor is an ordinary one.
+        RuntimeError: A dimension would remain, or the first tensor is an ordinary one.
     """
     named = {}
     for i, argument in enumerate(func._schema.arguments):
@@ -782,7 +799,7 @@ def _shaped(value: Tensor, tensor: RowShardedTensor, named: dict[str, Any]) -> T
 
 
 def _count(tensor: RowShardedTensor) -> int:
-    """Elements that a reduction is over."""
+    """Return the number of elements that a reduction covers."""
     return tensor.numel() * tensor.split.count
 
 
@@ -802,7 +819,7 @@ def _count_nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _variance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """In two passes, the mean first: the difference of two large sums would have no digits left."""
+    """Compute the mean first, then the variance: the difference of two large sums would have no digits left."""
     named, tensor, name = _named(func, args, kwargs), args[0], func._schema.name
     local = tensor._local_tensor
     wide = local if local.dtype.itemsize >= 4 else local.float()
@@ -827,7 +844,7 @@ def _distance(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 
 _NONE, _MEAN = 0, 1
-"""Of a loss's argument ``reduction``."""
+"""Values of a loss's argument ``reduction``."""
 
 
 def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -843,7 +860,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _loss_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, mine, its, reduction = args[:4]
-    if reduction == _MEAN:  # over all rows, not this rank's
+    if reduction == _MEAN:  # divide by the elements of all ranks
         gradient = gradient / _count(next(t for t in (mine, its) if isinstance(t, RowShardedTensor)))
     return _row_local(func, (gradient, mine, its, _NONE, *args[4:]), kwargs)
 
@@ -860,7 +877,7 @@ def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
 
 
 def _extreme_of_all(value: Tensor, op: str, of: RowShardedTensor) -> Tensor:
-    """Collectives take a maximum of NaN and a number for a number; torch does not."""
+    """Reduce extremes so that NaN wins, as in torch. Collectives may prefer the number."""
     if not value.is_floating_point():
         return of.over_pieces(value, op)
     nan = value.isnan()
@@ -880,7 +897,7 @@ def _truth(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Also ``allclose``."""
+    """Implement ``equal`` and ``allclose``."""
     if args[0].shape != args[1].shape:
         if func is aten.equal.default:
             return False
@@ -897,12 +914,12 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | None) -> list[Tensor]:
-    """The vector norm of each whole tensor, with one all-reduce for all that are spread over the same ranks."""
+    """Return the vector norm of each whole tensor, with one all-reduce for all tensors over the same ranks."""
     ord = float(ord)
     alike: dict[Any, list[int]] = {}
     for position, tensor in enumerate(tensors):
         alike.setdefault((tensor.topology, tensor.split.groups), []).append(position)
-    if len(alike) > 1:  # of several models, or divided over other ranks before
+    if len(alike) > 1:  # of several models, or already divided over other ranks
         found: dict[int, Tensor] = {}
         for positions in alike.values():
             found |= zip(positions, _norms([tensors[i] for i in positions], ord, dtype), strict=True)
@@ -910,7 +927,7 @@ def _norms(tensors: Sequence[RowShardedTensor], ord: Any, dtype: torch.dtype | N
     locals_ = []
     for tensor in tensors:
         local = tensor._local_tensor
-        if not local.numel():  # vector_norm of nothing is an error for some orders; zeros contribute nothing to any
+        if not local.numel():  # vector_norm raises for empty tensors and some orders; zeros contribute nothing to any
             locals_.append(torch.zeros((), dtype=dtype or local.dtype, device=local.device))
         elif ord in (float("inf"), float("-inf")):
             locals_.append(torch.linalg.vector_norm(local, ord, dtype=dtype))
@@ -941,7 +958,7 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """GradScaler's: an inf on one rank is an inf on all of them, or they would not skip the same steps."""
+    """Implement GradScaler's unscale. An inf on one rank counts on all ranks, so that all skip the same steps."""
     gradients, found_inf, inv_scale = args
     func([g._local_tensor if isinstance(g, RowShardedTensor) else g for g in gradients], found_inf, inv_scale)
     spread = {(g.topology, g.split.groups): g for g in gradients if isinstance(g, RowShardedTensor)}
@@ -951,7 +968,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _averaged(result: Any, args: tuple[Any, ...]) -> Any:
-    """The gradient of what is the same on every rank is averaged, see :mod:`.averaged`."""
+    """Make gradients of a result that is equal on every rank the mean over ranks; see :mod:`.averaged`."""
     if not (compat.DTENSOR_SUBCLASSES_DISPATCH and torch.is_grad_enabled()):
         return result
     tensors = [leaf for leaf in compat.tree_leaves(args) if isinstance(leaf, RowShardedTensor)]

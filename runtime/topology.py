@@ -1,17 +1,17 @@
-"""Which ranks share what: the strategies of ZeRO over one or two dimensions of data-parallel ranks.
+"""Which ranks share what: the ZeRO strategies over one or two dimensions of data-parallel ranks.
 
                             at rest on a rank               before use                 after backward
     no_shard                everything                      -                          all-reduce
     optim                   1/n of optimizer state          gather, once per step      reduce-scatter, once per step
     optim_grads             1/n of gradients too            gather, once per step      reduce-scatter
     optim_grads_params      1/n of everything               gather, each use           reduce-scatter
-    HSDP  (outer no_shard)  the same on each outer rank     as inside                  + all-reduce, once per step
+    HSDP  (outer no_shard)  the same on each outer rank     same as inner strategy     + all-reduce, once per step
     HFSDP (outer optim)     1/(n m) of optimizer state      gather outer once per      + reduce-scatter, once per step
                             and gradients                   step, inner at each use
 
-n: inner ranks, m: outer ranks. "Once per step" is what accumulation over microbatches makes of it: see
-:mod:`mfsdp_compile.runtime.pending`. Everything else in this package reads the properties of :class:`Topology` and
-knows no strategy by name.
+n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
+:mod:`mfsdp_compile.runtime.pending`. Everything else in this package reads the properties of :class:`Topology` and does
+not test for strategies by name.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 
 
 class ShardingStrategy(IntEnum):
-    """What is sharded over data-parallel ranks, in the words of ZeRO (https://arxiv.org/abs/1910.02054).
+    """What is sharded over data-parallel ranks, in ZeRO's terms (https://arxiv.org/abs/1910.02054).
 
-    Each one shards what the one before does, and costs more communication.
+    Each strategy shards more than the one before it, and costs more communication.
     """
 
     NO_SHARD = 0
@@ -60,11 +60,11 @@ class ShardingStrategy(IntEnum):
 
     @staticmethod
     def of(value: object, argument: str) -> ShardingStrategy:
-        """From a strategy, its number, or its name (``"optim_grads_params"``).
+        """Convert a strategy, its number or its name (``"optim_grads_params"``).
 
         Raises:
-            TypeError: a bool or a float, which compare equal to numbers and are mistakes.
-            ValueError: no such strategy.
+            TypeError: ``value`` is a bool or a float. These compare equal to numbers, but are mistakes.
+            ValueError: There is no such strategy.
         """
         if isinstance(value, ShardingStrategy):
             return value
@@ -79,13 +79,13 @@ class ShardingStrategy(IntEnum):
 
 @dataclass
 class Group:
-    """Ranks that communicate.
+    """Ranks that communicate with one another.
 
     Args:
-        name: of the process group, as functional collectives take it. Changes when the group had to be made anew.
-        size: ranks in it.
-        rank: this process's place among them.
-        stride: distance between two of them, in ranks of the job.
+        name: Name of the process group for functional collectives. It changes when the group has to be created again.
+        size: Number of ranks.
+        rank: Rank of this process in the group.
+        stride: Distance between neighboring ranks of the group, in global ranks.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Group:
         return hash((self.size, self.rank))
 
     def probe(self, device_type: str) -> None:
-        """Raise RuntimeError if a collective fails."""
+        """Raise RuntimeError if a collective over the group fails."""
         one = torch.ones(1, device=device_type)
         found = compat.wait_tensor(compat.all_reduce(one, "sum", self.name))
         if found.item() != self.size:
@@ -111,13 +111,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """What a rank holds from one microbatch of a step to the next, beyond what the strategy says.
+    """What a rank keeps from one microbatch of a step to the next, beyond what the strategy requires.
 
     Args:
-        whole_gradients: gradients are summed whole, and reduced once per step. If False, strategies that shard gradients
-            reduce those of every microbatch.
-        keeps_gathered: parameters that were gathered stay until the step's gradients are reduced.
-        forwards_overlap: several forwards run before the first one's backward: what one of them keeps, each keeps.
+        whole_gradients: Gradients are accumulated unsharded, and reduced once per step. If False, strategies that shard
+            gradients reduce those of every microbatch.
+        keeps_gathered: Gathered parameters stay until the step's gradients are reduced.
+        forwards_overlap: Several forwards run before the first one's backward. What one forward keeps, each of them
+            keeps.
     """
 
     whole_gradients: bool = False
@@ -139,17 +140,18 @@ class Topology:
     """The data-parallel ranks of a model and what they share.
 
     Args:
-        mesh: of the parameters' DTensors: (inner,) or (outer, inner).
-        strategy: over the inner ranks.
-        outer_strategy: over the outer ranks: no_shard (HSDP) or optim (HFSDP, with ``optim_grads_params`` inside).
-        inner: ranks that the strategy shards over.
-        outer: ranks that hold what this one holds; None without a second dimension.
-        every: all of them.
-        inner_gathers: the ranks of ``inner`` with a communicator of their own for gathers, which then do not queue up
+        mesh: Mesh of the parameters' DTensors: (inner,) or (outer, inner).
+        strategy: Strategy over the inner ranks.
+        outer_strategy: Strategy over the outer ranks: no_shard (HSDP) or optim (HFSDP, with ``optim_grads_params`` over
+            inner ranks).
+        inner: Ranks that the strategy shards over.
+        outer: Ranks along the outer dimension; None if there is only one dimension.
+        every: All data-parallel ranks.
+        inner_gathers: The ranks of ``inner`` with a separate communicator for gathers, so that gathers do not queue
             behind reductions; None: :attr:`inner`.
-        portions: parts of :attr:`gather_group` that backwards gather over where ``reshard_after_forward`` is their size;
-            neighbours, this rank among them. Made when a graph first needs one.
-        accumulation: what stays between microbatches.
+        portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
+            size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
+        accumulation: What is kept between microbatches.
     """
 
     mesh: DeviceMesh
@@ -163,13 +165,13 @@ class Topology:
     accumulation: Accumulation = Accumulation()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
-        return self  # copies talk over the same groups
+        return self  # copies communicate over the same groups
 
     def accumulating(self, accumulation: Accumulation) -> Topology:
-        """The same ranks and strategy, with another way to accumulate.
+        """Return a topology of the same ranks and strategy with another way to accumulate.
 
         Raises:
-            ValueError: HFSDP, and parameters are to stay gathered.
+            ValueError: Parameters are to stay gathered with HFSDP.
         """
         if accumulation.keeps_gathered and self.is_hfsdp:
             raise ValueError(
@@ -187,15 +189,18 @@ class Topology:
 
     @property
     def shards(self) -> int:
-        """Pieces that a bucket is cut into, at rest."""
+        """Number of shards that a bucket is cut into, at rest."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return 1
         return self.every.size if self.is_hfsdp else self.inner.size
 
     @property
     def shard(self) -> int:
-        """Which piece this rank holds. With HFSDP inner ranks come first, so that the pieces of the outer ranks lie
-        side by side in the inner shard that is gathered."""
+        """Number of the shard that this rank holds.
+
+        With HFSDP, inner ranks come first, so that the shards of the outer ranks are adjacent in the inner shard that
+        is gathered.
+        """
         if self.strategy is ShardingStrategy.NO_SHARD:
             return 0
         if self.is_hfsdp:
@@ -204,7 +209,7 @@ class Topology:
         return self.inner.rank
 
     def placements(self, rows: range) -> tuple[Placement, ...]:
-        """Of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
+        """Return the placements of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
         inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else compat.RowShard(rows)
         if self.outer is None:
             return (inner,)
@@ -212,7 +217,7 @@ class Topology:
 
     @property
     def shard_groups(self) -> tuple[Group, ...]:
-        """Groups to gather over, one after the other, to make the pieces whole."""
+        """Groups to gather over, one after the other, to assemble the shards."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return ()
         if self.is_hfsdp:
@@ -222,18 +227,18 @@ class Topology:
 
     @property
     def replicas(self) -> Group | None:
-        """Ranks that hold the same piece; None: no two do."""
+        """Ranks that hold the same shard; None if no two do."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return self.every
         return None if self.is_hfsdp else self.outer
 
     def announce(self, what: str, parameter: str | None = None) -> None:
-        """An operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
-        if self.shard_groups:  # else every rank has all of it
+        """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
+        if self.shard_groups:  # otherwise every rank holds everything
             announce(what, self.every.name, parameter)
 
     def sum(self, value: Tensor, op: str) -> Tensor:
-        """Reduce what each piece has computed to what the whole tensor would have; the same on every rank."""
+        """Reduce results for each shard to the result for the whole tensor; the same on every rank."""
         for group in self.shard_groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
@@ -242,7 +247,7 @@ class Topology:
 
     @property
     def resident_group(self) -> Group | None:
-        """Ranks to gather over once after each change of the shards; None: nothing but shards stays between uses."""
+        """Group to gather over once after each change of the shards; None: only shards stay between uses."""
         if self.is_hfsdp:
             return self.outer
         if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS) or self.lets_go:
@@ -251,18 +256,21 @@ class Topology:
 
     @property
     def lets_go(self) -> bool:
-        """Whether what stays gathered between uses goes at the end of each step."""
+        """Whether tensors that stay gathered between uses are released at the end of each step."""
         return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.accumulation.keeps_gathered
 
     @property
     def gather_group(self) -> Group | None:
-        """Ranks to gather over at each use."""
+        """Group to gather over at each use."""
         if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.lets_go:
             return None
         return self.inner_gathers or self.inner
 
     def make_portions(self, size: int) -> None:
-        """Make the process group of ``size`` neighbours, a divisor of the size of :attr:`gather_group`. Every rank must."""
+        """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s.
+
+        Every rank must call this.
+        """
         gathers = self.gather_group
         assert gathers is not None
         start = gathers.rank // size * size
@@ -273,7 +281,7 @@ class Topology:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The reduction of a bucket of gradients, one collective after the other."""
+        """The stages of a bucket's reduction, one collective each, in order."""
         if self.strategy is ShardingStrategy.NO_SHARD:
             return (Stage(False, self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
@@ -286,13 +294,13 @@ class Topology:
 
     @property
     def groups(self) -> list[Group]:
-        """Each once, :attr:`every` last; over one dimension it is :attr:`inner`."""
+        """Each group once, :attr:`every` last. With one dimension, :attr:`every` is :attr:`inner`."""
         others = (self.inner, self.inner_gathers, self.outer, *self.portions.values())
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property
     def mesh_groups(self) -> list[Group]:
-        """Of the dimensions of :attr:`mesh`."""
+        """Groups of the dimensions of :attr:`mesh`."""
         return [self.inner] if self.outer is None else [self.outer, self.inner]
 
     @property
@@ -300,13 +308,15 @@ class Topology:
         return [group.name for group in self.groups]
 
     def renew(self) -> dist.ProcessGroup:
-        """Make process groups of the same ranks in place of those that cannot be used any more (a collective timed out,
-        or ranks disagree on which is next). Every rank must. The old groups belong to the user and are left alone.
+        """Create new process groups of the same ranks. Every rank must call this.
+
+        They replace groups that cannot be used any more, because a collective timed out or ranks disagree on which is
+        next. The old groups belong to the user and are left alone.
 
         Returns:
-            that of :attr:`every`.
+            The new process group of :attr:`every`.
         """
-        self.portions.clear()  # ranks may have failed before all had one; graphs are compiled anew, and ask for it
+        self.portions.clear()  # some ranks may not have created one yet; recompiled graphs request it again
         for group in self.groups:
             made = compat.new_group_like(group.name)
             group.name = made.group_name
@@ -322,13 +332,13 @@ class Topology:
 def launches(
     schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
 ) -> list[tuple[str, str]]:
-    """The collectives that a compiled graph starts, each with its process group.
+    """Return the collectives that a compiled graph starts, each with the name of its process group.
 
     Args:
-        schedule: lines of ``passes.pipeline.collectives``.
-        topologies: by name of the bucket.
-        other: of buckets that are not among these.
-        due: whether reductions run that may be left out.
+        schedule: Lines from ``passes.pipeline.collectives``.
+        topologies: Topologies by name of the bucket.
+        other: Topology of all other buckets.
+        due: Whether reductions that may be deferred run.
     """
     found = []
     for line in schedule:
@@ -337,7 +347,7 @@ def launches(
         if kind == "gather" and topology.gather_group is not None:
             of = re.search(r", portions of (\d+)$", name)
             group = topology.portions.get(int(of[1])) if of else topology.gather_group
-            if group is not None:  # else another model made it, whose code this one runs
+            if group is not None:  # otherwise another model created it, whose code this one runs
                 found.append((f"gather {name}", group.name))
         elif kind == "reduce" and (due or not line.endswith(", if due")):
             stage = re.search(r", stage (\d+)", rest[-1])
@@ -348,7 +358,7 @@ def launches(
 
 
 class Arguments(NamedTuple):
-    """What ``fully_shard_model`` calls those of :func:`build_topology`, for messages."""
+    """Names of :func:`build_topology`'s arguments in ``fully_shard_model``, for messages."""
 
     mesh: str
     hybrid_group: str
@@ -370,15 +380,15 @@ def build_topology(
     called: Arguments = DENSE_ARGUMENTS,
     device_type: str | None = None,
 ) -> tuple[Topology, dist.ProcessGroup]:
-    """The topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
+    """Return the topology that the arguments of ``fully_shard_model`` describe, and the process group of all its ranks.
 
     Args:
-        device_type: for a mesh of all ranks, if the process group can communicate tensors on such devices.
+        device_type: Preferred device type for a mesh of all ranks, if the process group can communicate such tensors.
 
     Raises:
-        RuntimeError: there is no process group.
-        TypeError: a mesh, a name or a group is something else.
-        ValueError: dimensions, groups or strategies that do not fit together.
+        RuntimeError: There is no process group.
+        TypeError: A mesh, a name or a group has the wrong type.
+        ValueError: Dimensions, groups or strategies do not fit together.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -462,11 +472,13 @@ def build_topology(
 
 @compat.on_values
 def check_order(mesh: DeviceMesh, along: int, called: str) -> None:
-    """Raise ValueError if ranks that lie side by side in ``mesh`` would hold different pieces of what is cut over the dimension
-    number ``along``: process groups order their ranks by number, wherever they lie in the mesh.
+    """Raise ValueError if ranks order differently along dimension ``along`` in different places of ``mesh``.
+
+    Process groups order their ranks by number, wherever they are in the mesh. Ranks that are side by side in the mesh
+    would then hold different shards of what is cut over this dimension.
 
     Args:
-        called: the mesh, for the message.
+        called: Name of the mesh, for the message.
     """
     places = mesh.mesh.movedim(along, -1).flatten(0, -2).argsort(-1)
     if (places != places[0]).any():
@@ -481,10 +493,10 @@ def check_order(mesh: DeviceMesh, along: int, called: str) -> None:
 def tensor_parallel_mesh(
     mesh: DeviceMesh | None, tp_dim: str | None, data_parallel: Sequence[str | None]
 ) -> DeviceMesh | None:
-    """The dimension of ``mesh`` that ``tp_dim`` names; None: none is named.
+    """Return the dimension of ``mesh`` that ``tp_dim`` names; None if it names none.
 
     Raises:
-        ValueError: there is no such dimension, or it is one of the ``data_parallel`` ones.
+        ValueError: There is no such dimension, or it is one of the ``data_parallel`` ones.
     """
     if tp_dim is None:
         return None
@@ -513,7 +525,7 @@ def tensor_parallel_mesh(
 def _check_kinds(
     mesh: object, dimensions: Mapping[str, object], hybrid_group: object, gathers: object, called: Arguments
 ) -> None:
-    """Raise TypeError if a mesh, the name of a dimension or a process group is something else."""
+    """Raise TypeError if a mesh, a dimension's name or a process group has the wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"{called.mesh} takes a torch.distributed.device_mesh.DeviceMesh, got a {type(mesh).__name__}. "
@@ -560,17 +572,17 @@ def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) ->
 
 def _sliced(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
     with warnings.catch_warnings():
-        # Torch 2.11 to 2.15 say that they will stop to know flattened dimensions by name, and do know them.
+        # Torch 2.11 to 2.15 warn that slicing by the name of a flattened dimension will be removed, but support it.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
         return mesh[names]
 
 
 _DATA = re.compile(r"(dp|ddp|fsdp|hsdp|cp|data|context|replicate)", re.IGNORECASE)
-"""How names of dimensions begin whose ranks have data of their own."""
+"""Prefixes of names of dimensions whose ranks have different data."""
 
 
 def _check_covered(mesh: DeviceMesh, every: dist.ProcessGroup) -> None:
-    """Raise ValueError if a dimension, by its name, has ranks with other data, and gradients are not reduced over it."""
+    """Raise ValueError if gradients are not reduced over a dimension whose name implies different data."""
     covered = set(dist.get_process_group_ranks(every))
     for name in mesh.mesh_dim_names or ():
         if _DATA.match(name) and not covered.issuperset(dist.get_process_group_ranks(mesh.get_group(name))):

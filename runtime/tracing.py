@@ -1,13 +1,13 @@
-"""What happens where a collective is started, compiled or not: names in traces of ``torch.profiler``, and times.
+"""Instrumentation of collectives as they start, compiled or not: names in traces of ``torch.profiler``, and listeners.
 
-A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a sharded
-model lies in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group 0)``:
-step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.hang` knows it by. While somebody listens
-(:func:`listening`), they are told.
+A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a
+sharded model is in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group
+0)``: step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.hang` uses for it. Listeners
+(:func:`listening`) are notified of each collective.
 
-Compiled code starts collectives by itself. They are met where every call of their operators passes, compiled or not: at a
-dispatch key of torch that is used for nothing else here. That is only done while a profiler runs or somebody listens, and
-costs nothing else.
+Compiled code starts collectives itself. They are intercepted where every call of their operators passes, compiled or
+not: at a dispatch key of torch that nothing else here uses. The interception is installed only while a profiler runs or
+there is a listener, and costs nothing otherwise.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Launch(NamedTuple):
     """A collective that is started.
 
     Args:
-        step: optimizer steps before it.
+        step: Number of optimizer steps before it.
         where: ``"forward graph"``, ``"backward graph"``, ``"inference graph"`` or ``"eagerly"``.
-        model: whose it is.
-        what: such as ``"gather layers.3"``.
-        number, group: which of the group's it is.
+        model: Name of its model.
+        what: Name of the operation, such as ``"gather layers.3"``.
+        number: Number among the collectives of its group.
+        group: Name of the process group.
     """
 
     step: int
@@ -61,7 +62,7 @@ _thread = _Thread()
 
 
 def expect(launches: Callable[[], Iterable[Launch]]) -> None:
-    """This thread is about to start these collectives, in this order; asked for if a profiler runs or somebody listens."""
+    """Register the collectives that this thread is about to start, in order. ``launches`` is only called if needed."""
     global _library
     if _listener is None and not compat.profiler_runs():
         stop()
@@ -73,7 +74,10 @@ def expect(launches: Callable[[], Iterable[Launch]]) -> None:
 
 @contextlib.contextmanager
 def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
-    """Have ``listener`` called at the start of every collective of sharded models, on the thread that starts it."""
+    """Context in which ``listener`` is called whenever a thread starts a collective of a sharded model.
+
+    It is called on that thread.
+    """
     global _listener
     before, _listener = _listener, listener
     try:
@@ -83,7 +87,7 @@ def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
 
 
 def stop() -> None:
-    """Leave torch's operators alone."""
+    """Stop intercepting torch's operators."""
     global _library
     if _library is not None:
         _library._destroy()
@@ -91,7 +95,7 @@ def stop() -> None:
 
 
 def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
-    if not _thread.launches:  # the model's own, or somebody else's
+    if not _thread.launches:  # a collective of the model itself, or of other code
         return contextlib.nullcontext()
     launch = _thread.launches.popleft()
     if _listener is not None:

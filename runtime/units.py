@@ -1,11 +1,11 @@
 """Units: which modules are gathered and released together, and which unit each parameter belongs to.
 
 A unit is an instance of a class in ``fsdp_unit_modules``. A parameter belongs to the innermost unit around all the
-places that hold it. What belongs to no unit is the root's, in up to three parts: parameters before, among and after the
-units (in a language model: embedding, nothing, norm and head), because a single root unit would keep the embedding
-gathered until the head has run.
+places that hold it. Parameters in no unit belong to the root, in up to three parts: parameters before, among and after
+the units (in a language model: embedding, nothing, norm and head). A single root unit would keep the embedding gathered
+until the head has run.
 
-Small units can be joined (:func:`join`): on many ranks a message must be large to be worth its latency.
+Small units can be joined (:func:`join`): on many ranks, a message must be large to be worth its latency.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Unit:
     """A unit and the parameters it owns.
 
     Args:
-        name: the module's name in the model; ``"layers.0-3"`` for four that were joined; for parts of the root
-            ``"root:before"`` and so on, or ``"root:all"`` where the model has no other unit.
-        modules: whose forwards are the unit's window: one, several that were joined, in registration order, or the model
-            itself for parts of the root.
-        params: each parameter once, with every place that holds it, in registration order.
+        name: Name of the module in the model; ``"layers.0-3"`` for four that were joined; ``"root:before"`` etc. for
+            parts of the root, or ``"root:all"`` if the model has no other unit.
+        modules: Modules whose forwards are the unit's windows: one module; several that were joined, in registration
+            order; or the model itself for parts of the root.
+        params: Each parameter once, with every place that holds it, in registration order.
     """
 
     name: str
@@ -57,17 +57,18 @@ class Unit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Of its parameters, without padding."""
+        """Size of its parameters in bytes, without padding."""
         return sum(local_part(param).nbytes for param, _ in self.params)
 
 
 def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:
-    """Classes from classes, import paths (``"package.module.Class"``), names of classes in the model, ``"auto"``, and
-    mixtures.
+    """Resolve unit classes, given as classes, import paths, names of classes in the model, ``"auto"``, or a mixture.
+
+    Import paths look like ``"package.module.Class"``.
 
     Raises:
-        TypeError: an entry is neither a class of modules nor a string.
-        ValueError: a path cannot be imported, or no module of the model is an instance of a class.
+        TypeError: An entry is neither a class of modules nor a string.
+        ValueError: A path cannot be imported, or no module of the model is an instance of a class.
     """
     if unit_modules is None:
         return ()
@@ -96,9 +97,12 @@ def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[t
 
 
 def repeated_blocks(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Classes that occur at least twice among the children of one module, have children and parameters of their own,
-    and do not lie inside another such block: a transformer's layers. An encoder and a decoder of one class, or the stages of
-    a ResNet, are not blocks but what holds them."""
+    """Return the classes of repeated blocks, such as a transformer's layers.
+
+    A block's class occurs at least twice among the children of one module, has children and parameters of its own, and
+    is not inside another such block. An encoder and a decoder of one class, or the stages of a ResNet, are not blocks;
+    the layers that they contain are.
+    """
     found: list[type[nn.Module]] = []
     repeated = _repeated(model)
     for cls, blocks in repeated.items():
@@ -112,7 +116,7 @@ def repeated_blocks(model: nn.Module) -> tuple[type[nn.Module], ...]:
 
 
 def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
-    """Children that are blocks of a class of which there are several."""
+    """Return the children that are blocks and of whose class there are several, by class."""
     children: dict[type[nn.Module], list[nn.Module]] = {}
     for child in module.children():
         if _is_block(child):
@@ -121,7 +125,7 @@ def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
 
 
 def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Unit, ...]:
-    """All units that own parameters, in registration order of their first parameter."""
+    """Return all units that own parameters, in registration order of their first parameter."""
     unit_modules: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if name and isinstance(module, tuple(classes))
     }
@@ -147,13 +151,12 @@ def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Un
 
 
 def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...]:
-    """Make neighbours one unit, until each has ``least`` bytes when it is gathered. Where the number of neighbours does not
-    come out even, the last ones are fewer.
+    """Join neighbors to units whose gathered size is at least ``least`` bytes. The last unit of a run may be smaller.
 
     Args:
-        units: of :func:`find_units`.
+        units: Units from :func:`find_units`.
     """
-    joined: dict[str, Unit | None] = {}  # by name; None: it is in the one before
+    joined: dict[str, Unit | None] = {}  # by name; None: joined to the unit before
     for run in neighbours(model, units):
         for group in group_by_size([unit.gathered_bytes for unit in run], least):
             members = [run[i] for i in group]
@@ -166,11 +169,11 @@ def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...
 
 
 def neighbours(model: nn.Module, units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units that may be joined, in runs of those that follow on one another.
+    """Return the units that may be joined, in runs of consecutive units.
 
-    No unit that holds another one: it is in use for as long as that and what is around it. No two that different units hold.
-    No two of different parts of a model (an encoder's last layer and a decoder's first), of which one may well run without
-    the other: they must be children of one module, or lie in one list of modules.
+    A unit that holds other units is not joined, because it is in use as long as they are. Units inside different units
+    are not joined. Neither are units from different parts of a model (an encoder's last layer and a decoder's first),
+    because one part may run without the other: the units must be children of one module, or in one list of modules.
     """
     own = [unit for unit in units if not unit.is_root]
     names = {unit.name for unit in own}
@@ -196,8 +199,9 @@ def _are_side_by_side(model: nn.Module, one: Unit, other: Unit) -> bool:
 
 
 def group_by_size(sizes: Sequence[int], least: int) -> list[range]:
-    """Neighbours, by position, that together have ``least`` bytes: as few as that takes. What has as many by itself stays
-    alone; groups of one are left out.
+    """Group neighbors, by position, into the smallest groups with at least ``least`` bytes.
+
+    An element that is large enough stays alone. Groups of one are omitted.
 
     >>> group_by_size([3, 3, 3, 9, 3, 3], least=5)
     [range(0, 2), range(4, 6)]
@@ -213,7 +217,7 @@ def group_by_size(sizes: Sequence[int], least: int) -> list[range]:
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """Of a unit that was joined: from the first to the last.
+    """Return the name of a joined unit, from its first to its last member.
 
     >>> joined_name(["layers.0", "layers.1", "layers.2"])
     'layers.0-2'
@@ -223,7 +227,7 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def _parted(names: Sequence[str]) -> list[list[str]]:
-    """The path that names have in common, and what each has behind it."""
+    """Return the common path of names, and the rest of each."""
     paths = [name.split(".") for name in names]
     common = len(list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))))
     return [paths[0][:common], *(path[common:] for path in paths)]
@@ -239,7 +243,7 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
 
 
 def _innermost(module_names: Iterable[str], unit_modules: dict[str, nn.Module]) -> str:
-    """Name of the innermost unit that contains all of the modules; "" for the root."""
+    """Return the name of the innermost unit that contains all of the modules; "" for the root."""
     chains = [{part for part in _prefixes(name) if part in unit_modules} for name in module_names]
     common = set.intersection(*chains)
     return max(common, key=len, default="")
@@ -264,7 +268,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _find_class(model: nn.Module, name: str) -> type[nn.Module]:
-    """By import path, or by the bare name of a class in the model (Hugging Face's ``_no_split_modules`` has such)."""
+    """Find a class by import path, or by its name in the model, as in Hugging Face's ``_no_split_modules``."""
     if "." in name:
         return _import_class(name)
     found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ == name)

@@ -1,20 +1,22 @@
-"""Ranks that wait for each other for good are told so in seconds, whatever the process group's time-out.
+"""Detects ranks that wait for each other forever, within seconds and whatever the process group's timeout.
 
-A rank that goes a way of its own asks the others whether they come along (:mod:`.order`), and waits; they do not listen, go on
-as usual, and wait for it in a collective. Nothing ends that but a time-out. So each process has a thread that wakes up
-every second. It touches nothing as long as the program moves. If it stands still, the thread
+A rank that diverges asks the others whether they do the same (:mod:`.order`), and waits. The others do not listen,
+continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a thread
+that wakes up every second. It does nothing as long as the program makes progress. If the program stands still, the
+thread
 
-*   of a rank that waits in an agreement tells the others through the store what it has come to, where in the program, and
-    how many phases and collectives it has begun before;
-*   of any other rank looks whether there is such a rank. If this one has begun more than that one, and was not asked the
-    same, that one will never start what this one waits for: they have gone different ways, for certain and for good.
+*   of a rank that waits in an agreement tells the others through the store what the rank has reached, where in the
+  program, and how many phases and collectives it has begun before;
+*   of any other rank checks whether there is such a rank. If this rank has begun more than the asking rank, and was not
+  asked the same question, the asking rank will never start what this rank waits for: they have certainly diverged.
 
-Whoever finds that writes it down for all, answers the agreement in everybody's place, and ends the wait here: it closes the
-connections of the model's process groups. Every rank has an error that says which rank did what, where. The same with a
-rank whose forward has failed before it could start what others wait for. ``model.reset()`` makes new process groups.
+The rank that finds this publishes it for all, answers the agreement in place of the others, and ends its own wait by
+closing the connections of the model's process groups. Every rank gets an error that says which rank did what, and
+where. The same happens if a rank's forward has failed before it could start what others wait for. ``model.reset()``
+creates new process groups.
 
-The thread has a connection to the store of its own, as one that is waiting in a store holds its own locked. It costs a
-program that moves nothing, and one that stands still a request per process every few seconds.
+The thread has its own connection to the store, because a wait in the store locks the connection it uses. It costs
+nothing while the program makes progress, and a request per process every few seconds while it stands still.
 """
 
 from __future__ import annotations
@@ -41,46 +43,46 @@ from .order import Order, orders, standstill
 __all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
 
 ORDER = "Order of collectives"
-"""The topic of agreements about what comes next."""
+"""Topic of agreements about what comes next."""
 
 TICK = 1.0
-"""Seconds between two looks at whether the program moves; and that a rank waits in an agreement before it tells others."""
+"""Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
 LONGEST = 5.0
-"""Seconds between two looks into the store, when nothing has moved for a while."""
+"""Maximum number of seconds between two requests to the store when nothing has moved for a while."""
 EXIT_TIMEOUT = 10.0
-"""Seconds that a program which ends waits for its watchdog, which may be connecting to a store that has gone."""
+"""Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
 
 _log = logging.getLogger("mfsdp_compile")
 
 
 class Watched(Protocol):
-    """A sharded model, as it is seen from here."""
+    """The view of a sharded model that the watchdog needs."""
 
     @property
     def order(self) -> Order: ...
 
     @property
     def scopes(self) -> set[str]:
-        """Names of the process groups whose ranks have to know that this model has come to a standstill."""
+        """Names of the process groups whose ranks must learn that this model has come to a standstill."""
 
     @property
     def communicators(self) -> set[str]:
-        """Names of all process groups that it communicates over."""
+        """Names of all process groups that the model communicates over."""
 
 
 @dataclass(eq=False)
 class Asking:
-    """This rank waits for others in an agreement.
+    """A wait of this rank for others in an agreement.
 
     Args:
-        group: name of the process group.
-        ranks: of it.
-        place: where in the store ranks meet, for this topic.
-        visit: which of the meetings there.
-        what: is to be agreed on.
-        is_next: whether that is what comes next in the order of collectives.
-        is_last_resort: whether it is what makes ranks that have gone different ways meet again: never answered for others.
-        order: of the group, if it has one.
+        group: Name of the process group.
+        ranks: Ranks of the group.
+        place: Where in the store ranks meet, for this topic.
+        visit: Number of the visit at this place.
+        what: What is to be agreed on.
+        is_next: Whether that is the next step in the order of collectives.
+        is_last_resort: Whether diverged ranks meet again here. Such an agreement is never answered for others.
+        order: Order of the group, if it has one.
     """
 
     group: str
@@ -101,7 +103,7 @@ class Asking:
 
 
 class Watchdog:
-    """Of this process."""
+    """The watchdog of this process."""
 
     def __init__(self) -> None:
         self._models: list[weakref.ref[Watched]] = []
@@ -120,7 +122,7 @@ class Watchdog:
     # -- the program's threads ----------------------------------------------------------------------------------------
 
     def watch(self, model: Watched) -> None:
-        """See to it that no rank waits for good for another one of the same model."""
+        """Watch a model, so that no rank waits forever for another rank of the same model."""
         with self._lock:
             self._models = [known for known in self._models if known() is not None]
             self._models.append(weakref.ref(model))
@@ -131,17 +133,20 @@ class Watchdog:
                 atexit.register(self.end)
 
     def end(self) -> None:
-        """The program ends. A thread that came back from the store while Python is being taken down would abort the process."""
+        """End the thread with the program.
+
+        A thread that returns from the store while Python is being shut down would abort the process.
+        """
         self._ends.set()
         if self._thread is not None:
             self._thread.join(EXIT_TIMEOUT)
         if dist.is_initialized():
-            with contextlib.suppress(RuntimeError):  # the store's process has ended before
+            with contextlib.suppress(RuntimeError):  # the store's process has already ended
                 for order in self._live():
                     self._tell_end(compat.default_store(), order, "had ended its program")
 
     def leave(self, model: Watched) -> None:
-        """It gets other process groups, which are not to be closed."""
+        """Stop watching a model before it gets new process groups, which must not be closed."""
         with self._lock:
             self._models = [known for known in self._models if known() not in (None, model)]
 
@@ -156,7 +161,7 @@ class Watchdog:
         is_next: bool,
         is_last_resort: bool,
     ) -> Iterator[None]:
-        """Around a wait for other ranks in an agreement; see :class:`Asking`."""
+        """Context for a wait for other ranks in an agreement; see :class:`Asking`."""
         self._visits[place] = visit
         name = group.group_name
         asked = Asking(name, ranks, place, visit, what, is_next, is_last_resort, orders().get(name))
@@ -173,7 +178,7 @@ class Watchdog:
                 self._asking[asked.thread] = before
 
     def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
-        """This rank's forward or backward has failed: it starts nothing more."""
+        """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
         if (order := orders().get(group)) is not None:
             self._tell_end(store, order, f"had failed with {error}")
 
@@ -194,9 +199,10 @@ class Watchdog:
         store.set(f"{_of(group)}/failed", "null")
 
     def explain(self, error: RuntimeError) -> None:
-        """Raise what says more than the error that a wait for a collective has ended with.
+        """Raise an error that says more than the one with which a wait for a collective has ended.
 
-        Other ranks may have ended the wait, before the thread of this one had a look."""
+        Other ranks may have ended the wait before the thread of this one has looked.
+        """
         live = self._live()
         for order in live:
             if order.stalled is None and dist.is_initialized():
@@ -219,7 +225,7 @@ class Watchdog:
     # -- the watching thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # To connect may take seconds, for torch's client sometimes begins again: not when there is something to look at.
+        # Connecting may take seconds, because torch's client sometimes retries. Do it before there is work to do.
         look = self._connection
         while True:
             try:
@@ -233,7 +239,7 @@ class Watchdog:
                 return
 
     def look(self) -> None:
-        """Once: whether the program stands still, and if so, why."""
+        """Check once whether the program stands still, and if so, why."""
         if not dist.is_initialized():
             return
         while self._done:
@@ -275,7 +281,7 @@ class Watchdog:
         begun = order.events + (mine is not None and mine.is_next)
         failed = _found(store, f"{_of(order.group)}/failed")
         if failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch and begun > failed["number"]:
-            # Ranks that have met again since have begun another epoch.
+            # Ranks that have met since the failure have begun another epoch.
             text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
             self._conclude(store, order, models, own, text, failed["rank"], set())
             return
@@ -288,13 +294,13 @@ class Watchdog:
         )
         wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
         if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
-            return  # what this rank has visited is read last: it was asked before it could begin more
+            return  # read the visits last: this rank was asked before it could begin more
         keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
         text = _text(ask, self._here(order, any_of_mine, wait)) + _steps(ask, order.steps)
         self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
 
     def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
-        """Others of the wait of this rank."""
+        """Tell other ranks that this one is waiting."""
         frames = sys._current_frames()
         _offer(
             store,
@@ -319,15 +325,17 @@ class Watchdog:
         mine.was_told = True
 
     def _take_back(self, asked: Asking) -> None:
-        """What others were told of a wait that is over."""
+        """Withdraw what others were told about a wait that has ended."""
         store, key = self._connection(), f"{_of(asked.group)}/ask"
         ask = _found(store, key)
         if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
             store.set(key, "null")
 
     def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
-        """The process group of a collective of the program's own in which this rank waits for one that asks, and that has not
-        started it."""
+        """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
+
+        None if it does not wait in one, or the asking rank has started that collective.
+        """
         name = compat.waits_in(sys._current_frames().get(order.thread))
         if name is None or name not in ask["counts"]:
             return None
@@ -336,8 +344,10 @@ class Watchdog:
         return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
 
     def _here(self, order: Order, mine: Asking | None, wait: str | None = None) -> str:
-        """What this rank is doing: it waits in an agreement, in a collective of the program's own over a process group, or in one
-        of the model."""
+        """Describe what this rank is doing.
+
+        It waits in an agreement, in a collective of the program itself over a process group, or in one of the model.
+        """
         if mine is not None:
             what = mine.what if mine.is_next else repr(mine.what)
         elif wait is not None:
@@ -358,12 +368,12 @@ class Watchdog:
         rank: int,
         more: set[str],
     ) -> None:
-        """Write it down for all, answer in the place of those that do not come, and end the wait of this rank.
+        """Publish the finding for all ranks, answer in place of those that will not arrive, and end this rank's wait.
 
         Args:
-            keys: of agreements that some wait in.
-            rank: that went another way.
-            more: process groups that this rank waits in.
+            keys: Keys of agreements that some ranks wait in.
+            rank: The rank that diverged.
+            more: Additional process groups that this rank waits in.
         """
         over = json.dumps({"epoch": order.epoch, "text": text, "rank": rank})
         for scope in {order.group}.union(*(model.scopes for model in models)):
@@ -377,13 +387,13 @@ class Watchdog:
             conclude_once(store, f"{key}/verdict", {"kind": "astray", "ranks": [rank], "text": text})
 
     def _end(self, order: Order, text: str, more: set[str]) -> None:
-        """The wait of this rank."""
+        """End the wait of this rank."""
         order.stalled = text
         _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
         with self._lock:
             models = self._live().get(order, [])
             for name in more.union(*(model.communicators for model in models)):
-                with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # it was destroyed, or its store
+                with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # group or store is gone
                     compat.break_connections(compat.process_group(name))
 
     # -- what is watched ----------------------------------------------------------------------------------------------
@@ -407,17 +417,17 @@ def _of(group: str) -> str:
 
 
 def _found(store: dist.Store, key: str) -> Any:
-    # What is over is not deleted but set to null: a get of what has gone in the meantime would wait for it.
+    # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
     return json.loads(store.get(key)) if store.check([key]) else None
 
 
 def conclude_once(store: dist.Store, key: str, verdict: dict[str, Any]) -> None:
-    """Write a verdict that nobody else has written."""
+    """Write a verdict unless there is one already."""
     store.compare_set(key, "", json.dumps(verdict))
 
 
 def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
-    """Of what ranks have to say under one key, that of the one that has begun least stays."""
+    """Publish a rank's message under a key that holds one message, that of the rank that has begun least."""
     there = _found(store, key)
     if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
         store.set(key, json.dumps(mine))
@@ -451,4 +461,4 @@ def _at(told: dict[str, Any]) -> str:
 
 
 watchdog = Watchdog()
-"""Of this process."""
+"""The watchdog of this process."""

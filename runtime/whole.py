@@ -1,4 +1,4 @@
-"""A sharded model as the module that it was, for a while."""
+"""Temporary restoration of the unsharded module of a sharded model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["whole_parameters"]
 
 @contextlib.contextmanager
 def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
-    """Put whole parameters into the modules, in the dtype of the shards, and take windows and properties off them.
+    """Put whole parameters into the modules, in the dtype of the shards, and disable windows and parameter properties.
 
     Args:
-        sharded: the model.
-        module: that it shards.
-        writeback: keep, of what the parameters are afterwards, this rank's rows.
+        sharded: The sharded model.
+        module: The module that it shards.
+        writeback: Whether to copy this rank's rows of the parameters back at the end.
 
     Raises:
-        ValueError: afterwards: a parameter was exchanged for one of another shape. Values of before are there then.
+        ValueError: At the end: a parameter was replaced by one of another shape. The shards keep their previous values.
     """
     wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
     for bucket, params in wholes.items():
@@ -60,7 +60,7 @@ def _wholes(bucket: Bucket) -> list[nn.Parameter]:
 
 
 def _now(bucket: Bucket) -> list[Tensor]:
-    """What the modules have as parameters, the parts that the bucket holds."""
+    """Return the parameters that the modules have now, as the parts that the bucket holds."""
     found = []
     for split, sites in zip(bucket.splits, bucket.sites, strict=True):
         param = sites[0].module._parameters.get(sites[0].attribute)
