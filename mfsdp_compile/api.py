@@ -18,8 +18,9 @@ from mfsdp_compile.runtime.agreement import telling_others
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.meta import ByFunction, ByMethod, InitFn, Initialiser
-from mfsdp_compile.runtime.model import GradientPolicy, Overlap, Precision, Scaling, ShardedModel
-from mfsdp_compile.runtime.topology import build_topology, tensor_parallel_mesh
+from mfsdp_compile.runtime.model import Overlap, ShardedModel
+from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
+from mfsdp_compile.runtime.precision import GradientPolicy, Precision, Scaling
 
 from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP

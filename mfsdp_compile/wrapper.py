@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from mfsdp_compile.runtime.model import Precision, ShardedModel
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.modules import register_forward
+from mfsdp_compile.runtime.precision import Precision
 from mfsdp_compile.runtime.tensor import UnreducedGradient
 from mfsdp_compile.runtime.topology import Accumulation, Topology
 

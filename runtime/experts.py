@@ -35,7 +35,8 @@ from torch.distributed.tensor import Shard
 from . import compat
 from .agreement import everyones
 from .partition import Partition, Peers
-from .topology import EXPERT_ARGUMENTS, ShardingStrategy, Topology, build_topology
+from .plan.meshes import EXPERT_ARGUMENTS, build_topology
+from .topology import ShardingStrategy, Topology
 
 __all__ = ["Experts", "IsExpert", "build_experts", "is_expert", "marked"]
 

@@ -9,14 +9,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from . import compat, gradients, guards, meta, tracing
 from .agreement import (
@@ -29,76 +27,28 @@ from .agreement import (
     report_failure,
     value_digest,
 )
-from .bucket import Bucket, BucketPlan, Home
+from .bucket import Bucket, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
-from .experts import Experts, marked
+from .experts import Experts
 from .journal import journal
-from .layout import BucketLayout, LayoutPolicy, ParamSpec, Slot, in_parts, plan_layouts
+from .layout import LayoutPolicy, Slot
 from .lineage import Lineage
 from .modules import label_module, shard_module
 from .optimizers import Optimizers, watch_steps
 from .order import STEP, Details, Order, Phase, Series, no_details, order_of_group
-from .partition import Partition, Partitioner, Peers, local_part
-from .references import check_not_replaced, check_references, move_hooks, retire
+from .partition import Partition, Peers, local_part
+from .plan.buckets import BucketPlanner
+from .plan.model_plan import ModelPlan, divide, shared_buffers
+from .precision import GradientPolicy, Precision
+from .references import move_hooks, retire
 from .running import named
 from .tensor import UnreducedGradient, refuse_unreduced
 from .topology import Accumulation, Group, Topology, launches
-from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from .units import UnitClasses
 from .watchdog import watchdog
 from .whole import whole_parameters
 
-__all__ = ["BucketPlanner", "GradientPolicy", "Overlap", "Precision", "Scaling", "ShardedModel", "Synchronisation"]
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes besides the one that the model computes in.
-
-    Args:
-        main_params_dtype: Dtype of shards and optimizer state. None: each parameter's own dtype.
-        main_grads_dtype: Dtype in which gradients are accumulated. None: dtype of the shards.
-        grad_comm_dtype: Dtype in which gradients are reduced. None: ``main_grads_dtype`` if given, else the parameter's
-            own dtype.
-    """
-
-    main_params_dtype: torch.dtype | None = torch.float32
-    main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
-
-    def main_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        if self.main_params_dtype is None or not compute_dtype.is_floating_point:
-            return compute_dtype
-        return self.main_params_dtype
-
-    def grad_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        return self.main_grads_dtype or self.main_dtype(compute_dtype)
-
-    def comm_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
-
-
-class Scaling(str, Enum):
-    """How gradients are combined over data-parallel ranks."""
-
-    SUM_THEN_SCALE = "sum, then scale"
-    AVERAGE_IN_COLLECTIVE = "average in the collective"
-    SUM = "sum"
-
-
-@dataclass(frozen=True)
-class GradientPolicy:
-    """Options for gradients.
-
-    Args:
-        scaling: How gradients are combined over data-parallel ranks: one of two ways to compute their mean, or their
-            sum.
-        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
-        report_nan: Whether to look for NaN in gradients before they are reduced.
-    """
-
-    scaling: Scaling = Scaling.SUM_THEN_SCALE
-    decoupled: bool = False
-    report_nan: bool = False
+__all__ = ["Overlap", "ShardedModel", "Synchronisation"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +93,8 @@ class _BackwardIds:
 
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
+
+_RANDOM = "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)"
 
 
 class ShardedModel:
@@ -194,47 +146,43 @@ class ShardedModel:
         self.overlap = overlap
         self.synchronisation = Synchronisation()
         self.lineage = Lineage()
-        plans: list[tuple[Unit, list[BucketPlan]]] = []
-        found: list[Experts] = []
-        partitions: dict[str, Partition | None] = {}
+        found: list[ModelPlan] = []
         initialiser = from_meta if meta.has_meta(module) else None
 
         def describe() -> list[str]:
             if initialiser is not None:
                 initialiser.prepare(module)
             unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
-            units = _find_units(module, unit_modules, unit_bytes, from_meta is not None)
-            if experts is not None:
-                found.append(experts())
-            planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), *found)
-            plans.extend((unit, planner.unit(unit)) for unit in units)
-            _check_experts(module, plans, *found)
-            partitions.update(_partitions(units, plans, Partitioner(topology.mesh, tensor_parallel), *found))
+            units = divide(module, unit_modules, unit_bytes, allows_meta=from_meta is not None)
+            own = experts() if experts is not None else None
+            planner = BucketPlanner(topology, precision, gradient_policy, layout_policy, frozenset(whole), own)
+            found.append(ModelPlan.of(module, units, planner, tensor_parallel))
             # Includes versions, because passes and Inductor's choices of kernels differ between them.
             return [
                 f"torch {torch.__version__}",
                 str(topology),
-                *map(str, found),
+                *([str(own)] if own is not None else []),
                 f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
-                *_describe(module, plans, check_values),
+                *found[0].describe(check_values),
                 *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None and initialiser.draws else []),
             ]
 
         def describe_experts() -> tuple[Sequence[int], list[str]]:
-            if not found:
+            if (own := found[0].experts) is None:
                 return (), []
-            return found[0].ranks, _describe_experts(module, plans, check_values)
+            return own.ranks, found[0].describe_experts(check_values)
 
         agree(every, "fully_shard_model", describe, within=describe_experts, heeds_refusals=True)
-        self.experts = found[0].known_to_all(sorted(_experts_in(plans)), every) if found else None
+        plan = found.pop()
+        partitions, expert_names = dict(plan.partitions), plan.expert_names
+        self.experts = plan.experts.known_to_all(sorted(expert_names), every) if plan.experts is not None else None
         if self.experts is not None:
-            whole_model = dict(module.named_parameters())
-            undivided = [name for name in _experts_in(plans) if partitions[name] is None]
-            partitions |= {name: self.experts.partition(whole_model[name]) for name in undivided}
+            undivided = [name for name in expert_names if partitions[name] is None]
+            partitions |= {name: self.experts.partition(module.get_parameter(name)) for name in undivided}
         self.partitions = tuple(partition for partition in partitions.values() if partition is not None)
-        others = (partition for name, partition in partitions.items() if name not in _experts_in(plans))
-        self._tensor_parallel = tuple(partition for partition in others if partition is not None)
-        self._agree_on_replicas(module, partitions, check_values, every, _experts_in(plans))
+        dense = (partition for name, partition in partitions.items() if name not in expert_names)
+        self._tensor_parallel = tuple(partition for partition in dense if partition is not None)
+        self._agree_on_replicas(module, partitions, check_values, every, expert_names)
         self.group, self.everyone = every, every
         if self._tensor_parallel:
             self.everyone = compat.new_group_like(every.group_name, self._ranks())
@@ -259,14 +207,14 @@ class ShardedModel:
         originals: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters on the meta device, to restore on failure
         replaced: list[tuple[weakref.ref[nn.Parameter], str]] = []
         units = []
-        for unit, unit_plans in plans:
+        for unit, bucket_plans in plan.units:
             members = {sites[0].name: (param, sites) for param, sites in unit.params}
             buckets = []
-            for plan in unit_plans:
-                params = [members[slot.name] for slot in plan.layout.slots]
-                parts = [partitions[slot.name] for slot in plan.layout.slots]
-                shared_by = self.topologies[plan.is_expert]
-                bucket = Bucket(plan, [p for p, _ in params], [s for _, s in params], shared_by, device, parts)
+            for bucket_plan in bucket_plans:
+                params = [members[slot.name] for slot in bucket_plan.layout.slots]
+                parts = [partitions[slot.name] for slot in bucket_plan.layout.slots]
+                shared_by = self.topologies[bucket_plan.is_expert]
+                bucket = Bucket(bucket_plan, [p for p, _ in params], [s for _, s in params], shared_by, device, parts)
                 bucket.owner = self
                 buckets.append(bucket)
                 for index, (original, sites) in enumerate(params):
@@ -278,7 +226,7 @@ class ShardedModel:
                         site.module._parameters[site.attribute] = bucket.params[index]  # releases the original
                         homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
             units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
-        plans.clear()
+        del plan  # it holds the original parameters
         if initialiser is not None:
             self._initialise(module, homes, originals, device, initialiser)
         for owner in module.modules():
@@ -1029,7 +977,7 @@ class ShardedModel:
         module = self._module()
         assert module is not None
         names = (slot.name for bucket in self.buckets if bucket.plan.is_expert for slot in _slots(bucket))
-        return _shared_buffers(module, frozenset(names))
+        return shared_buffers(module, frozenset(names))
 
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
@@ -1146,208 +1094,5 @@ def _launches(
     return launches(named(schedule, buckets), topologies, other, due)
 
 
-_RANDOM = "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)"
-
-
-def _find_units(
-    module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, from_meta: bool
-) -> tuple[Unit, ...]:
-    check_not_replaced(module)
-    _check_shardable(module, from_meta)
-    check_references(module)
-    if unit_modules is None and unit_bytes is not None:
-        raise ValueError(
-            f"unit_bytes={unit_bytes:,} joins small units, and fsdp_unit_modules is None: the whole model is one unit. Name "
-            "the classes to shard by, or leave unit_bytes out."
-        )
-    if unit_modules is None and (blocks := repeated_blocks(module)):
-        names = ", ".join(cls.__qualname__ for cls in blocks)
-        warnings.warn(
-            "fsdp_unit_modules is None: the whole model is one unit, so that all of its parameters are gathered at "
-            f"once. Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
-            stacklevel=4,
-        )
-    units = find_units(module, resolve_unit_classes(module, unit_modules))
-    return join(module, units, unit_bytes) if unit_bytes is not None else units
-
-
-def _check_shardable(module: nn.Module, from_meta: bool) -> None:
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
-            )
-        if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
-            kind = type(param.data).__name__
-            sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
-            raise ValueError(
-                f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
-            )
-        if param.is_complex():
-            raise NotImplementedError(
-                f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
-            )
-        if param.is_meta and not from_meta:
-            raise ValueError(
-                f"Parameter {name!r} is on the meta device, and has no value. Pass init_model_with_meta_device=True to "
-                "initialise it, module by module, or initialise the model on a real device."
-            )
-
-
-@dataclass(frozen=True)
-class BucketPlanner:
-    """Plans buckets as plain data, equal on all ranks."""
-
-    topology: Topology
-    precision: Precision
-    gradient_policy: GradientPolicy
-    layout_policy: LayoutPolicy | None
-    whole: frozenset[str]
-    experts: Experts | None = None
-
-    def unit(self, unit: Unit) -> list[BucketPlan]:
-        groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
-        for param, sites in unit.params:
-            spec = ParamSpec(
-                sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
-            )
-            is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
-            groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)
-        plans: list[BucketPlan] = []
-        for (dtype, requires_grad, is_expert), specs in groups.items():
-            most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
-            for part in in_parts(specs, dtype.itemsize, most):
-                for layout in plan_layouts(
-                    part, dtype.itemsize, self.topology_of(is_expert).shards, self.layout_policy
-                ):
-                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert))
-        if len(plans) > 1:
-            plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
-        return plans
-
-    def topology_of(self, is_expert: bool) -> Topology:
-        """Return the topology of a bucket of experts, or of a bucket of other parameters."""
-        return self.experts.topology if is_expert and self.experts is not None else self.topology
-
-    def _scale(self, is_expert: bool) -> float:
-        """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.
-
-        Gradients of experts are already sums over the tokens of all data-parallel ranks. The factor turns them into
-        means over these ranks.
-        """
-        ranks = self.topology.every.size
-        if self.gradient_policy.scaling is Scaling.SUM_THEN_SCALE:
-            return 1 / ranks
-        if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE:
-            return self.topology_of(is_expert).every.size / ranks
-        return 1.0
-
-    def _bucket(
-        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
-    ) -> BucketPlan:
-        return BucketPlan(
-            unit.name,
-            unit.name,
-            layout,
-            dtype,
-            self.precision.main_dtype(dtype),
-            requires_grad,
-            self.precision.grad_dtype(dtype),
-            self.precision.comm_dtype(dtype),
-            "avg" if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
-            self._scale(is_expert),
-            self.gradient_policy.decoupled,
-            self.gradient_policy.report_nan,
-            is_expert,
-        )
-
-
 def _slots(bucket: Bucket) -> tuple[Slot, ...]:
     return bucket.plan.layout.slots
-
-
-def _partitions(
-    units: Sequence[Unit],
-    plans: Sequence[tuple[Unit, Sequence[BucketPlan]]],
-    partitioner: Partitioner,
-    experts: Experts | None = None,
-) -> dict[str, Partition | None]:
-    """Return how parameters are already divided, by name. Of experts, only DTensors are."""
-    of_experts = Partitioner(experts.topology.mesh, of_experts=True) if experts is not None else partitioner
-    names = _experts_in(plans)
-    found = {}
-    for unit in units:
-        for param, sites in unit.params:
-            name = sites[0].name
-            found[name] = (of_experts if name in names else partitioner).of(name, param)
-    return found
-
-
-def _describe(module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool) -> list[str]:
-    """Describe what all data-parallel ranks have in common. Experts are described without their names and values."""
-    experts = _experts_in(plans)
-    lines = []
-    for name, param in module.named_parameters():
-        called = "an expert's" if name in experts else name
-        lines.append(f"parameter {called}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}")
-    for name, buffer in _shared_buffers(module, experts).items():
-        lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
-    for _, unit_plans in plans:
-        for plan in unit_plans:
-            digest = plan.layout.signature if plan.is_expert else plan.layout.fingerprint
-            lines.append(f"bucket {plan.name}: {digest}, main dtype {plan.main_dtype}")
-    if check_values:
-        shared = ((name, p) for name, p in module.named_parameters() if name not in experts and not p.is_meta)
-        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in shared)
-    return lines
-
-
-def _describe_experts(
-    module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], check_values: bool
-) -> list[str]:
-    """Describe what ranks with the same experts have in common beyond that."""
-    experts = _experts_in(plans)
-    params = [(name, param) for name, param in module.named_parameters() if name in experts]
-    lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params]
-    if check_values:
-        with_values = ((name, param) for name, param in params if not param.is_meta)
-        lines.extend(f"values of {name}: {value_digest(local_part(param))}" for name, param in with_values)
-    return lines
-
-
-def _experts_in(plans: Sequence[tuple[Unit, Sequence[BucketPlan]]]) -> frozenset[str]:
-    return frozenset(slot.name for _, found in plans for plan in found if plan.is_expert for slot in plan.layout.slots)
-
-
-def _shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Tensor]:
-    """Return the buffers that all ranks have: those that are not in a module that holds experts.
-
-    Args:
-        experts: Names of the experts' parameters.
-    """
-    owners = {name.rpartition(".")[0] for name in experts}
-
-    def is_shared(name: str) -> bool:
-        parts = name.split(".")[:-1]
-        return not any(".".join(parts[: i + 1]) in owners for i in range(len(parts)))
-
-    return {name: buffer for name, buffer in module.named_buffers() if is_shared(name)}
-
-
-def _check_experts(
-    module: nn.Module, plans: Sequence[tuple[Unit, Sequence[BucketPlan]]], experts: Experts | None = None
-) -> None:
-    """Raise ValueError if experts are expected and not found, or found and not expected."""
-    if experts is None:
-        for name, param in module.named_parameters():
-            if marked(param):
-                raise ValueError(
-                    f"Parameter {name!r} has allreduce=False: it is an expert that other data-parallel ranks do not have. "
-                    "Pass expt_device_mesh, the mesh of the ranks that share it: of n data-parallel ranks and e-fold expert "
-                    "parallelism one of (n / e, e) ranks, with dp_shard_dim as the name of the first dimension."
-                )
-    elif experts.is_default and not _experts_in(plans):
-        raise ValueError(
-            "expt_device_mesh is given, but no parameter is an expert: none is in a module called 'experts', or has the "
-            "attribute allreduce=False. Pass is_expert=lambda name, parameter: ..., or leave expt_device_mesh out."
-        )

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from . import compat
-from .topology import Group, check_order
+from .plan.meshes import check_order
+from .topology import Group
 
 __all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
 

@@ -29,7 +29,8 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Site
 from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.model import BucketPlanner, GradientPolicy, Precision
+from mfsdp_compile.runtime.plan.buckets import BucketPlanner
+from mfsdp_compile.runtime.precision import GradientPolicy, Precision
 from mfsdp_compile.runtime.topology import Accumulation, Group, Topology
 from mfsdp_compile.runtime.units import Unit, group_by_size, joined_name
 

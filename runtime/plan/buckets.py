@@ -1,0 +1,96 @@
+"""Buckets of a unit: which parameters share one flat tensor, and in which dtypes it is held and reduced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..bucket import BucketPlan
+from ..experts import Experts
+from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
+from ..partition import local_part
+from ..precision import GradientPolicy, Precision, Scaling
+from ..topology import Topology
+from ..units import Unit
+
+__all__ = ["BucketPlanner"]
+
+
+@dataclass(frozen=True)
+class BucketPlanner:
+    """Plans buckets as plain data, equal on all ranks.
+
+    Args:
+        topology: Topology of all parameters but experts.
+        precision: Dtypes of shards and gradients.
+        gradient_policy: How gradients are combined.
+        layout_policy: Limits for bucket layouts. None: the defaults.
+        whole: Names of parameters that should each be kept on one rank.
+        experts: Which parameters are experts. None: none are.
+    """
+
+    topology: Topology
+    precision: Precision
+    gradient_policy: GradientPolicy
+    layout_policy: LayoutPolicy | None
+    whole: frozenset[str]
+    experts: Experts | None = None
+
+    def unit(self, unit: Unit) -> list[BucketPlan]:
+        """Plan the buckets of a unit: one for each dtype, ``requires_grad`` and topology, or more if padding or
+        ``bucket_bytes`` demand it."""
+        groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
+        for param, sites in unit.params:
+            spec = ParamSpec(
+                sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
+            )
+            is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
+            groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)
+        plans: list[BucketPlan] = []
+        for (dtype, requires_grad, is_expert), specs in groups.items():
+            most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
+            for part in in_parts(specs, dtype.itemsize, most):
+                for layout in plan_layouts(
+                    part, dtype.itemsize, self.topology_of(is_expert).shards, self.layout_policy
+                ):
+                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert))
+        if len(plans) > 1:
+            plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
+        return plans
+
+    def topology_of(self, is_expert: bool) -> Topology:
+        """Return the topology of a bucket of experts, or of a bucket of other parameters."""
+        return self.experts.topology if is_expert and self.experts is not None else self.topology
+
+    def _scale(self, is_expert: bool) -> float:
+        """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.
+
+        Gradients of experts are already sums over the tokens of all data-parallel ranks. The factor turns them into
+        means over these ranks.
+        """
+        ranks = self.topology.every.size
+        if self.gradient_policy.scaling is Scaling.SUM_THEN_SCALE:
+            return 1 / ranks
+        if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE:
+            return self.topology_of(is_expert).every.size / ranks
+        return 1.0
+
+    def _bucket(
+        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
+    ) -> BucketPlan:
+        return BucketPlan(
+            name=unit.name,
+            unit=unit.name,
+            layout=layout,
+            compute_dtype=dtype,
+            main_dtype=self.precision.main_dtype(dtype),
+            requires_grad=requires_grad,
+            grad_dtype=self.precision.grad_dtype(dtype),
+            comm_dtype=self.precision.comm_dtype(dtype),
+            reduce_op="avg" if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
+            scale=self._scale(is_expert),
+            decoupled=self.gradient_policy.decoupled,
+            inspected=self.gradient_policy.report_nan,
+            is_expert=is_expert,
+        )

@@ -1,0 +1,189 @@
+"""Plan of a sharded model: units, buckets and partitions, decided before any memory is touched."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .. import compat
+from ..agreement import value_digest
+from ..bucket import BucketPlan
+from ..experts import Experts, marked
+from ..partition import Partition, Partitioner, local_part
+from ..references import check_not_replaced, check_references
+from ..units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from .buckets import BucketPlanner
+
+__all__ = ["ModelPlan", "divide", "shared_buffers"]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """How a model is sharded.
+
+    Args:
+        module: The model, with full parameters on this rank.
+        units: Units with the plans of their buckets.
+        experts: Which parameters are experts. None: all ranks hold the same parameters.
+        partitions: How parameters are already divided, by name. None: not at all.
+    """
+
+    module: nn.Module
+    units: tuple[tuple[Unit, tuple[BucketPlan, ...]], ...]
+    experts: Experts | None
+    partitions: dict[str, Partition | None]
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, units: Sequence[Unit], planner: BucketPlanner, tensor_parallel: DeviceMesh | None
+    ) -> ModelPlan:
+        """Plan a model.
+
+        Args:
+            module: The model.
+            units: See :func:`divide`.
+            planner: Plans the buckets of each unit.
+            tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
+
+        Raises:
+            ValueError, NotImplementedError: Parameters cannot be sharded as they are.
+        """
+        plans = tuple((unit, tuple(planner.unit(unit))) for unit in units)
+        plan = cls(module, plans, planner.experts, {})
+        plan._check_experts()
+        dense = Partitioner(planner.topology.mesh, tensor_parallel)
+        expert = Partitioner(planner.experts.topology.mesh, of_experts=True) if planner.experts is not None else dense
+        for unit in units:
+            for param, sites in unit.params:
+                name = sites[0].name
+                plan.partitions[name] = (expert if name in plan.expert_names else dense).of(name, param)
+        return plan
+
+    @property
+    def buckets(self) -> Iterator[BucketPlan]:
+        return (bucket for _, buckets in self.units for bucket in buckets)
+
+    @property
+    def expert_names(self) -> frozenset[str]:
+        """Names of the experts' parameters."""
+        return frozenset(slot.name for bucket in self.buckets if bucket.is_expert for slot in bucket.layout.slots)
+
+    def describe(self, check_values: bool) -> list[str]:
+        """Describe what all data-parallel ranks have in common. Experts are described without their names and values."""
+        experts = self.expert_names
+        params = dict(self.module.named_parameters())
+        lines = []
+        for name, param in params.items():
+            called = "an expert's" if name in experts else name
+            lines.append(
+                f"parameter {called}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
+            )
+        for name, buffer in shared_buffers(self.module, experts).items():
+            lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
+        for bucket in self.buckets:
+            digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
+            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}")
+        return lines + (_values(params, params.keys() - experts) if check_values else [])
+
+    def describe_experts(self, check_values: bool) -> list[str]:
+        """Describe what ranks with the same experts have in common beyond that."""
+        experts = self.expert_names
+        params = {name: param for name, param in self.module.named_parameters() if name in experts}
+        lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params.items()]
+        return lines + (_values(params, experts) if check_values else [])
+
+    def _check_experts(self) -> None:
+        """Raise ValueError if experts are expected and not found, or found and not expected."""
+        if self.experts is None:
+            for name, param in self.module.named_parameters():
+                if marked(param):
+                    raise ValueError(
+                        f"Parameter {name!r} has allreduce=False: it is an expert that other data-parallel ranks do not have. "
+                        "Pass expt_device_mesh, the mesh of the ranks that share it: of n data-parallel ranks and e-fold expert "
+                        "parallelism one of (n / e, e) ranks, with dp_shard_dim as the name of the first dimension."
+                    )
+        elif self.experts.is_default and not self.expert_names:
+            raise ValueError(
+                "expt_device_mesh is given, but no parameter is an expert: none is in a module called 'experts', or has the "
+                "attribute allreduce=False. Pass is_expert=lambda name, parameter: ..., or leave expt_device_mesh out."
+            )
+
+
+def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, allows_meta: bool) -> tuple[Unit, ...]:
+    """Divide a model that can be sharded into units.
+
+    Args:
+        module: The model.
+        unit_modules: See :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
+        unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
+        allows_meta: Whether parameters may be on the meta device.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: Unit classes or parameters cannot be sharded.
+    """
+    check_not_replaced(module)
+    _check_shardable(module, allows_meta)
+    check_references(module)
+    if unit_modules is None and unit_bytes is not None:
+        raise ValueError(
+            f"unit_bytes={unit_bytes:,} joins small units, and fsdp_unit_modules is None: the whole model is one unit. Name "
+            "the classes to shard by, or leave unit_bytes out."
+        )
+    if unit_modules is None and (blocks := repeated_blocks(module)):
+        names = ", ".join(cls.__qualname__ for cls in blocks)
+        warnings.warn(
+            "fsdp_unit_modules is None: the whole model is one unit, so that all of its parameters are gathered at "
+            f"once. Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
+            stacklevel=4,
+        )
+    units = find_units(module, resolve_unit_classes(module, unit_modules))
+    return join(module, units, unit_bytes) if unit_bytes is not None else units
+
+
+def shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Tensor]:
+    """Return the buffers that all ranks have: those that are not in a module that holds experts.
+
+    Args:
+        experts: Names of the experts' parameters.
+    """
+    owners = {name.rpartition(".")[0] for name in experts}
+
+    def is_shared(name: str) -> bool:
+        parts = name.split(".")[:-1]
+        return not any(".".join(parts[: i + 1]) in owners for i in range(len(parts)))
+
+    return {name: buffer for name, buffer in module.named_buffers() if is_shared(name)}
+
+
+def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:
+    """Describe the values of those parameters that have some."""
+    found = {name: param for name, param in params.items() if name in names and not param.is_meta}
+    return [f"values of {name}: {value_digest(local_part(param))}" for name, param in found.items()]
+
+
+def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
+            )
+        if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
+            kind = type(param.data).__name__
+            sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
+            raise ValueError(
+                f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
+            )
+        if param.is_complex():
+            raise NotImplementedError(
+                f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
+            )
+        if param.is_meta and not allows_meta:
+            raise ValueError(
+                f"Parameter {name!r} is on the meta device, and has no value. Pass init_model_with_meta_device=True to "
+                "initialise it, module by module, or initialise the model on a real device."
+            )
