@@ -287,7 +287,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/topology.py",
         "portions go on over groups that are gone",
-        "        self.portions.clear()  # ranks may have failed before all had one; graphs are compiled anew, and ask for it\n",
+        "        self.portions.clear()  # some ranks may not have created one yet; recompiled graphs request it again\n",
         "",
         ("test_portions.py -k made_anew",),
     ),

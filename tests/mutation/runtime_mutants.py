@@ -391,7 +391,7 @@ RUNTIME = (
     Mutant(
         "runtime/gradients.py",
         "a gradient that somebody keeps changes when others are dropped",
-        "            total = total.clone()  # somebody may keep a gradient that was taken off its parameter",
+        "            total = total.clone()  # the user may still hold a gradient that was taken off its parameter",
         "            pass",
         ("test_tensor.py -k assigned_gradients",),
     ),
@@ -604,14 +604,14 @@ RUNTIME = (
     Mutant(
         "runtime/agreement.py",
         "an error of the rank that decides reaches nobody",
-        "    except Exception as error:  # it must reach the other ranks\n        return",
+        "    except Exception as error:  # the other ranks must learn of it\n        return",
         "    except ZeroDivisionError as error:\n        return",
         ("test_errors.py -k do_not_agree_on",),
     ),
     Mutant(
         "runtime/agreement.py",
         "refused ranks that come again do not meet the others",
-        '            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)  # others were here once more',
+        '            visit = part.add(f"{place}/visits/{me}", over["visit"] + 1 - visit)',
         "            pass",
         ("test_mesh_errors.py -k test_a_rank_that_was_refused_may_come_again",),
     ),
