@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
 
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
 from .context import BucketInfo, Context, Phase
 from .costs import CostModel
-from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, line_text, reductions_by_policy
+from .decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
 from .simulate import (
@@ -378,5 +380,5 @@ class Plan:
                         what = "wait" if what == "gather" else "await"
                     if what == "gather" and collective.bucket in portions:
                         number = self.context.buckets[collective.bucket].portion_size
-                    lines.append(line_text((what, names[collective.bucket], number)))
+                    lines.append(str(ScheduleLine(what, names[collective.bucket], number)))
         return found

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
 from . import roles
 from .context import Context
 
@@ -37,21 +39,22 @@ class Point(NamedTuple):
     """A node where a collective starts or ends, or a bucket becomes whole without one.
 
     Args:
-        what: gather and wait or cast; reduce and await.
-        stage: of a reduction.
-        which: the stage in words, empty if there is only one; of a gather, what is gathered, if that is not the shards.
+        what, bucket, number: See :class:`~mfsdp_compile.runtime.schedule_text.ScheduleLine`; ``bucket`` is the number of
+            the bucket in the context.
     """
 
     node: fx.Node
     what: str
     bucket: int
-    stage: int = 0
-    which: str = ""
+    number: int = 1
 
 
 def events(graph: fx.Graph, context: Context) -> list[Event]:
     """Of a graph with roles, in order."""
-    names = {p.node: f"{p.what} {context.buckets[p.bucket].name}{p.which}" for p in points(graph, context)}
+    names = {
+        node: ScheduleLine(what, context.buckets[bucket].name, number).label
+        for node, what, bucket, number in points(graph, context)
+    }
     seen: Counter[str] = Counter()
     found = []
     operators = 0
@@ -68,17 +71,15 @@ def points(graph: fx.Graph, context: Context) -> Iterator[Point]:
     """Of a graph with roles; gathers first, then reductions."""
     for gather in roles.gathers(graph):
         if gather.start is not None:
-            ranks = context.buckets[gather.bucket].portion_size
-            which = f", portions of {ranks}" if gather.is_of_portions else ""
-            yield Point(gather.start, "gather", gather.bucket, 0, which)
+            number = context.buckets[gather.bucket].portion_size if gather.is_of_portions else 1
+            yield Point(gather.start, "gather", gather.bucket, number)
         if gather.whole is not None:
             waits = gather.start or context.buckets[gather.bucket].has_resident
             yield Point(gather.whole, "wait" if waits else "cast", gather.bucket)
     for reduction in roles.reductions(graph):
-        for stage, (start, wait) in enumerate(reduction.stages):
-            which = f", stage {stage + 1}" if len(reduction.stages) > 1 else ""
-            yield Point(start, "reduce", reduction.bucket, stage, which)
-            yield Point(wait, "await", reduction.bucket, stage, which)
+        for stage, (start, wait) in enumerate(reduction.stages, 1):
+            yield Point(start, "reduce", reduction.bucket, stage)
+            yield Point(wait, "await", reduction.bucket, stage)
 
 
 def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:

@@ -40,6 +40,8 @@ from typing import Any
 
 from torch import fx
 
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
 from .context import BucketInfo, Phase, SchedulePolicy
 
 __all__ = [
@@ -52,7 +54,6 @@ __all__ = [
     "decisions_of",
     "gather_by_policy",
     "kept_by_policy",
-    "line_text",
     "reductions_by_policy",
     "reductions_later",
     "set_decisions",
@@ -220,17 +221,8 @@ def _groups(units: Sequence[str]) -> Iterator[range]:
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 _HEAD = "# mfsdp schedule"
-_LINE = re.compile(r"(gather|wait|cast|reduce|await)\s+(\S+?)((?:,?\s+(?:stage|portions of) \d+)?(?:\s{2,}.*)?)")
-_NUMBER = re.compile(r"\b(?:stage|portions of) (\d+)")
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
 _NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself")
-
-
-def line_text(line: tuple[str, str, int]) -> str:
-    """A start or a wait as a schedule file has it."""
-    what, name, number = line
-    detail = "portions of" if what == "gather" else "stage"
-    return f"{what:7} {name}{f', {detail} {number}' if number > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -238,12 +230,11 @@ class ScheduleText:
     """A schedule as text.
 
     Args:
-        lines: by phase, starts and waits ``(what, bucket, number)`` in order. The number is the stage of a reduction, which
-            count from 1; of a gather, of how many portions, and 1 for shards.
+        lines: Starts and ends of collectives in order, by phase, without details.
         where: it came from.
     """
 
-    lines: Mapping[Phase, Sequence[tuple[str, str, int]]] = field(hash=False)
+    lines: Mapping[Phase, Sequence[ScheduleLine]] = field(hash=False)
     where: str = "schedule"
 
     @staticmethod
@@ -261,8 +252,8 @@ class ScheduleText:
 
     @staticmethod
     def parse(text: str, where: str) -> ScheduleText:
-        found: dict[Phase, list[tuple[str, str, int]]] = {}
-        current: list[tuple[str, str, int]] | None = None
+        found: dict[Phase, list[ScheduleLine]] = {}
+        current: list[ScheduleLine] | None = None
         for number, raw in enumerate(text.split("\n"), 1):
             line = _COMMENT.sub("", raw).strip()
             if not line or _NO_DECISION.fullmatch(line):
@@ -275,15 +266,14 @@ class ScheduleText:
                     )
                 current = found.setdefault(names[section[1]], [])
                 continue
-            match = _LINE.fullmatch(line)
-            if match is None or current is None:
-                what = "comes before the first section, such as [forward]" if match else "is no start or wait"
+            read = ScheduleLine.parse(line)
+            if read is None or current is None:
+                what = "comes before the first section, such as [forward]" if read else "is no start or wait"
                 raise ValueError(
                     f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
                     "bucket."
                 )
-            detail = _NUMBER.search(match[3])
-            current.append((match[1], match[2], int(detail[1]) if detail else 1))
+            current.append(read.decision)
         return ScheduleText(found, where)
 
     @property
@@ -293,7 +283,9 @@ class ScheduleText:
         Raises:
             ValueError: there are several numbers, or another graph gathers portions.
         """
-        found = {phase: {n for what, _, n in lines if what == "gather"} - {1} for phase, lines in self.lines.items()}
+        found = {
+            phase: {line.number for line in lines if line.is_gather_of_portions} for phase, lines in self.lines.items()
+        }
         wrong = [phase.value for phase, numbers in found.items() if numbers and phase is not Phase.BACKWARD]
         if wrong:
             raise ValueError(
@@ -316,7 +308,7 @@ class ScheduleText:
         parts = [_HEAD]
         for phase, lines in self.lines.items():
             parts += ["", f"[{phase.value}]"]
-            parts += map(line_text, lines)
+            parts += map(str, lines)
         return "\n".join(parts) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -336,11 +328,10 @@ class ScheduleText:
         gathers: dict[Phase, dict[int, Ahead]] = {}
         reductions: dict[int, Behind] = {}
         for phase, lines in self.lines.items():
-            for _, name, _ in lines:
-                if name not in names:
-                    raise ValueError(
-                        f"{self.where}: [{phase.value}] names the bucket {name!r}, but the graph has {', '.join(names)}"
-                    )
+            if unknown := next((line.bucket for line in lines if line.bucket not in names), None):
+                raise ValueError(
+                    f"{self.where}: [{phase.value}] names the bucket {unknown!r}, but the graph has {', '.join(names)}"
+                )
             unit_of = dict(zip(names, units, strict=True))
             gathers[phase] = {
                 names.index(name): Ahead(count, Why(Limit.FILE), names.index(before) if before is not None else None)
@@ -352,20 +343,21 @@ class ScheduleText:
             # Those too that backward does not need: of these nothing is saved.
             kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
         backward = self.lines.get(Phase.BACKWARD, ())
-        portions = frozenset(names.index(name) for what, name, number in backward if what == "gather" and number > 1)
+        portions = frozenset(names.index(line.bucket) for line in backward if line.is_gather_of_portions)
         return Decisions(kept, gathers, reductions, portions=portions)
 
     def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
         """By bucket, how many other units are awaited between the start of its gather and its wait; and the bucket whose
         reduction starts next, if that comes before any wait."""
         lines = self.lines[phase]
-        waits = [name for what, name, _ in lines if what == "wait"]
+        waits = [line.bucket for line in lines if line.what == "wait"]
         found: dict[str, tuple[int, str | None]] = {}
         passed = 0
-        for position, (what, name, _) in enumerate(lines):
-            if what == "wait":
+        for position, line in enumerate(lines):
+            name = line.bucket
+            if line.what == "wait":
                 passed += 1
-            elif what == "gather":
+            elif line.what == "gather":
                 if name in found:
                     raise ValueError(f"{self.where}: [{phase.value}] gathers {name!r} twice")
                 if name not in waits[passed:]:
@@ -377,30 +369,31 @@ class ScheduleText:
                     unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
                 )
                 # What the graph begins with starts at once, not at its use.
-                begins = not units and all(what == "gather" for what, _, _ in lines[:position])
-                following = next((line for line in lines[position:] if line[0] in ("wait", "reduce")), None)
-                reduces = following is not None and following[0] == "reduce" and not begins
-                found[name] = units or int(begins), following[1] if reduces and following is not None else None
+                begins = not units and all(other.what == "gather" for other in lines[:position])
+                following = next(
+                    other for other in lines[position:] if other.what in ("wait", "reduce")
+                )  # its own wait
+                reduces = following.what == "reduce" and not begins
+                found[name] = units or int(begins), following.bucket if reduces else None
         return found
 
     def _behind(self, phase: Phase) -> dict[str, Behind]:
         """By bucket, how many other reductions start between the start of its reduction and its wait."""
         found: dict[str, Behind] = {}
         started: dict[str, int] = {}
-        lines = self.lines[phase]
-        total = sum(what == "reduce" and stage == 1 for what, _, stage in lines)
-        for position, (what, name, stage) in enumerate(lines):
-            if stage > 1:
-                continue
-            if what == "reduce":
+        lines = [line for line in self.lines[phase] if line.number == 1]
+        total = sum(line.what == "reduce" for line in lines)
+        for position, line in enumerate(lines):
+            name = line.bucket
+            if line.what == "reduce":
                 if name in started:
                     raise ValueError(f"{self.where}: [{phase.value}] reduces {name!r} twice")
                 started[name] = len(started)
-            elif what == "await":
+            elif line.what == "await":
                 if name not in started:
                     raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
                 later = len(started) - started[name] - 1
-                at_end = all(what == "await" for what, _, stage in lines[position:] if stage == 1)
+                at_end = all(other.what == "await" for other in lines[position:])
                 # Between two starts the latest place is right before the second one.
                 found[name] = Behind(total if at_end else later or 1, Why(Limit.FILE), packed=not (at_end or later))
         for name in started.keys() - found.keys():

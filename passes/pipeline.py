@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 from . import announce, float32_gradients, portions, reduce, reshard, roles, schedule, unread, unshard, verify
 from .agreeing import Meeting, Problem, Settled, effect, plain, settle
@@ -25,7 +26,7 @@ from .changes import changes, events, points
 from .context import Context, Phase, Report, SchedulePolicy, phase_of
 from .contract import Contract, set_contract
 from .costs import CostModel, reduced_bytes
-from .decisions import Decisions, ScheduleText, decisions_of, line_text, set_decisions
+from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
 from .flow import Saved, flow_of
 from .outline import Outline, outline_of
 from .simulate import Event, OptimizerCost, events_of
@@ -327,14 +328,14 @@ def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
     if phase not in text.lines:
         return
     made = ScheduleText.of({phase: record.schedules[phase]}).lines[phase]
-    wanted = [line for line in text.lines[phase] if line[0] != "cast"]
-    made = [line for line in made if line[0] != "cast"]
+    wanted = [line for line in text.lines[phase] if line.what != "cast"]
+    made = [line for line in made if line.what != "cast"]
     for number, (asked, got) in enumerate(itertools.zip_longest(wanted, made), 1):
         if asked != got:
-            describe_line = [" ".join(line_text(line).split()) if line else "nothing" for line in (asked, got)]
+            labels = [line.label if line else "nothing" for line in (asked, got)]
             raise ValueError(
-                f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {describe_line[0]!r}, where the graph "
-                f"can only have {describe_line[1]!r}. Gathers of a unit start together and in the order of their waits; "
+                f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {labels[0]!r}, where the graph "
+                f"can only have {labels[1]!r}. Gathers of a unit start together and in the order of their waits; "
                 "waits stand where parameters are first used, and reductions start where gradients are complete."
             )
 
@@ -420,17 +421,18 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
     for node in graph.nodes:
         if node.op == "call_function" and roles.is_collective(node):
             found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
-    for node, what, bucket, stage, which in points(graph, context):
-        info, detail = context.buckets[bucket], which
-        exchange = info.exchange
+    for node, what, bucket, number in points(graph, context):
+        info = context.buckets[bucket]
+        exchange, detail, is_deferrable = info.exchange, "", False
         if what == "gather":
-            ranks = info.portion_size if which else exchange.gather_size
-            detail = f"{which}  {info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
+            ranks = number if number > 1 else exchange.gather_size
+            detail = f"{info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
         elif what == "reduce":
+            stage = number - 1
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
-            due = ", if due" if exchange.may_wait(stage) else ""
-            detail = f"  {sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks{which}{due}"
-        found[node] = f"{what:6}  {names[bucket]}{detail}"
+            detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
+            is_deferrable = exchange.may_wait(stage)
+        found[node] = str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))
     return found
 
 

@@ -41,9 +41,9 @@ from .plan.buckets import BucketPlanner
 from .plan.model_plan import ModelPlan, divide, shared_buffers
 from .precision import GradientPolicy, Precision
 from .references import move_hooks, retire
-from .running import named
+from .running import launches, named
 from .tensor import UnreducedGradient, refuse_unreduced
-from .topology import Accumulation, Group, Topology, launches
+from .topology import Accumulation, Group, Topology
 from .units import UnitClasses
 from .watchdog import watchdog
 from .whole import whole_parameters

@@ -16,8 +16,6 @@ not test for strategies by name.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -37,7 +35,6 @@ __all__ = [
     "ShardingStrategy",
     "Stage",
     "Topology",
-    "launches",
 ]
 
 
@@ -321,31 +318,3 @@ class Topology:
         if self.outer is None:
             return f"{name} over {self.inner.size} ranks"
         return f"{'HFSDP' if self.is_hfsdp else 'HSDP'}, {name} over {self.outer.size} x {self.inner.size} ranks"
-
-
-def launches(
-    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
-) -> list[tuple[str, str]]:
-    """Return the collectives that a compiled graph starts, each with the name of its process group.
-
-    Args:
-        schedule: Lines from ``passes.pipeline.collectives``.
-        topologies: Topologies by name of the bucket.
-        other: Topology of all other buckets.
-        due: Whether reductions that may be deferred run.
-    """
-    found = []
-    for line in schedule:
-        kind, name, *rest = line.split("  ")
-        topology = topologies.get(name.partition(", portions of ")[0], other)
-        if kind == "gather" and topology.gather_group is not None:
-            of = re.search(r", portions of (\d+)$", name)
-            group = topology.portions.get(int(of[1])) if of else topology.gather_group
-            if group is not None:  # otherwise another model created it, whose code this one runs
-                found.append((f"gather {name}", group.name))
-        elif kind == "reduce" and (due or not line.endswith(", if due")):
-            stage = re.search(r", stage (\d+)", rest[-1])
-            number = int(stage[1]) if stage else 1
-            what = f"reduce {name}{f', stage {number}' if number > 1 else ''}"
-            found.append((what, topology.stages[number - 1].group.name))
-    return found

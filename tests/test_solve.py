@@ -33,6 +33,7 @@ from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, ScheduleText
 from mfsdp_compile.passes.outline import grouped
 from mfsdp_compile.passes.simulate import Compute, OptimizerCost, Stage, Start, Timeline, Wait, resting_memory, simulate
 from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 ADAMW = OptimizerCost()
 MB = 10**6
@@ -553,8 +554,8 @@ def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> No
             ]
         }
     )
-    expected = [("gather", "u1#1", 1), ("wait", "u1#1", 1), ("reduce", "u1#1", 2), ("await", "u1#1", 2)]
-    assert text.lines[BACKWARD] == expected
+    expected = [("gather", 1), ("wait", 1), ("reduce", 2), ("await", 2)]
+    assert text.lines[BACKWARD] == [ScheduleLine(what, "u1#1", number) for what, number in expected]
     assert ScheduleText.parse(f"{text}   # a remark\n# another", "here").lines == text.lines
 
 
