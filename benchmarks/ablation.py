@@ -33,7 +33,7 @@ from mfsdp_compile.passes.solve import BudgetError, solve
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import problem_of
 from mfsdp_compile.planning.tracing import Trace, trace
-from mfsdp_compile.policy import ShardingStrategy
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
 """Machines that compute alike: 400 and 100 Gb/s per GPU between nodes. One node uses neither."""

@@ -34,7 +34,8 @@ from mfsdp_compile.passes.hardware import Hardware, hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.tracing import Trace, trace
-from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 __all__ = ["GIB", "run"]
 

@@ -21,7 +21,8 @@ from .api import fully_shard, fully_shard_model, fully_shard_optimizer
 from .explaining import explain
 from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
 from .passes.verify import ScheduleError, verify
-from .policy import MixedPrecisionPolicy, ShardingStrategy
+from .runtime.precision import MixedPrecisionPolicy
+from .runtime.topology import ShardingStrategy
 from .wrapper import MegatronFSDP
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import optimizer as optimizers
 from mfsdp_compile.runtime.agreement import telling_others
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.meta import ByFunction, ByMethod, InitFn, Initialiser
-from mfsdp_compile.runtime.model import Overlap, ShardedModel
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
-from mfsdp_compile.runtime.precision import GradientPolicy, Precision, Scaling
+from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
-from .policy import MixedPrecisionPolicy, ShardingStrategy
 from .wrapper import MegatronFSDP
 
 __all__ = ["fully_shard", "fully_shard_model", "fully_shard_optimizer"]
@@ -393,7 +395,7 @@ def _refuse_other_data_parallelism(module: nn.Module) -> None:
 
 def _precision(
     policy: MixedPrecisionPolicy, preserve_fp32_weights: bool | None, grad_reduce_in_fp32: bool | None
-) -> Precision:
+) -> MixedPrecisionPolicy:
     default = MixedPrecisionPolicy()
     main_params, main_grads = policy.main_params_dtype, policy.main_grads_dtype
     if preserve_fp32_weights is not None:
@@ -412,7 +414,7 @@ def _precision(
                 f"mixed_precision_policy says {main_grads}. Give one of them."
             )
         main_grads = wanted
-    return Precision(main_params, main_grads, policy.grad_comm_dtype)
+    return replace(policy, main_params_dtype=main_params, main_grads_dtype=main_grads)
 
 
 def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:

@@ -34,6 +34,7 @@ from mfsdp_compile.passes.context import (
 from mfsdp_compile.runtime import compat, gradients
 from mfsdp_compile.runtime.bucket import Bucket, BucketPlan, Home
 from mfsdp_compile.runtime.eager import as_gathered, refuse_write
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.running import GraphRun
 from mfsdp_compile.runtime.topology import Topology
@@ -128,12 +129,15 @@ def prepare(
     for owner in owners if portions else ():
         _make_portions(owner, portions)
     context = Context(
-        tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
-        _policy(chosen.schedule, buckets),
-        _is_whole_model(buckets),
-        chosen.float32_gradients,
-        (all(owner.overlap.gathers for owner in owners), all(owner.overlap.reductions for owner in owners)),
-        sum(owner.buffer_bytes() for owner in owners),
+        buckets=tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
+        policy=_policy(chosen.schedule, buckets),
+        whole_model=_is_whole_model(buckets),
+        float32_gradients=chosen.float32_gradients,
+        overlap=Overlap(
+            gathers=all(owner.overlap.gathers for owner in owners),
+            reductions=all(owner.overlap.reductions for owner in owners),
+        ),
+        other_bytes=sum(owner.buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
@@ -298,24 +302,24 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
     gathers, resident = topology.gather_group, topology.resident_group
     resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
     return BucketInfo(
-        plan.name,
-        plan.unit,
-        plan.layout,
-        exchange,
-        plan.gathered_bytes,
-        plan.requires_grad,
-        resident is not None,
-        plan.requires_grad and exchange.needs_token,
-        plan.main_dtype,
-        gathers.stride if gathers is not None else 1,
-        tuple(stage.group.stride for stage in topology.stages),
-        resident_numel * plan.compute_dtype.itemsize,
-        resident.size if resident is not None else 1,
-        resident.stride if resident is not None else 1,
-        few.size if few is not None else 0,
-        few.name if few is not None else "",
-        topology.lets_go,
-        plan.grad_dtype,
+        name=plan.name,
+        unit=plan.unit,
+        layout=plan.layout,
+        exchange=exchange,
+        gathered_bytes=plan.gathered_bytes,
+        trainable=plan.requires_grad,
+        has_resident=resident is not None,
+        has_token=plan.requires_grad and exchange.needs_token,
+        main_dtype=plan.main_dtype,
+        gather_stride=gathers.stride if gathers is not None else 1,
+        reduce_strides=tuple(stage.group.stride for stage in topology.stages),
+        resident_bytes=resident_numel * plan.compute_dtype.itemsize,
+        resident_size=resident.size if resident is not None else 1,
+        resident_stride=resident.stride if resident is not None else 1,
+        portion_size=few.size if few is not None else 0,
+        portion_group=few.name if few is not None else "",
+        lets_go=topology.lets_go,
+        grad_dtype=plan.grad_dtype,
     )
 
 

@@ -14,13 +14,12 @@ from torch import nn
 
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.modules import register_forward
-from mfsdp_compile.runtime.precision import Precision
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.tensor import UnreducedGradient
-from mfsdp_compile.runtime.topology import Accumulation, Topology
+from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy, Topology
 
 from .comparing import StepComparison, compare_step
 from .options import parse_bytes
-from .policy import MixedPrecisionPolicy, ShardingStrategy
 
 __all__ = ["MegatronFSDP", "unwrapped"]
 
@@ -368,13 +367,12 @@ class MegatronFSDP(nn.Module):
         """
         policy = MixedPrecisionPolicy.of(policy, "mixed_precision_context")
         before = self.sharded.precision
-        wanted = Precision(policy.main_params_dtype, policy.main_grads_dtype, policy.grad_comm_dtype)
-        if replace(wanted, grad_comm_dtype=before.grad_comm_dtype) != before:
+        if replace(policy, grad_comm_dtype=before.grad_comm_dtype) != before:
             raise ValueError(
                 f"mixed_precision_context can change grad_comm_dtype and nothing else: the model has {before}, got "
                 f"{policy}."
             )
-        self.sharded.set_precision(wanted)
+        self.sharded.set_precision(policy)
         try:
             yield
         finally:

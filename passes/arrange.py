@@ -73,7 +73,9 @@ class Plan:
         }
         backward = self.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
-        behind = reductions_by_policy(context.policy, [buckets[bucket] for bucket in reduced], context.overlap[1])
+        behind = reductions_by_policy(
+            context.policy, [buckets[bucket] for bucket in reduced], context.overlap.reductions
+        )
         self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
         self._placed: dict[object, _Reductions] = {}
         self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
@@ -121,7 +123,7 @@ class Plan:
         context, policy, kept = self.context, self.context.policy, self._kept_by_policy()
         gathers = {
             phase: {
-                bucket: gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])
+                bucket: gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)
                 for use in self.uses(phase, kept)
                 for bucket in use.buckets
             }
@@ -262,7 +264,7 @@ class Plan:
         starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
         for i, use in enumerate(uses):
             ahead = next((aheads[bucket] for bucket in use.buckets if bucket in aheads), None)
-            units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap[0])).units
+            units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)).units
             starts[max(i - units, -1)].append(use)
         for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
             place = uses[i].first if i >= 0 else 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime.exchange import Exchange
+from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 
 __all__ = [
@@ -174,7 +174,7 @@ class Context:
         policy: of the schedule.
         whole_model: whether the graph holds all of a model's buckets, so that its backward follows its forward.
         float32_gradients: whether matmuls are to write gradients in float32 where they can.
-        overlap: whether gathers, and reductions, may run while the model computes.
+        overlap: Kinds of collectives that may overlap with computation.
         other_bytes: that the model holds besides its buckets: buffers.
     """
 
@@ -182,7 +182,7 @@ class Context:
     policy: SchedulePolicy
     whole_model: bool
     float32_gradients: bool = False
-    overlap: tuple[bool, bool] = (True, True)
+    overlap: Overlap = field(default_factory=Overlap)
     other_bytes: int = 0
 
     @property

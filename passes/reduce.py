@@ -36,7 +36,9 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
     decisions = decisions_of(graph)
-    by_policy = reductions_by_policy(context.policy, [context.buckets[r.bucket] for r in found], context.overlap[1])
+    by_policy = reductions_by_policy(
+        context.policy, [context.buckets[r.bucket] for r in found], context.overlap.reductions
+    )
     for i, reduction in enumerate(found):
         when = ""
         decided = decisions.reductions.get(reduction.bucket) if decisions is not None else None

@@ -54,7 +54,7 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     lines = []
     for i, group in enumerate(groups):
         decided = next((aheads[gather.bucket] for gather in group.gathers if gather.bucket in aheads), None)
-        ahead = decided or gather_by_policy(context.policy, group.bytes, context.overlap[0])
+        ahead = decided or gather_by_policy(context.policy, group.bytes, context.overlap.gathers)
         if ahead.reduction in packs:
             anchor, when = packs[ahead.reduction], f"before {context.buckets[ahead.reduction].name} is reduced"
         else:

@@ -164,7 +164,7 @@ class _Solver:
     def _smallest(self) -> Solution:
         """The schedule that takes the least memory."""
         kept = frozenset() if self.reshard is None else self._kept_by_option()
-        distance = (self.prefetch or 0) if self.context.overlap[0] else 0
+        distance = (self.prefetch or 0) if self.context.overlap.gathers else 0
         gathers = {
             phase: {
                 bucket: Ahead(distance, Why(Limit.BUDGET, gathered_bytes(use, self.context)))
@@ -203,7 +203,7 @@ class _Solver:
         """With those of so many units, or of so many buckets, under way."""
         backward = self.plan.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
-        overlap = self.context.overlap[1]
+        overlap = self.context.overlap.reductions
         units = [str(bucket) if by_bucket else self.context.buckets[bucket].unit for bucket in reduced]
         why = Why(Limit.NONE if overlap else Limit.OVERLAP)
         laters = reductions_later(units, in_flight if overlap else 0)
@@ -223,7 +223,7 @@ class _Solver:
         Args:
             fastest: seconds of a step that is known already. What cannot be faster is left out.
         """
-        overlap = self.context.overlap[1]
+        overlap = self.context.overlap.reductions
         later = [self._reductions(units) for units in ((1, 2, 4) if overlap else (0,))]
         sooner: list[dict[int, Behind]] = []
         if overlap and bound is not None:  # what is not in flight leaves room for other things
@@ -276,9 +276,9 @@ class _Solver:
         found: dict[Phase, dict[int, Ahead]] = {}
         for phase, outline in self.plan.outlines.items():
             uses = self.plan.uses(phase, kept)
-            if self.prefetch is not None or not self.context.overlap[0]:
-                limit = Limit.POLICY if self.context.overlap[0] else Limit.OVERLAP
-                units = self.prefetch or 0 if self.context.overlap[0] else 0
+            if self.prefetch is not None or not self.context.overlap.gathers:
+                limit = Limit.POLICY if self.context.overlap.gathers else Limit.OVERLAP
+                units = self.prefetch or 0 if self.context.overlap.gathers else 0
                 found[phase] = {bucket: Ahead(units, Why(limit)) for use in uses for bucket in use.buckets}
                 continue
             memory = _Room(self, phase, kept, reductions, bound)

@@ -14,12 +14,19 @@ from .layout import BucketLayout
 if TYPE_CHECKING:
     from .topology import Topology
 
-__all__ = ["Exchange", "When", "stride_of"]
+__all__ = ["Exchange", "Overlap", "When", "stride_of"]
 
 
 def stride_of(ranks: Sequence[int]) -> int:
     """Distance between neighbors in evenly spaced ``ranks``, in global ranks."""
     return max(1, (max(ranks) - min(ranks)) // max(1, len(ranks) - 1))
+
+
+class Overlap(NamedTuple):
+    """Kinds of collectives that may overlap with computation."""
+
+    gathers: bool = True
+    reductions: bool = True
 
 
 class When(str, Enum):
@@ -76,21 +83,21 @@ class Exchange(NamedTuple):
     ) -> Exchange:
         gather, stages = topology.gather_group, topology.stages
         return Exchange(
-            [size for slot in layout.slots for size in slot.shape],
-            [len(slot.shape) for slot in layout.slots],
-            [slot.offset for slot in layout.slots],
-            layout.numel,
-            dtype,
-            gather.size if gather else 1,
-            gather.name if gather else "",
-            comm_dtype,
-            reduce_op,
-            scale,
-            ["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
-            [stage.when.value for stage in stages],
-            [stage.group.size for stage in stages],
-            [stage.group.name for stage in stages],
-            inspected,
+            sizes=[size for slot in layout.slots for size in slot.shape],
+            ndims=[len(slot.shape) for slot in layout.slots],
+            offsets=[slot.offset for slot in layout.slots],
+            numel=layout.numel,
+            dtype=dtype,
+            gather_size=gather.size if gather else 1,
+            gather_group=gather.name if gather else "",
+            comm_dtype=comm_dtype,
+            reduce_op=reduce_op,
+            scale=scale,
+            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
+            when=[stage.when.value for stage in stages],
+            group_sizes=[stage.group.size for stage in stages],
+            groups=[stage.group.name for stage in stages],
+            inspected=inspected,
         )
 
     @property

@@ -29,6 +29,7 @@ from .agreement import (
 )
 from .bucket import Bucket, Home
 from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
+from .exchange import Overlap
 from .experts import Experts
 from .journal import journal
 from .layout import LayoutPolicy, Slot
@@ -39,7 +40,7 @@ from .order import STEP, Details, Order, Phase, Series, no_details, order_of_gro
 from .partition import Partition, Peers, local_part
 from .plan.buckets import BucketPlanner
 from .plan.model_plan import ModelPlan, divide, shared_buffers
-from .precision import GradientPolicy, Precision
+from .precision import GradientPolicy, MixedPrecisionPolicy
 from .references import move_hooks, retire
 from .running import launches, named
 from .tensor import UnreducedGradient, refuse_unreduced
@@ -48,15 +49,7 @@ from .units import UnitClasses
 from .watchdog import watchdog
 from .whole import whole_parameters
 
-__all__ = ["Overlap", "ShardedModel", "Synchronisation"]
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Kinds of collectives that may overlap with computation."""
-
-    gathers: bool = True
-    reductions: bool = True
+__all__ = ["ShardedModel", "Synchronisation"]
 
 
 @dataclass
@@ -129,7 +122,7 @@ class ShardedModel:
         unit_modules: UnitClasses,
         topology: Topology,
         every: dist.ProcessGroup,
-        precision: Precision,
+        precision: MixedPrecisionPolicy,
         device: torch.device,
         gradient_policy: GradientPolicy = GradientPolicy(),
         overlap: Overlap = Overlap(),
@@ -1012,7 +1005,7 @@ class ShardedModel:
                 "weights and optimizer state are those of before."
             )
 
-    def set_precision(self, precision: Precision) -> None:
+    def set_precision(self, precision: MixedPrecisionPolicy) -> None:
         """Change the dtype in which gradients are reduced. Compiled graphs of other dtypes are kept for later use."""
         self.precision = precision
         for bucket in self.buckets:

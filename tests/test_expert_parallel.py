@@ -30,9 +30,9 @@ from mfsdp_compile.planning import Candidate, Job, shapes
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens
 from mfsdp_compile.planning.tracing import trace
-from mfsdp_compile.policy import ShardingStrategy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime import experts as runtime_experts
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
 STEPS = 3

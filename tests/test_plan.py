@@ -31,7 +31,7 @@ from mfsdp_compile.planning import Candidate, Job, plan, workload
 from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
 from mfsdp_compile.planning.shapes import Workload, _tokens
 from mfsdp_compile.planning.tracing import Trace, trace
-from mfsdp_compile.policy import ShardingStrategy
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

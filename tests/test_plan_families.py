@@ -22,8 +22,8 @@ from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.shapes import Inputs
 from mfsdp_compile.planning.tracing import trace
-from mfsdp_compile.policy import ShardingStrategy
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 CPU, RANKS, LAYERS = hardware("cpu"), 4, 7

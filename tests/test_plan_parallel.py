@@ -29,8 +29,8 @@ from mfsdp_compile.planning.pipelines import begins, order
 from mfsdp_compile.planning.planner import Planned, planned, traced_stages
 from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens, divided_llama
 from mfsdp_compile.planning.tracing import Trace
-from mfsdp_compile.policy import ShardingStrategy
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
 ZERO3 = ShardingStrategy.OPTIM_GRADS_PARAMS

@@ -33,6 +33,7 @@ from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, ScheduleText
 from mfsdp_compile.passes.outline import grouped
 from mfsdp_compile.passes.simulate import Compute, OptimizerCost, Stage, Start, Timeline, Wait, resting_memory, simulate
 from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 ADAMW = OptimizerCost()
@@ -242,7 +243,7 @@ def test_reshard_is_honoured(reshard: bool | None, kept: set[int]) -> None:
 
 
 def test_without_overlap_nothing_starts_early() -> None:
-    plan = even(overlap=(False, False))
+    plan = even(overlap=Overlap(False, False))
     least = smallest_peak(plan, prefetch=2)
     assert least == smallest_peak(plan)
     for found in (solve(plan, ADAMW), solve(plan, ADAMW, least), solve(plan, ADAMW, least, prefetch=2)):
@@ -335,7 +336,7 @@ def plans(draw: st.DrawFn) -> Plan:
         [draw(SECONDS) for _ in range(count)],
         saved=draw(st.sampled_from([0, MB, 20 * MB])),
         rise=draw(st.sampled_from([0, MB, 20 * MB])),
-        overlap=draw(st.sampled_from([(True, True), (True, True), (False, True), (True, False)])),
+        overlap=draw(st.sampled_from([Overlap(), Overlap(), Overlap(gathers=False), Overlap(reductions=False)])),
         costs=CostModel(replace(MACHINE, compute_slowdown=draw(st.sampled_from([0.0, 0.3]))), fused=True),
     )
 
@@ -416,7 +417,7 @@ def test_options_bound_what_is_chosen(plan: Plan, prefetch: int, reshard: bool |
     found = solve(plan, ADAMW, least, prefetch=prefetch, reshard=reshard)
     check(plan, found, least)
     for phase in (FORWARD, BACKWARD):
-        assert set(units_of(found.decisions, phase)) <= {prefetch if plan.context.overlap[0] else 0}
+        assert set(units_of(found.decisions, phase)) <= {prefetch if plan.context.overlap.gathers else 0}
     if reshard is True:
         assert len(found.decisions.kept) <= 1
 

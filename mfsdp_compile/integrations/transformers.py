@@ -35,8 +35,8 @@ from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimi
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.contents import get_generators, set_generators
 from mfsdp_compile.options import INNER_COMPILERS
-from mfsdp_compile.policy import MixedPrecisionPolicy
 from mfsdp_compile.runtime.agreement import errors_for_all
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.topology import Topology
 from mfsdp_compile.wrapper import MegatronFSDP
 

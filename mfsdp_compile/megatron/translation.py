@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.policy import MixedPrecisionPolicy
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 from .settings import DistributedDataParallelConfig, TransformerConfig, known
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mfsdp_compile.policy import ShardingStrategy
+from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .settings import (
     CheckpointConfig,

@@ -24,14 +24,14 @@ from mfsdp_compile.passes.hardware import Hardware
 from mfsdp_compile.passes.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, simulate
 from mfsdp_compile.passes.solve import BudgetError, Solution, explained, gib, solve
-from mfsdp_compile.policy import MixedPrecisionPolicy, ShardingStrategy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.bucket import Site
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
-from mfsdp_compile.runtime.precision import GradientPolicy, Precision
-from mfsdp_compile.runtime.topology import Accumulation, Group, Topology
+from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy
+from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
 from mfsdp_compile.runtime.units import Unit, group_by_size, joined_name
 
 from . import pipelines
@@ -144,7 +144,7 @@ class Job:
         prefetch, reshard: fixed parts of the schedule, as the options ``prefetch`` and ``reshard_after_forward``; None: as is
             best. A number of ranks to reshard over means True for candidates that it does not divide further.
         fused: whether the inner compiler fuses kernels.
-        overlap: whether gathers, and reductions, may run while the model computes.
+        overlap: Kinds of collectives that may overlap with computation.
         solved: False: the schedule that a model has without a budget, each gather one unit ahead.
         bucket_bytes: units that are larger are parted into several buckets; see
             :func:`~mfsdp_compile.fully_shard_model`. None: a unit is one bucket.
@@ -161,7 +161,7 @@ class Job:
     prefetch: int | None = None
     reshard: bool | int | None = None
     fused: bool = True
-    overlap: tuple[bool, bool] = (True, True)
+    overlap: Overlap = field(default_factory=Overlap)
     solved: bool = True
     bucket_bytes: int | None = None
     unit_bytes: int | None = None
@@ -613,11 +613,8 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
     """The traced model, its buckets laid out for a candidate's ranks."""
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
-    precision = Precision(
-        job.precision.main_params_dtype, job.precision.main_grads_dtype, job.precision.grad_comm_dtype
-    )
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
-    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
+    planner = BucketPlanner(topology, job.precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
     numbers: dict[str, list[int]] = {}  # of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
         numbers.setdefault(bucket.unit, []).append(number)

@@ -10,7 +10,7 @@ from ..bucket import BucketPlan
 from ..experts import Experts
 from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
 from ..partition import local_part
-from ..precision import GradientPolicy, Precision, Scaling
+from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from ..topology import Topology
 from ..units import Unit
 
@@ -31,7 +31,7 @@ class BucketPlanner:
     """
 
     topology: Topology
-    precision: Precision
+    precision: MixedPrecisionPolicy
     gradient_policy: GradientPolicy
     layout_policy: LayoutPolicy | None
     whole: frozenset[str]

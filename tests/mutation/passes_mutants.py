@@ -215,14 +215,14 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/solve.py",
         "prefetch is one more than asked for",
-        "                units = self.prefetch or 0 if self.context.overlap[0] else 0",
-        "                units = (self.prefetch or 0) + 1 if self.context.overlap[0] else 0",
+        "                units = self.prefetch or 0 if self.context.overlap.gathers else 0",
+        "                units = (self.prefetch or 0) + 1 if self.context.overlap.gathers else 0",
         SOLVE,
     ),
     Mutant(
         "passes/solve.py",
         "without overlap gathers start early",
-        "            if self.prefetch is not None or not self.context.overlap[0]:",
+        "            if self.prefetch is not None or not self.context.overlap.gathers:",
         "            if self.prefetch is not None:",
         SOLVE,
     ),
