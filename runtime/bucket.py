@@ -92,8 +92,8 @@ class BucketPlan:
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        return Exchange.of(
-            self.layout, topology, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
+        return topology.exchange(
+            self.layout, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
         )
 
     @property

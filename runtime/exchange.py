@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .layout import BucketLayout
-
-if TYPE_CHECKING:
-    from .topology import Topology
 
 __all__ = ["Exchange", "Overlap", "When", "stride_of"]
 
@@ -70,35 +65,6 @@ class Exchange(NamedTuple):
     group_sizes: list[int]
     groups: list[str]
     inspected: bool
-
-    @staticmethod
-    def of(
-        layout: BucketLayout,
-        topology: Topology,
-        dtype: torch.dtype,
-        comm_dtype: torch.dtype,
-        reduce_op: str,
-        scale: float,
-        inspected: bool = False,
-    ) -> Exchange:
-        gather, stages = topology.gather_group, topology.stages
-        return Exchange(
-            sizes=[size for slot in layout.slots for size in slot.shape],
-            ndims=[len(slot.shape) for slot in layout.slots],
-            offsets=[slot.offset for slot in layout.slots],
-            numel=layout.numel,
-            dtype=dtype,
-            gather_size=gather.size if gather else 1,
-            gather_group=gather.name if gather else "",
-            comm_dtype=comm_dtype,
-            reduce_op=reduce_op,
-            scale=scale,
-            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
-            when=[stage.when.value for stage in stages],
-            group_sizes=[stage.group.size for stage in stages],
-            groups=[stage.group.name for stage in stages],
-            inspected=inspected,
-        )
 
     @property
     def needs_token(self) -> bool:

@@ -27,7 +27,8 @@ from torch.distributed.tensor import Placement, Replicate
 
 from . import compat
 from .agreement import announce
-from .exchange import When, stride_of
+from .exchange import Exchange, When, stride_of
+from .layout import BucketLayout
 
 __all__ = [
     "Accumulation",
@@ -282,6 +283,35 @@ class Topology:
         return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
 
     # -- process groups -----------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        comm_dtype: torch.dtype,
+        reduce_op: str,
+        scale: float,
+        inspected: bool = False,
+    ) -> Exchange:
+        """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
+        gather, stages = self.gather_group, self.stages
+        return Exchange(
+            sizes=[size for slot in layout.slots for size in slot.shape],
+            ndims=[len(slot.shape) for slot in layout.slots],
+            offsets=[slot.offset for slot in layout.slots],
+            numel=layout.numel,
+            dtype=dtype,
+            gather_size=gather.size if gather else 1,
+            gather_group=gather.name if gather else "",
+            comm_dtype=comm_dtype,
+            reduce_op=reduce_op,
+            scale=scale,
+            collectives=["reduce_scatter" if stage.scatters else "all_reduce" for stage in stages],
+            when=[stage.when.value for stage in stages],
+            group_sizes=[stage.group.size for stage in stages],
+            groups=[stage.group.name for stage in stages],
+            inspected=inspected,
+        )
 
     @property
     def groups(self) -> list[Group]:

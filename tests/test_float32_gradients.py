@@ -22,7 +22,6 @@ from mfsdp_compile.backend import _check_float32_gradients
 from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes import float32_gradients, pipeline, roles, verify
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, Report, SchedulePolicy
-from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import BucketLayout, Slot
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -38,7 +37,7 @@ def context(*shapes: tuple[int, ...], comm_dtype: torch.dtype = F32) -> Context:
     """One bucket of parameters of these shapes, 128 elements apart."""
     slots = tuple(Slot(f"w{i}", shape, offset=128 * i) for i, shape in enumerate(shapes))
     layout = BucketLayout(2, 2, 64 * len(shapes), slots)
-    exchange = Exchange.of(layout, TOPOLOGY, BF16, comm_dtype, "avg", 1.0)
+    exchange = TOPOLOGY.exchange(layout, BF16, comm_dtype, "avg", 1.0)
     info = BucketInfo("layers.0", "layers.0", layout, exchange, layout.numel * 2, True)
     return Context((info,), SchedulePolicy(), whole_model=False, float32_gradients=True)
 

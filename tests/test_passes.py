@@ -18,7 +18,6 @@ from mfsdp_compile.passes.analysis import Analysis
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
 from mfsdp_compile.passes.contract import Contract, set_contract
 from mfsdp_compile.passes.verify import ScheduleError
-from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.topology import Group, ShardingStrategy, Topology
 
@@ -34,7 +33,7 @@ def context(units: list[str], policy: SchedulePolicy | None = None, trainable: b
     infos = []
     for i, unit in enumerate(units):
         (layout,) = plan_layouts([ParamSpec(f"w{i}", (WIDTH, WIDTH))], 4, 2)
-        exchange = Exchange.of(layout, TOPOLOGY, torch.float32, torch.float32, "avg", 1.0)
+        exchange = TOPOLOGY.exchange(layout, torch.float32, torch.float32, "avg", 1.0)
         infos.append(BucketInfo(f"{unit}.{i}", unit, layout, exchange, layout.numel * 4, trainable))
     return Context(tuple(infos), policy or SchedulePolicy(), whole_model=False)
 
