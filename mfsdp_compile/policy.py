@@ -1,4 +1,4 @@
-"""How a model is sharded: small frozen dataclasses that the flat signature of the public functions is grouped into."""
+"""Frozen dataclasses that say how a model is sharded."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["MixedPrecisionPolicy", "ShardingStrategy"]
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtypes parameters and gradients have, besides the dtype that the model computes in.
+    """Dtypes of shards and gradients. The model itself computes in the dtype that it was built with.
 
     Args:
-        main_params_dtype: of the sharded parameters and the optimizer's state. The default, float32, trains a bfloat16
-            model with float32 weights: each gather casts to bfloat16 first, and where the dtypes agree nothing is stored
-            twice. None: the model's own dtypes.
-        main_grads_dtype: that gradients are summed in over microbatches; ``parameter.grad`` shows the sum in the
+        main_params_dtype: Dtype of the sharded parameters and the optimizer state. The default, float32, trains a
+            bfloat16 model with float32 weights: each gather casts to bfloat16 first. If the dtypes are the same,
+            nothing is stored twice. None: the model's own dtypes.
+        main_grads_dtype: Dtype in which gradients are summed over microbatches. ``parameter.grad`` shows the sum in the
             parameter's dtype. None: ``main_params_dtype``.
-        grad_comm_dtype: that gradients are reduced in over ranks; None: ``main_grads_dtype`` if that is given, else the
-            dtype that the model computes in.
+        grad_comm_dtype: Dtype in which gradients are reduced over ranks. None: ``main_grads_dtype`` if that is given,
+            otherwise the dtype that the model computes in.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -37,10 +37,10 @@ class MixedPrecisionPolicy:
 
     @staticmethod
     def of(value: object, argument: str) -> MixedPrecisionPolicy:
-        """The value itself.
+        """Return ``value`` if it is a policy.
 
         Raises:
-            TypeError: it is something else. Policies of torch's FSDP and FSDP2 have other fields.
+            TypeError: If it is anything else. The policies of torch's FSDP and FSDP2 have other fields.
         """
         if isinstance(value, MixedPrecisionPolicy):
             return value
