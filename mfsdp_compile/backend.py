@@ -175,10 +175,11 @@ class _Call:
         self._positions = frozenset(shells)
 
     def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[gradients.Backward], list[Tensor], list[Any]]:
-        """Return the buckets of the shells in ``args``, their upcoming backwards, the graph's tensors, and the other
-        arguments.
+        """Convert the arguments of Dynamo's graph.
 
-        The graph's tensors are each bucket's shard, followed by its resident and its token if it has them.
+        Returns:
+            The buckets of the shells in ``args``, the upcoming backward through each, the tensors that the graph takes
+            for them (each bucket's shard, then its resident and its token if it has them), and the other arguments.
         """
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
