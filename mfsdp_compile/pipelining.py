@@ -3,8 +3,7 @@
 Each stage is a separate model, sharded over the ranks that hold the same stage::
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("pp", "dp"))
-    layers = build_stage(mesh["pp"].get_local_rank())                       # this rank's part of the model, an
-    nn.Module
+    layers = build_stage(mesh["pp"].get_local_rank())                       # this rank's stage, an nn.Module
     model = fully_shard_model(layers, mesh["dp"], fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     compiled = torch.compile(model, backend="mfsdp")
