@@ -140,14 +140,15 @@ def fully_shard_model(
         bucket_bytes: Split a unit whose gathered size exceeds this into several buckets. Computation starts when the
             first bucket arrives, reductions start when the first bucket's gradients are complete, and less memory is in
             use at a time. Smaller messages use the network less efficiently; ``mfsdp plan --bucket`` estimates the
-            trade-off. None: one bucket per unit, or as many as its dtypes require.
-        unit_bytes: Join neighboring units until their gathered size reaches this. A joined unit is gathered before its
-            first module runs, released after the last one, and reduced when all have their gradients. This makes
-            messages fewer and larger, which matters on thousands of ranks where each has much latency, and uses more
-            memory at a time. FSDP2's ``fully_shard([a, b])`` does the same by hand. Units that contain other units are
-            not joined, nor are units from different parts of the model. Parameter names do not change, and neither do
-            checkpoints. Compile the model as a whole: blocks that are compiled one by one would each gather everything
-            they are joined with. ``mfsdp plan --bucket auto`` estimates the gain. None: units are not joined.
+            trade-off. None: units are not split.
+        unit_bytes: Join neighboring units whose gathered size is below this, until the joined unit reaches it. A joined
+            unit is gathered before its first module runs, released after the last one, and reduced when all of its
+            parameters have gradients. Messages become fewer and larger, which matters on thousands of ranks, where each
+            message has high latency; more memory is in use at a time. FSDP2's ``fully_shard([a, b])`` does the same by
+            hand. Units that contain other units are not joined, nor are units from different parts of the model.
+            Parameter names and checkpoints do not change. Compile the model as a whole: blocks that are compiled one by
+            one would each gather everything they are joined with. ``mfsdp plan --bucket auto`` estimates the gain.
+            None: units are not joined.
         optimizer_block_size: Number of elements that an optimizer quantizes together (256 for most 8-bit optimizers).
             No such block is split between ranks. Must be a power of two.
         expt_device_mesh: For expert parallelism, where data-parallel ranks divide a model's experts among them. The

@@ -219,7 +219,7 @@ def _predicted(timing: Timing, hardware: Hardware) -> float:
     return hardware.collective_seconds + hops * link.latency + hops / timing.ranks * timing.size / link.bandwidth
 
 
-# -- from times to hardware -------------------------------------------------------------------------------------------
+# -- fitting hardware to times ----------------------------------------------------------------------------------------
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[int]) -> tuple[float, Link]:
@@ -313,7 +313,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-# -- measuring, on every rank -----------------------------------------------------------------------------------------
+# -- measuring on every rank ------------------------------------------------------------------------------------------
 
 
 def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:

@@ -408,7 +408,7 @@ class _Plan:
             groups.append({**group, **settings, **own})
         return groups
 
-    # -- both ---------------------------------------------------------------------------------------------------------
+    # -- model and optimizer ------------------------------------------------------------------------------------------
 
     def _fits(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         info = self._stored[key]

@@ -374,7 +374,7 @@ def _text(value: Any) -> str:
     return safe_name(value)
 
 
-# -- what torch.save wrote --------------------------------------------------------------------------------------------
+# -- torch.save archives ----------------------------------------------------------------------------------------------
 
 FOREIGN_PACKAGES = ("megatron", "transformer_engine", "nemo")
 """Packages whose objects appear in training arguments. They need not be installed, and are not imported if they are."""

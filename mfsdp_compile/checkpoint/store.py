@@ -86,7 +86,7 @@ class Checkpoints:
         if error is None:
             self.wait()
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- finding checkpoints ------------------------------------------------------------------------------------------
 
     def all(self) -> list[Path]:
         """Return the complete checkpoints, in the order in which they were written.

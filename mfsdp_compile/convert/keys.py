@@ -246,7 +246,7 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
     return tuple(grid)
 
 
-# -- values that are no parameters ------------------------------------------------------------------------------------
+# -- values that are not parameters -----------------------------------------------------------------------------------
 
 
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -87,7 +87,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         self.config = config
         self.ddp_config = ddp_config
 
-    # -- what Megatron's schedules and training loops call ------------------------------------------------------------
+    # -- called by Megatron's schedules and training loops ------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """See :meth:`MegatronFSDP.start_param_sync`. Ignores the parameters that Megatron's schedules pass."""
