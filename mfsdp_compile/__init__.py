@@ -1,4 +1,4 @@
-"""Sharded data-parallel training done by a compiler. See the README, and :func:`fully_shard_model`."""
+"""Sharded data-parallel training done by a compiler. See the README and :func:`fully_shard_model`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib.metadata
 from ._places import CHECKOUT, PACKAGE, elsewhere
 
 if elsewhere() is not None:
-    # A checkout that is imported as it lies: not installed, or another checkout is, whose ``passes`` and ``runtime`` an
-    # editable installation would give to this package. Its own are beside this folder, where pyproject.toml maps them from.
+    # This is a checkout that is imported in place: the package is not installed, or the installed one is an editable
+    # installation of another checkout, which would supply its ``passes`` and ``runtime`` to this package. The right
+    # ones are next to this folder, where pyproject.toml maps them from.
     if (CHECKOUT / "runtime" / "layout.py").is_file():
         __path__.append(str(CHECKOUT))
     if (_other := elsewhere()) is not None:
@@ -48,7 +49,7 @@ except importlib.metadata.PackageNotFoundError:
 
 
 def _register_backend() -> None:
-    """Make ``backend="mfsdp"`` known. An installed package is known by its entry point, without being imported."""
+    """Register ``backend="mfsdp"``. An installed package is found through its entry point, without an import."""
     if any(point.name == "mfsdp" for point in importlib.metadata.entry_points(group="torch_dynamo_backends")):
         return
     import torch._dynamo

@@ -1,4 +1,4 @@
-"""Where the package's parts lie: in its folder when it is installed, beside it in a checkout."""
+"""Locations of the package's parts: inside its folder when it is installed, next to it in a checkout."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 CHECKOUT = PACKAGE.parent
-"""Of the package, where it is in one."""
+"""Root of the checkout, if the package is in one."""
 
 
 def elsewhere() -> str | None:
-    """Where Python would import ``runtime`` from, if that is neither in this folder nor beside it."""
+    """Return where Python would import ``runtime`` from, or None if that is inside or next to this folder."""
     found = importlib.util.find_spec("mfsdp_compile.runtime")
     if found is None or found.origin is None:
         return "nowhere"

@@ -1,4 +1,7 @@
-"""``fully_shard_model``, ``fully_shard_optimizer``, ``fully_shard``: what users of Megatron-FSDP already type."""
+"""The functions that users call: ``fully_shard_model``, ``fully_shard_optimizer`` and ``fully_shard``.
+
+Names and arguments are those of Megatron-FSDP.
+"""
 
 from __future__ import annotations
 
@@ -78,82 +81,95 @@ def fully_shard_model(
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
-    Afterwards ``model.parameters()`` are DTensors, this rank's rows of every parameter; build the optimizer from them.
-    The model trains with eager hooks, or compiled: ``torch.compile(model, backend="mfsdp")``.
+    Afterwards, ``model.parameters()`` are DTensors that hold this rank's rows of each parameter. Build the optimizer
+    from them. The model trains with eager hooks, or compiled with ``torch.compile(model, backend="mfsdp")``.
 
     Args:
-        module: the model, whole and with the same values on every rank. Freeze parameters, and change its dtype,
-            before.
-        device_mesh: the ranks to shard over; None: all ranks, on devices of the type that ``device`` says, or that the model's
-            parameters are on, if the default process group has a backend for it; else on GPUs, if it has one for those.
-        dp_shard_dim: name of the mesh dimension to shard over; needed if the mesh has several.
-        dp_outer_dim: name of a second data-parallel dimension, around the first: its ranks hold the same shards (HSDP),
-            or divide the optimizer's state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
-        tp_dim: name of the tensor-parallel mesh dimension, for models whose parameters are ordinary tensors: those marked as
-            Megatron marks them (``tensor_model_parallel``, ``partition_dim``) are parts, the others the same on all its
-            ranks. Parameters that are DTensors (``torch.distributed.tensor.parallel``) tell by themselves.
-        hybrid_fsdp_group: the process group of all ranks of both; needed with ``dp_outer_dim``.
-        fsdp_group_ag: a second process group of the ranks that parameters are sharded over. Gathers use it, so that they do
-            not queue up behind reductions: NCCL runs the collectives of one communicator one after the other.
-        fsdp_unit_modules: classes, or import paths of classes, whose instances are gathered and released as one: a
-            transformer's layer. ``"auto"``: the model's repeated blocks. None: the whole model is one unit.
-        zero_dp_strategy: what is sharded, in the words of ZeRO: 0 or ``"no_shard"``, nothing; 1 or ``"optim"``, the
-            optimizer's state; 2 or ``"optim_grads"``, gradients too; 3 or ``"optim_grads_params"``, parameters too.
-        outer_dp_sharding_strategy: over ``dp_outer_dim``: 0 or ``"no_shard"``; 1 or ``"optim"``, which needs
-            ``zero_dp_strategy`` 3.
-        device: where the shards live; None: the current device of the mesh's type.
-        init_model_with_meta_device: parameters and buffers of ``module`` that are on the meta device get values, module by
-            module, in the order of ``module.modules()``: by ``reset_parameters()`` or ``_reset_parameters()`` of the modules
-            that own them. Ranks must have the same random seed, and draw the numbers that one process draws.
-        mixed_precision_policy: dtypes of shards and gradients. The default keeps float32 shards.
-        overlap_grad_reduce: let reductions run while backward computes.
-        overlap_param_gather: let gathers run while the unit before computes.
-        sync_model_each_microbatch: reduce gradients completely after every backward. If False, what can wait for the
-            optimizer's step does, unless the last microbatch is marked; see :meth:`MegatronFSDP.sync`.
-        preproc_state_dict_for_dcp_ckpt: for the optimizer, see :func:`fully_shard_optimizer`. A model's state dict needs no
-            preparation: its DTensors know their rows.
-        report_nan_in_param_grad: look for NaN in every rank's gradients before they are reduced, and raise on all ranks
-            after the backward, naming rank, unit and parameter. Waits for the device once per backward.
-        average_in_collective: let the collective average gradients. By default they are summed and the sum is scaled,
-            but float16 gradients, whose sum might overflow, are scaled first.
-        calculate_per_token_loss: gradients are the sum over ranks, not the mean; see
+        module: The unsharded model, with the same values on every rank. Freeze parameters and change its dtype before
+            the call.
+        device_mesh: The ranks to shard over. None: all ranks. Their device type is then that of ``device``, or the one
+            that the model's parameters are on, if the default process group has a backend for it; otherwise CUDA, if it
+            has a backend for that.
+        dp_shard_dim: Name of the mesh dimension to shard over. Required if the mesh has several dimensions.
+        dp_outer_dim: Name of a second data-parallel dimension, around the first. Its ranks replicate the shards (HSDP),
+            or shard the optimizer state further (HFSDP, with ``outer_dp_sharding_strategy="optim"``).
+        tp_dim: Name of the tensor-parallel mesh dimension, for models whose parameters are plain tensors. Parameters
+            with Megatron's attributes (``tensor_model_parallel``, ``partition_dim``) are shards of a larger parameter;
+            all others are replicated over this dimension. Parameters that are DTensors
+            (``torch.distributed.tensor.parallel``) need no ``tp_dim``.
+        hybrid_fsdp_group: Process group of all ranks of ``dp_outer_dim`` and ``dp_shard_dim`` together. Required with
+            ``dp_outer_dim``.
+        fsdp_group_ag: A second process group of the ranks that parameters are sharded over, used for gathers. NCCL runs
+            the collectives of one communicator one after the other; with a second one, gathers do not queue behind
+            reductions.
+        fsdp_unit_modules: Classes, or import paths of classes, whose instances are units: each is gathered and released
+            as a whole. Typically a transformer's layer. ``"auto"``: the model's repeated blocks. None: the whole model
+            is one unit.
+        zero_dp_strategy: What to shard, as in ZeRO. 0 or ``"no_shard"``: nothing. 1 or ``"optim"``: optimizer state. 2
+            or ``"optim_grads"``: also gradients. 3 or ``"optim_grads_params"``: also parameters.
+        outer_dp_sharding_strategy: What to shard over ``dp_outer_dim``: 0 or ``"no_shard"``, or 1 or ``"optim"``, which
+            requires ``zero_dp_strategy=3``.
+        device: Device that holds the shards. None: the current device of the mesh's type.
+        init_model_with_meta_device: Initialize parameters and buffers that are on the meta device. Modules are visited
+            in the order of ``module.modules()``, and each fills its own tensors with ``reset_parameters()`` or
+            ``_reset_parameters()``. All ranks must have the same random seed; the values are those that one process
+            draws.
+        mixed_precision_policy: Dtypes of shards and gradients. The default keeps float32 shards.
+        overlap_grad_reduce: Let reductions run while backward computes.
+        overlap_param_gather: Let gathers run while the previous unit computes.
+        sync_model_each_microbatch: Reduce gradients completely after every backward. If False, whatever part of the
+            reduction the strategy can defer is deferred to the optimizer step, unless the last microbatch is marked;
+            see :meth:`MegatronFSDP.sync`.
+        preproc_state_dict_for_dcp_ckpt: Applies to the optimizer; see :func:`fully_shard_optimizer`. A model's state
+            dict needs no preprocessing, because its DTensors know their rows.
+        report_nan_in_param_grad: Check every rank's gradients for NaN before they are reduced. If there is one, all
+            ranks raise after the backward, with its rank, unit and parameter. Synchronizes with the device once per
+            backward.
+        average_in_collective: Let the collective average gradients. By default, gradients are summed and the sum is
+            scaled. Float16 gradients are scaled first, because their sum could overflow.
+        calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
-        use_decoupled_grad: gradients are in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and ``.grad`` is
-            None; for Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
-        check_values: compare the values of parameters between ranks too, not only names, shapes and dtypes; False if
-            they differ on purpose.
-        preserve_fp32_weights: older name for ``mixed_precision_policy.main_params_dtype``: True is float32, False None.
-        grad_reduce_in_fp32: older name for ``mixed_precision_policy.main_grads_dtype``: True is float32, False None.
-        whole_params: called with every parameter and its name; those for which it is true lie whole on one rank where that
-            costs little padding, for optimizers that work on whole matrices. :func:`fully_shard` asks for it by itself
-            when it is given a Muon.
-        bucket_bytes: a unit that is larger than this when it is gathered is parted into several buckets: computation begins
-            when the first of them is there, reductions start when the first one's gradients are complete, and less is in
-            memory at a time; but smaller messages use a network worse. ``mfsdp plan --bucket`` tells what is gained. None: a
-            unit is one bucket.
-        unit_bytes: neighbouring units that are smaller than this when they are gathered become one unit, until it is as
-            large: gathered before the first of its modules runs, released after the last one, reduced when all have their
-            gradients. Fewer and larger messages (on thousands of ranks each costs much latency), and more in memory at a
-            time. What FSDP2's ``fully_shard([a, b])`` does, by size. Units that hold other units are not joined, nor
-            those of different parts of the model; names of parameters, and so checkpoints, stay the same. Blocks that are
-            compiled one by one would each gather all that they are joined with: compile the model. ``mfsdp plan --bucket
-            auto`` tells what is gained. None: each is a unit by itself.
-        optimizer_block_size: elements that an optimizer quantises together (256 for most 8-bit optimizers); no such
-            block is parted between ranks. A power of two.
-        expt_device_mesh: for expert parallelism, where data-parallel ranks divide a model's experts among them: the mesh of
-            the ranks that hold the same experts, with the same names of dimensions as ``device_mesh``. Of n data-parallel
-            ranks and e-fold expert parallelism a mesh of (n / e, e) ranks called ``(dp_shard_dim, "ep")`` does; so does one
-            without the last dimension. Each rank's model has its own experts, and everything else alike. Their gradients are
-            the mean over all data-parallel ranks, as in one process with all experts.
-        hybrid_fsdp_expt_group: the process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and ``dp_shard_dim``;
-            needed with ``dp_outer_dim``.
-        expt_fsdp_group_ag: as ``fsdp_group_ag``, for experts.
-        is_expert: called with every parameter and its name, tells experts; by default they are what is in a module called
-            ``experts``, and what Megatron marks with ``allreduce = False``.
-        init_fn: called instead of the modules' own methods, with every module that owns a tensor on the meta device; its own
-            parameters and buffers have memory then, and those of modules inside may be sharded already. For models of
-            transformers: :class:`mfsdp_compile.huggingface.Initialisation`, or, from a folder with weights,
-            :class:`mfsdp_compile.huggingface.Pretrained`.
+        use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
+            ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
+        check_values: Compare the values of parameters between ranks, in addition to names, shapes and dtypes. Set it to
+            False if values differ on purpose.
+        preserve_fp32_weights: Older name for ``mixed_precision_policy.main_params_dtype``: True means float32, False
+            means None.
+        grad_reduce_in_fp32: Older name for ``mixed_precision_policy.main_grads_dtype``: True means float32, False means
+            None.
+        whole_params: Called with the name of each parameter and the parameter. Parameters for which it returns True are
+            kept on one rank where that costs little padding, for optimizers that work on whole matrices.
+            :func:`fully_shard` sets it when the optimizer is a Muon.
+        bucket_bytes: Split a unit whose gathered size exceeds this into several buckets. Computation starts when the
+            first bucket arrives, reductions start when the first bucket's gradients are complete, and less memory is in
+            use at a time. Smaller messages use the network less efficiently; ``mfsdp plan --bucket`` estimates the
+            trade-off. None: units are not split.
+        unit_bytes: Join neighboring units whose gathered size is below this, until the joined unit reaches it. A joined
+            unit is gathered before its first module runs, released after the last one, and reduced when all of its
+            parameters have gradients. Messages become fewer and larger, which matters on thousands of ranks, where each
+            message has high latency; more memory is in use at a time. FSDP2's ``fully_shard([a, b])`` does the same by
+            hand. Units that contain other units are not joined, nor are units from different parts of the model.
+            Parameter names and checkpoints do not change. Compile the model as a whole: blocks that are compiled one by
+            one would each gather everything they are joined with. ``mfsdp plan --bucket auto`` estimates the gain.
+            None: units are not joined.
+        optimizer_block_size: Number of elements that an optimizer quantizes together (256 for most 8-bit optimizers).
+            No such block is split between ranks. Must be a power of two.
+        expt_device_mesh: For expert parallelism, where data-parallel ranks divide a model's experts among them. The
+            mesh of the ranks that hold the same experts, with the same dimension names as ``device_mesh``. For n
+            data-parallel ranks and e-fold expert parallelism, pass a mesh of (n / e, e) ranks named
+            ``(dp_shard_dim, "ep")``, or the same mesh without its last dimension. Each rank's model contains its own
+            experts; everything else is the same on all ranks. Gradients of experts are the mean over all data-parallel
+            ranks, as in one process with all experts.
+        hybrid_fsdp_expt_group: Process group of all ranks of ``expt_device_mesh``'s ``dp_outer_dim`` and
+            ``dp_shard_dim``. Required with ``dp_outer_dim``.
+        expt_fsdp_group_ag: Like ``fsdp_group_ag``, for experts.
+        is_expert: Called with the name of each parameter and the parameter; returns whether it belongs to an expert. By
+            default, experts are the parameters inside a module called ``experts`` and those that Megatron marks with
+            ``allreduce = False``.
+        init_fn: Called instead of the modules' own methods, with each module that owns a tensor on the meta device. The
+            module's own parameters and buffers have memory at that point; those of its submodules may already be
+            sharded. For transformers models use :class:`mfsdp_compile.huggingface.Initialisation`, or
+            :class:`mfsdp_compile.huggingface.Pretrained` to load weights from a folder.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
@@ -161,9 +177,9 @@ def fully_shard_model(
         The wrapped model; ``.module`` is ``module``.
 
     Raises:
-        RuntimeError: there is no process group, or ranks hold different models (the message says which and where), or an
-            argument is wrong on another rank.
-        ValueError, TypeError: an argument is wrong; the model is as it was.
+        RuntimeError: If there is no process group, if ranks hold different models (the message says which and where),
+            or if an argument is wrong on another rank.
+        ValueError, TypeError: If an argument is wrong. The model is left unchanged.
     """
     given = dict(locals())
     _refuse_wrong_types(given)
@@ -241,30 +257,35 @@ def fully_shard_model(
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True, *, flat: bool = False
 ) -> torch.optim.Optimizer:
-    """Give an optimizer over sharded parameters Megatron-FSDP's arguments, in place.
+    """Add Megatron-FSDP's arguments to the methods of an optimizer over sharded parameters, in place.
 
     ``optimizer.step(closure=None, *, sync_grad_before_optimizer_step=True, install_optimized_model_weights=True)``
-    returns what the optimizer's own ``step`` does. ``optimizer.zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    clears, with ``zero_grad_buffer``, also gradients of the model that no optimizer holds; those of another optimizer, extended
-    or not, it leaves alone. Optimizers that are not extended train the same.
+    returns what the optimizer's own ``step`` returns.
+
+    ``optimizer.zero_grad(set_to_none=True, *, zero_grad_buffer=True)`` also clears, with ``zero_grad_buffer``, the
+    model's gradients that belong to no optimizer. It leaves the gradients of other optimizers alone, whether or not
+    those are extended.
+
+    An optimizer that is not extended trains the same.
 
     Args:
-        optimizer: built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step
+        optimizer: Built from ``model.parameters()`` after :func:`fully_shard_model`. A ``torch.optim.Muon`` gets a step
             that works on whole matrices, each on one rank.
-        preproc_state_dict_for_dcp_ckpt: ``optimizer.state_dict()`` is by parameter name, as in ``model.named_parameters()``;
-            if False, numbered as torch does. Both hold DTensors and communicate nothing; ``load_state_dict`` takes both, and
-            state of whole parameters.
-        flat: step over flat tensors, one per bucket and parameter group, instead of over parameters. For optimizers that
-            work element by element, or block by block (see ``optimizer_block_size`` of :func:`fully_shard_model`), from
-            anywhere: they get ordinary tensors. Between steps ``param_groups`` and ``state`` are by parameter as ever;
-            step hooks see flat tensors.
+        preproc_state_dict_for_dcp_ckpt: Key ``optimizer.state_dict()`` by parameter name, as in
+            ``model.named_parameters()``. If False, parameters are numbered, as torch does. Both forms hold DTensors and
+            communicate nothing. ``load_state_dict`` accepts both, and also the state of unsharded parameters.
+        flat: Step over flat tensors, one per bucket and parameter group, instead of over parameters. For any optimizer
+            that works element by element, or block by block (see ``optimizer_block_size`` of
+            :func:`fully_shard_model`); it gets plain tensors. Between steps, ``param_groups`` and ``state`` are by
+            parameter as usual. Step hooks see flat tensors.
 
     Returns:
         The same optimizer.
 
     Raises:
-        TypeError: it is no optimizer.
-        ValueError: it has no parameters, or some that are not sharded; it is extended already; or ``flat`` does not suit it.
+        TypeError: If ``optimizer`` is not an optimizer.
+        ValueError: If it has no parameters, or some that are not sharded; if it is already extended; or if it does not
+            support ``flat``.
     """
     _check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
     _check_flag("flat", flat)
@@ -278,21 +299,21 @@ def fully_shard(
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model and an optimizer that was built for it.
 
-    The optimizer keeps its parameter groups with all their settings, and its state: the values that it has gathered for
-    whole parameters are cut like the parameters.
+    The optimizer keeps its parameter groups with all their settings, and its state. State that it has already
+    accumulated for unsharded parameters is sharded like the parameters.
 
     Args:
-        module: as for :func:`fully_shard_model`.
-        optimizer: whose parameters are ``module``'s.
-        *args, **kwargs: the other arguments of :func:`fully_shard_model`.
-        flat_optimizer: ``flat`` of :func:`fully_shard_optimizer`.
+        module: See :func:`fully_shard_model`.
+        optimizer: The optimizer of ``module``'s parameters.
+        *args, **kwargs: The other arguments of :func:`fully_shard_model`.
+        flat_optimizer: See ``flat`` of :func:`fully_shard_optimizer`.
 
     Returns:
         The wrapped model and the same optimizer, extended as by :func:`fully_shard_optimizer`.
 
     Raises:
-        ValueError: the optimizer holds other parameters, or state that cannot be cut, or ``flat_optimizer`` does not suit it;
-            otherwise as :func:`fully_shard_model`. Nothing is changed then.
+        ValueError: If the optimizer holds other parameters, or state that cannot be sharded, or does not support
+            ``flat_optimizer``; also where :func:`fully_shard_model` raises it. Nothing is changed then.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -346,7 +367,7 @@ _FLAGS = (
 
 
 def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
-    """What would count as true, or fail in the middle of something."""
+    """Reject values of the wrong type that would otherwise count as true, or fail halfway through."""
     for name in _FLAGS:
         _check_flag(name, given[name])
     for name in ("preserve_fp32_weights", "grad_reduce_in_fp32"):
@@ -424,7 +445,7 @@ def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:
 
 
 def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:
-    """That is asked for, or that all parameters with values are on; None: neither."""
+    """Return the device type that was asked for, or the one that all parameters with values are on. None: neither."""
     if device is not None:
         return _known_device(device).type
     types = {param.device.type for param in module.parameters() if not param.is_meta}

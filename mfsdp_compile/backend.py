@@ -1,9 +1,9 @@
 """The ``mfsdp`` backend of ``torch.compile``.
 
-Dynamo hands over a graph in which every parameter of a sharded model is a shell, a placeholder of full shape behind a
-marker. Which buckets these belong to is read off the shells themselves, twice: when the graph is compiled, and again
-whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one, functions
-resumed after a graph break).
+In the graph that Dynamo passes in, every parameter of a sharded model is a shell: a placeholder of full shape behind a
+marker. The shells themselves say which buckets they belong to. That is looked up twice, when the graph is compiled and
+again whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one,
+functions resumed after a graph break).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def mfsdp(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler as it is."""
+    """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
     gm = compat.copy_graph_module(gm)
     shells = find_shells(gm)
@@ -95,12 +95,12 @@ def mfsdp(
 
 @contextlib.contextmanager
 def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
-    """An error inside, on this rank alone perhaps, is known to the models, which tell other ranks."""
+    """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank."""
     try:
         yield
     except BaseException as error:
         for owner in _owners(buckets):
-            if not owner.eager.is_in_window and not compat.in_backward():  # else it may be caught
+            if not owner.eager.is_in_window and not compat.in_backward():  # otherwise the error may still be caught
                 owner.failed(error)
         raise
 
@@ -108,10 +108,10 @@ def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
 def prepare(
     gm: fx.GraphModule, example_inputs: Sequence[Any], shells: Mapping[int, Home], chosen: CompileOptions
 ) -> tuple[pipeline.Record, _Call, list[Any]]:
-    """Rewrite Dynamo's graph, so that it takes shards and gathers them.
+    """Rewrite Dynamo's graph so that it takes shards and gathers them.
 
     Returns:
-        What passes know and say of the graph, how to call it, and example inputs.
+        The passes' record of the graph, the object that converts its arguments, and example inputs.
     """
     _refuse_writes(gm, shells)
     buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
@@ -162,13 +162,13 @@ def prepare(
 
 
 class _Call:
-    """How to turn the arguments of Dynamo's graph into those of the rewritten one.
+    """Converts the arguments of Dynamo's graph into those of the rewritten graph.
 
-    It holds no bucket: Dynamo keeps compiled code longer than users keep models.
+    It holds no bucket, because Dynamo keeps compiled code longer than users keep models.
 
     Args:
-        shells: by position among the graph's arguments.
-        buckets: theirs, in the order of the graph.
+        shells: The shells, by position among the graph's arguments.
+        buckets: The buckets they belong to, in the order of the graph.
     """
 
     def __init__(self, shells: Mapping[int, Home], buckets: Sequence[Bucket]) -> None:
@@ -179,8 +179,12 @@ class _Call:
         self._positions = frozenset(shells)
 
     def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[gradients.Backward], list[Tensor], list[Any]]:
-        """The buckets that the shells among ``args`` belong to, the backward to come through each, what the graph gets of
-        them, and the other arguments."""
+        """Convert the arguments of Dynamo's graph.
+
+        Returns:
+            The buckets of the shells in ``args``, the upcoming backward through each, the tensors that the graph takes
+            for them (each bucket's shard, then its resident and its token if it has them), and the other arguments.
+        """
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
             home: Home = args[position].mfsdp_home
@@ -211,11 +215,11 @@ class _Call:
 
 
 _SHOWN = 4
-"""Inputs of a batch that are named in messages."""
+"""Maximum number of a batch's inputs that messages name."""
 
 
 def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[ShardedModel]) -> str:
-    """What a graph is compiled for, in words: its tensors that are no parameters or buffers."""
+    """Describe what a graph is compiled for: the tensors among its inputs that are not parameters or buffers."""
     buffers = {id(buffer) for owner in owners for buffer in owner.module_buffers()}
     found = []
     for position, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder"):
@@ -232,7 +236,7 @@ def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
 
 
 def _beside_shard(bucket: Bucket) -> list[Tensor]:
-    """What a graph gets for a bucket behind its shard: its resident and its token, as far as it has these."""
+    """Return what a graph takes for a bucket after its shard: its resident and its token, if it has them."""
     tensors = []
     if bucket.has_resident:
         tensors.append(bucket.hold_resident())
@@ -246,7 +250,10 @@ _MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 
 
 def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
-    """Parameters that a graph returns as they are, by position: to code behind a graph break, which may write to them."""
+    """Return the parameters that a graph returns unchanged, by position.
+
+    Code behind a graph break gets them, and may write to them.
+    """
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
@@ -262,7 +269,7 @@ def _refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
         return
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
-    homes = [shells[position] for position in sources or shells]  # in a region it is not known which one it is
+    homes = [shells[position] for position in sources or shells]  # in a region, the written parameter is unknown
     refuse_write(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
 
 
@@ -273,7 +280,11 @@ def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
 
 
 def _make_portions(owner: ShardedModel, size: int) -> None:
-    """See to what ``options={"reshard_after_forward": size}`` needs. Raises ValueError where that means nothing."""
+    """Create the process groups for ``options={"reshard_after_forward": size}``.
+
+    Raises:
+        ValueError: If the option has no meaning for this model, or ``size`` does not divide the ranks.
+    """
     group = owner.topology.gather_group
     if group is None:
         raise ValueError(
@@ -292,10 +303,11 @@ def _make_portions(owner: ShardedModel, size: int) -> None:
 
 
 def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
-    """What passes know of a bucket.
+    """Return the passes' description of a bucket.
 
     Args:
-        portions: ranks that backwards gather over; 0, or without a group of so many: those that forwards gather over.
+        portions: Number of ranks that backwards gather over. 0, or if there is no group of that size: the ranks that
+            forwards gather over.
     """
     few = topology.portions.get(portions)
     exchange = plan.exchange(topology)
@@ -324,10 +336,12 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
 
 
 def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
-    """Of the schedule. Where several forwards run before the first backward, none keeps what it has gathered.
+    """Return the schedule policy for a graph.
+
+    If several forwards run before the first backward, no forward keeps gathered parameters.
 
     Raises:
-        ValueError: it is asked to.
+        ValueError: If the options ask it to keep them.
     """
     topologies = [bucket.topology for bucket in buckets]
     if not any(of.accumulation.forwards_overlap and of.gather_group is not None for of in topologies):
@@ -342,7 +356,7 @@ def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
 
 
 def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
-    """Whether ``options={"float32_gradients": True}`` can be had. Raises ValueError where not."""
+    """Raise ValueError if ``options={"float32_gradients": True}`` is not supported."""
     for bucket in buckets:
         plan, device = bucket.plan, bucket.flat.device.type
         if not plan.requires_grad:
@@ -378,7 +392,8 @@ def _compile_inner(
         if record is not None:
             user_outputs: int = kwargs["num_fwd_outputs"]
             if pipeline.needs_decisions(record):
-                # What stays gathered is decided before the partition, by what the graphs that come of it take.
+                # What stays gathered must be decided before the partition, but depends on the graphs that the partition
+                # makes. So a copy is partitioned first.
                 trial = compat.copy_graph_module(joint)
                 pipeline.tag_for_trial(trial.graph, record)
                 graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
@@ -416,9 +431,12 @@ def _compile_inner(
 
 
 def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
-    """What compile caches must know besides the graph: the passes, their options, and what steers their decisions, or, where
-    these are agreed on with other ranks, the decisions. None, for no caching, if a pass of the user's has no identity, if
-    graphs are to be shown on their way, or before it is decided: AOTAutograd's cache asks too early for that."""
+    """Return what compile caches must know in addition to the graph, or None to disable caching.
+
+    The key covers the passes, their options, what controls their decisions, and the decisions themselves where ranks
+    agree on them. None is returned if one of the user's passes has no identity, if graphs are to be observed or
+    reported, or before the decisions are made: AOTAutograd's cache asks too early for that.
+    """
     context, decided = "", ""
     identities = options.pass_identities()
     if record is not None:

@@ -1,9 +1,10 @@
-"""``mfsdp calibrate``: measures the machine at hand and writes it down as :class:`~mfsdp_compile.passes.hardware.Hardware`.
+"""``mfsdp calibrate``: measure the current machine and save it as :class:`~mfsdp_compile.passes.hardware.Hardware`.
 
-Every rank computes at the same time, as in training; rank 0's times count. Of each time it is the best of several rounds.
-Peaks are the best rates that were found, efficiencies what is typical beside them. Collectives are timed among all ranks and
-among half of them, which is what tells the time of launching one from the latency of links; bandwidth and latency are fitted
-to ``seconds = launch + (ranks - 1) latency + (ranks - 1) / ranks  bytes / bandwidth``, the model that predictions use.
+Every rank computes at the same time, as in training; rank 0's times are used. Each time is the best of several rounds.
+Peaks are the best rates found; efficiencies are the typical rates relative to them. Collectives are timed among all
+ranks and among half of them, which separates the time to launch one from the latency of links. Bandwidth and latency
+are fitted to the model that predictions use: ``seconds = launch + (ranks - 1) latency + (ranks - 1) / ranks  bytes /
+bandwidth``.
 """
 
 from __future__ import annotations
@@ -34,17 +35,18 @@ __all__ = ["ON_CPU", "ON_CUDA", "Effort", "Measured", "Timing", "calibrate", "de
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured, and for how long.
+    """What to measure, and for how long.
 
     Args:
-        matmul: rows, inner size and columns of matrix products; the first one is small, the last one is also what runs
-            beside collectives.
-        matmul_seconds: a product that would take longer is left out: of a dtype that the device has no instructions for.
-        attention: batch, heads, length and width of a head.
-        memory_bytes: of a tensor that is copied; far more than caches hold.
-        collective_bytes: of the whole tensors, from small to large.
-        round_seconds: for which something is repeated in one round.
-        rounds: of everything.
+        matmul: Rows, inner size and columns of matrix products. The first product is small; the last one also runs
+            concurrently with collectives.
+        matmul_seconds: Products that would take longer are skipped; the device then has no instructions for their
+            dtype.
+        attention: Batch, heads, length and head width.
+        memory_bytes: Size of the tensor to copy; must be far larger than the caches.
+        collective_bytes: Sizes of the full tensors, in ascending order.
+        round_seconds: Duration of one round of repetitions.
+        rounds: Number of rounds of each measurement.
     """
 
     matmul: tuple[tuple[int, int, int], ...]
@@ -79,13 +81,13 @@ ON_CUDA = Effort(
 
 @dataclass(frozen=True)
 class Timing:
-    """Of a collective.
+    """Measured time of a collective.
 
     Args:
         kind: ``"all_gather"`` or ``"reduce_scatter"``.
-        ranks: of the group.
-        size: bytes of the whole tensor.
-        seconds: that one takes.
+        ranks: Number of ranks in the group.
+        size: Bytes of the full tensor.
+        seconds: Duration of one collective.
     """
 
     kind: str
@@ -96,18 +98,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """On one rank, while the others did the same.
+    """Measurements on one rank, taken while the other ranks did the same.
 
     Args:
-        device: its name.
-        matmul: floating-point operations per second, by dtype, of each matrix product.
-        dtype: that models compute in here; attention's, and what efficiencies are for.
-        attention: floating-point operations per second, forward and backward.
-        memory: bytes per second, read and written, by operation.
-        memory_bytes: of the device.
-        kernel_seconds: of the smallest operation.
-        timings: of collectives; none with one rank.
-        slowdown: fraction by which computation takes longer while collectives run.
+        device: Name of the device.
+        matmul: Floating-point operations per second of each matrix product, by dtype.
+        dtype: Dtype that models compute in on this device. Attention and the efficiencies are measured in it.
+        attention: Floating-point operations per second, forward and backward.
+        memory: Bytes read and written per second, by operation.
+        memory_bytes: Memory of the device.
+        kernel_seconds: Duration of the smallest operation.
+        timings: Times of collectives. Empty with one rank.
+        slowdown: Fraction by which computation takes longer while collectives run.
     """
 
     device: str
@@ -125,16 +127,16 @@ class Measured:
 
 
 def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> int:
-    """Measure, print what was measured, and write it to ``out``. Returns 2 if that cannot be done, else 0.
+    """Measure the machine, print the results, and write them to ``out``. Returns 2 if that fails, otherwise 0.
 
     Args:
-        out: a file that ends in ``.json``.
-        ranks: processes; with GPUs one on each.
-        name: of the machine.
-        effort: :data:`ON_CUDA` with GPUs, else :data:`ON_CPU`.
+        out: Path of a file that ends in ``.json``.
+        ranks: Number of processes. With GPUs, one per GPU.
+        name: Name of the machine.
+        effort: What to measure. Default: :data:`ON_CUDA` with GPUs, otherwise :data:`ON_CPU`.
 
     Raises:
-        RuntimeError: a rank failed.
+        RuntimeError: If a rank fails.
     """
     console = Console()
     gpus = torch.cuda.device_count()
@@ -170,7 +172,7 @@ def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> 
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why nothing can be written to a file, if so."""
+    """Return why a file cannot be written, or None if it can."""
     if path.suffix != ".json":
         return f"{path} does not end in .json, by which a file of hardware is told from a name. Give --out {path}.json"
     if path.is_dir():
@@ -217,24 +219,27 @@ def _predicted(timing: Timing, hardware: Hardware) -> float:
     return hardware.collective_seconds + hops * link.latency + hops / timing.ranks * timing.size / link.bandwidth
 
 
-# -- from times to hardware -------------------------------------------------------------------------------------------
+# -- fitting hardware to times ----------------------------------------------------------------------------------------
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[int]) -> tuple[float, Link]:
-    """What collectives took, as numbers: least squares of relative errors, none of the numbers negative.
+    """Fit launch time, latency and bandwidth to times of collectives.
 
+    Minimizes the squared relative errors of this model, with no negative numbers:
     ``seconds = launch + (ranks - 1) latency + (ranks - 1) / ranks  bytes / bandwidth``
 
     Args:
-        sizes: bytes of the whole tensor.
-        seconds: that each took.
-        ranks: of the group. In groups of one size alone, launching cannot be told from latency: all of it is launching.
+        sizes: Bytes of the full tensors.
+        seconds: Duration of each collective.
+        ranks: Number of ranks in each group. If all groups have the same size, launch time and latency cannot be
+            separated, and all of it counts as launch time.
 
     Returns:
-        Seconds for launching a collective, and the link.
+        Seconds to launch a collective, and the link.
 
     Raises:
-        ValueError: there is no bandwidth in these times, as large tensors take no longer than small ones in the largest group.
+        ValueError: If no bandwidth follows from the times, because in the largest group large tensors take no longer
+            than small ones.
     """
     size, taken, group = (np.asarray(values, dtype=np.float64) for values in (sizes, seconds, ranks))
     largest = group == group.max()
@@ -243,7 +248,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[i
         raise ValueError(f"no bandwidth: collectives took {few:.3g} s with few bytes and {many:.3g} s with many")
     hops = group - 1
     columns = np.stack([np.ones_like(size), hops, hops / group * size], axis=1) / taken[:, None]
-    # Three unknowns are few enough to try which of them are zero. The last, what a byte takes, never is.
+    # With three unknowns it is cheap to try all combinations of zeros. The last one, seconds per byte, is never zero.
     unknown = (0, 1) if len(set(ranks)) > 1 else (0,)
     found, error = {2: 0.0}, math.inf
     for chosen in (kept for count in range(len(unknown) + 1) for kept in combinations(unknown, count)):
@@ -257,7 +262,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[i
 
 
 def describe(measured: Measured, name: str, ranks: int) -> Hardware:
-    """The machine, to three digits; each number's source says how it was found."""
+    """Return the machine, rounded to three digits. Each number's source says how it was found."""
     rates = measured.matmul[measured.dtype]
     bandwidths = list(measured.memory.values())
     how = f"measured on {measured.device}, torch {torch.__version__}"
@@ -308,7 +313,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-# -- measuring, on every rank -----------------------------------------------------------------------------------------
+# -- measuring on every rank ------------------------------------------------------------------------------------------
 
 
 def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:
@@ -329,7 +334,7 @@ def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None
     for size in sorted({max(1, world // 2), world}) if world > 1 else ():
         group = dist.new_group(range(size))
         if rank < size:
-            # A group of one sends nothing: its smallest collective is the launching of one.
+            # A group of one sends nothing: the time of its smallest collective is the launch time.
             for numbytes in effort.collective_bytes if size > 1 else effort.collective_bytes[:1]:
                 timings += _collectives(clock, group, numbytes)
         dist.barrier()
@@ -352,13 +357,13 @@ def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None
 
 @dataclass(frozen=True)
 class _Clock:
-    """Times operations on a device; with CUDA by events, between which nothing waits for the processor."""
+    """Times operations on a device. On CUDA it uses events, so the CPU does not wait between operations."""
 
     device: torch.device
     effort: Effort
 
     def once(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds that so many calls take together."""
+        """Return the total seconds of ``calls`` calls."""
         if self.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -373,7 +378,7 @@ class _Clock:
         return time.perf_counter() - begin
 
     def seconds(self, run: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
-        """Of one call. With a group all its ranks call it equally often."""
+        """Return the seconds of one call. With a group, all its ranks make the same number of calls."""
         run()
         calls = max(1, min(1000, round(self.effort.round_seconds / self.once(run, 1))))
         if group is not None:
@@ -384,7 +389,7 @@ class _Clock:
 
 
 def _matmul(clock: _Clock, dtype: torch.dtype) -> tuple[float, ...]:
-    """Floating-point operations per second of each matrix product that is not left out."""
+    """Return floating-point operations per second of each matrix product that is not skipped."""
     rates: list[float] = []
     for rows, inner, columns in clock.effort.matmul:
         flops = 2 * rows * inner * columns
@@ -397,12 +402,15 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> tuple[float, ...]:
         except RuntimeError:
             if clock.device.type == "cuda":
                 raise
-            return ()  # a processor for which torch has no product of this dtype
+            return ()  # torch has no product of this dtype on this CPU
     return tuple(rates)
 
 
 def _attention(clock: _Clock, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of causal attention: two products forward, five backward, each of them half."""
+    """Return floating-point operations per second of causal attention.
+
+    It counts two products in forward and five in backward, each of them half because of the mask.
+    """
     batch, heads, length, width = clock.effort.attention
     shape = (batch, heads, length, width)
     query, key, value = (
@@ -419,7 +427,7 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
 
 
 def _memory(clock: _Clock) -> dict[str, float]:
-    """Bytes per second that large operations read and write together."""
+    """Return bytes read and written per second by large operations."""
     one, two, out = (torch.zeros(clock.effort.memory_bytes // 4, device=clock.device) for _ in range(3))
     operations: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2, lambda: out.copy_(one)),
@@ -450,10 +458,13 @@ def _collectives(clock: _Clock, group: dist.ProcessGroup, size: int) -> list[Tim
 
 
 def _slowdown(clock: _Clock, dtype: torch.dtype, gather_seconds: float) -> float:
-    """How much longer the last matrix product takes while all-gathers run that would outlast it.
+    """Return the fraction by which the last matrix product takes longer while all-gathers run.
+
+    Enough all-gathers are started to outlast the product.
 
     Args:
-        gather_seconds: that the largest all-gather takes, on rank 0; the others are told how many it needs.
+        gather_seconds: Duration of the largest all-gather. Read on rank 0, which broadcasts how many all-gathers to
+            start.
     """
     group = dist.group.WORLD
     assert group is not None

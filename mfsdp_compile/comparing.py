@@ -1,4 +1,4 @@
-"""One step twice, eagerly and compiled, from the same state: ``model.verify_step``."""
+"""``model.verify_step``: run one step eagerly and compiled, from the same state, and compare."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["StepComparison", "compare_step", "unchanged"]
 
 @dataclass(frozen=True)
 class StepComparison:
-    """What :meth:`MegatronFSDP.verify_step` has compared; all of it is equal, or within the tolerance.
+    """Result of :meth:`MegatronFSDP.verify_step`. All compared tensors are equal, or within the tolerance.
 
     Args:
-        tensors: how many.
-        largest: the largest difference on this rank, as a norm relative to the tensor's.
-        where: the name of that tensor; empty if all are equal to the bit.
+        tensors: Number of compared tensors.
+        largest: Largest difference on this rank, as a norm relative to the tensor's norm.
+        where: Name of the tensor with the largest difference. Empty if all tensors are bitwise equal.
     """
 
     tensors: int
@@ -57,7 +57,7 @@ def compare_step(
         )
     options = dict(options) if options is not None else {"inner": "aot_eager"}
     exact = options.get("inner", "inductor") == "aot_eager"
-    if not exact:  # else it draws random numbers in its own way
+    if not exact:  # otherwise it draws random numbers in its own way
         options["inductor"] = {"fallback_random": True, **options.get("inductor", {})}
     compiled = torch.compile(model, backend="mfsdp", options=options)
     runs = []
@@ -79,7 +79,7 @@ def compare_step(
 
 @contextlib.contextmanager
 def unchanged(model: MegatronFSDP) -> Iterator[None]:
-    """Gradients, buffers and random numbers are as before afterwards; inside there are no gradients."""
+    """Restore gradients, buffers and random state on exit. Inside, there are no gradients."""
     buckets = model.sharded.buckets
     attached = [list(bucket.gradients) for bucket in buckets]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -101,7 +101,7 @@ def unchanged(model: MegatronFSDP) -> Iterator[None]:
 def _tensors_of_step(
     model: MegatronFSDP, call: Any, args: Sequence[Any], kwargs: Mapping[str, Any], loss: Callable[[Any], Tensor] | None
 ) -> dict[str, Tensor | None]:
-    """By name, in the order in which they are computed, as far as that is known."""
+    """Run one step, and return its tensors by name, in the order in which they are computed where that is known."""
     with model.sync():
         outputs = call(*args, **kwargs)
         (loss or _loss)(outputs).backward()
@@ -135,10 +135,11 @@ def _loss(outputs: Any) -> Tensor:
 def _differences(
     eager: Mapping[str, Tensor | None], compiled: Mapping[str, Tensor | None], *, tolerance: float | None, exact: bool
 ) -> Iterator[tuple[str, float, str]]:
-    """Name, relative difference, and what is wrong, in words; that is empty if nothing is.
+    """Yield the name of each tensor, its relative difference, and a description of the error (empty if there is none).
 
-    Relative to the norm of the tensor, or what that would be if its elements were as large as those of its kind are on
-    average: some gradients are zero but for rounding, such as that of a bias in front of a normalisation.
+    Differences are relative to the norm of the tensor, or to the norm that it would have if its elements had the
+    average size for its kind, whichever is larger. Some gradients are zero except for rounding, such as that of a bias
+    before a normalization.
     """
     sizes = {kind: _root_mean_square(eager, kind) for kind in map(_kind, eager)}
     for name in dict.fromkeys([*eager, *compiled]):

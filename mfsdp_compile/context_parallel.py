@@ -1,6 +1,6 @@
-"""Context parallelism: every rank has a part of each sequence, and attention sees all of it.
+"""Context parallelism: each rank holds a part of every sequence, and attention covers the whole sequence.
 
-Parameters are sharded over data-parallel and context-parallel ranks together; each rank computes the loss of its own
+Parameters are sharded over data-parallel and context-parallel ranks together. Each rank computes the loss of its own
 tokens, and the mean over all these ranks is the mean over all tokens::
 
     mesh = init_device_mesh("cuda", (8, 4), mesh_dim_names=("dp", "cp"))
@@ -11,20 +11,20 @@ tokens, and the mean over all these ranks is the mean over all tokens::
     tokens, targets = context.shard(tokens), context.shard(targets)         # [batch, length / 4]
     loss = model(tokens, targets, positions=context.positions(length))      # rotary, or learned, positions
 
-and where the model computes ``scaled_dot_product_attention(q, k, v, is_causal=True)``, it calls
-``context.attention(q, k, v, is_causal=True)``. Keys and values of all ranks are gathered, in one collective; its backward
-is one reduce-scatter. Both are nodes of a compiled graph.
+Where the model would call ``scaled_dot_product_attention(q, k, v, is_causal=True)``, it calls
+``context.attention(q, k, v, is_causal=True)`` instead. One collective gathers the keys and values of all ranks; its
+backward is one reduce-scatter. Both are nodes of a compiled graph.
 
 Balance
-    Of a causal sequence the last rank's queries would see all keys and the first one's next to none. So the sequence is cut
-    into two chunks per rank, and each has one from the front and one from the back, as in Megatron's and torch's context
-    parallelism::
+    In a causal sequence, the last rank's queries would see all keys and the first rank's almost none. Therefore the
+    sequence is cut into two chunks per rank, and each rank holds one from the front and one from the back, as in
+    Megatron's and torch's context parallelism::
 
         4 ranks, 8 chunks        rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 
 Memory
-    Gathered keys and values are saved for backward, whole, by whatever saves the inputs of attention. Where that is too
-    much, checkpoint the layer (or the attention alone): backward gathers again.
+    Whatever saves the inputs of attention for backward saves the gathered keys and values of the whole sequence. If
+    that is too much, checkpoint the layer, or the attention alone: backward then gathers again.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ __all__ = ["ContextParallel"]
 
 
 class ContextParallel:
-    """Sequences that are parted over the ranks of a mesh dimension.
+    """Splits sequences over the ranks of a mesh dimension.
 
     Args:
-        mesh: one dimension; ``mesh["cp"]``.
-        balanced: each rank has a chunk from the front and one from the back, so that causal attention is the same work for
-            all. If False, one chunk, in order.
+        mesh: A mesh with one dimension, such as ``mesh["cp"]``.
+        balanced: Give each rank one chunk from the front of a sequence and one from the back, so that causal attention
+            is the same work for all ranks. If False, each rank gets one chunk, in order.
 
     Raises:
-        ValueError: the mesh has several dimensions.
+        ValueError: If the mesh has several dimensions.
     """
 
     def __init__(self, mesh: DeviceMesh, balanced: bool = True) -> None:
@@ -68,30 +68,32 @@ class ContextParallel:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks that this rank has, of ``size``, or twice as many if balanced."""
+        """Indices of the chunks that this rank holds, out of ``size`` chunks, or ``2 * size`` if balanced."""
         return (self.rank, 2 * self.size - 1 - self.rank) if self.balanced else (self.rank,)
 
     # -- parts of sequences -------------------------------------------------------------------------------------------
 
     def shard(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of a tensor that all ranks hold, ``[..., length / size, ...]``; a copy.
+        """Return a copy of this rank's part of a tensor that all ranks hold: ``[..., length / size, ...]``.
 
-        Shift targets before: the last token of a part is followed by one of another rank.
+        Shift targets before sharding them: the token after the last one of a part is on another rank.
 
         Raises:
-            ValueError: the length cannot be cut into equal chunks.
+            ValueError: If the length cannot be divided into equal chunks.
         """
         pieces = whole.chunk(self._count(whole.shape[dim]), dim)
         self._prepare(pieces[0].shape[dim])
         return torch.cat([pieces[chunk] for chunk in self.chunks], dim)
 
     def positions(self, length: int, device: torch.device | str | None = None) -> Tensor:
-        """Where this rank's tokens are in a sequence of ``length``: int64, ``[length / size]``."""
+        """Return the positions of this rank's tokens in a sequence of ``length``: int64, ``[length / size]``."""
         return self.shard(torch.arange(length, device=device), dim=0)
 
     def unshard(self, part: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from the parts of all ranks, in order. Collective, and differentiable: backward gives each rank
-        the sum of all ranks' gradients of its part."""
+        """Reassemble the whole tensor, in order, from the parts of all ranks. Collective.
+
+        Differentiable: backward gives each rank the sum of all ranks' gradients of its part.
+        """
         return self._in_order(part.movedim(dim, 0)).movedim(0, dim)
 
     # -- attention ----------------------------------------------------------------------------------------------------
@@ -106,21 +108,21 @@ class ContextParallel:
         dropout_p: float = 0.0,
         scale: float | None = None,
     ) -> Tensor:
-        """``torch.nn.functional.scaled_dot_product_attention`` over the sequences of all ranks. Collective.
+        """Compute ``torch.nn.functional.scaled_dot_product_attention`` over the whole sequences. Collective.
 
         Args:
-            query: this rank's, ``[batch, heads, length / size, width]``.
-            key, value: this rank's, ``[batch, kv_heads, length / size, width]``; ``kv_heads`` divides ``heads``, and the
-                width of values may be another.
-            is_causal: queries see keys up to their own position.
-            dropout_p, scale: as in torch.
+            query: This rank's part, ``[batch, heads, length / size, width]``.
+            key, value: This rank's part, ``[batch, kv_heads, length / size, width]``. ``heads`` must be a multiple of
+                ``kv_heads``; values may have another width.
+            is_causal: Whether each query sees only keys up to its own position.
+            dropout_p, scale: As in torch.
 
         Returns:
             ``[batch, heads, length / size, width of values]``.
 
         Raises:
-            RuntimeError: compiled code meets a length that :meth:`shard` or :meth:`positions` have not seen.
-            ValueError: shapes do not fit together.
+            RuntimeError: If compiled code encounters a length that :meth:`shard` or :meth:`positions` have not seen.
+            ValueError: If the shapes do not fit together.
         """
         if key.shape[:-1] != value.shape[:-1] or query.shape[1] % key.shape[1] or query.shape[2] != key.shape[2]:
             raise ValueError(
@@ -160,15 +162,15 @@ class ContextParallel:
         return count
 
     def _in_order(self, parts: Tensor) -> Tensor:
-        """``[length / size, ...]`` of each rank to ``[length, ...]``."""
+        """Turn ``[length / size, ...]`` of each rank into ``[length, ...]``."""
         whole = differentiable.gather(parts, self.size, self._group)
         if not self.balanced:
             return whole
-        chunks = whole.unflatten(0, (self.size, 2, -1))  # of rank 0, 1, ...: one from the front, one from the back
+        chunks = whole.unflatten(0, (self.size, 2, -1))  # per rank: one chunk from the front, one from the back
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
 
     def _prepare(self, rows: int) -> None:
-        """Masks for chunks of this length. Dynamo takes them as they are, but cannot make them."""
+        """Create masks for chunks of this length. Dynamo can use existing masks, but cannot create them."""
         for chunk in self.chunks:
             shape = (rows, (chunk + 1) * rows)
             if shape not in self._masks:

@@ -1,7 +1,7 @@
-"""``mfsdp doctor``: is this installation right? ``--table`` computes every strategy in every way of accumulating.
+"""``mfsdp doctor``: check the installation. ``--table`` tests every strategy with every way of accumulating.
 
-The table: strategies x ways of accumulating x compiled and eager x scalings x one and three microbatches, on four
-processes. What each cell is compared with is computed in one process, without this package.
+The table covers strategies x ways of accumulating x compiled and eager x scalings x one and three microbatches, on four
+processes. The reference for each cell is computed in one process, without this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def mesh_arguments(strategy: str) -> dict[str, Any]:
-    """Arguments of ``fully_shard_model`` for a strategy; two dimensions are 2 x (world / 2)."""
+    """Return the arguments of ``fully_shard_model`` for a strategy. Two-dimensional meshes are 2 x (world / 2)."""
     arguments = dict(STRATEGIES[strategy])
     if "outer" not in arguments:
         return arguments
@@ -63,7 +63,7 @@ def mesh_arguments(strategy: str) -> dict[str, Any]:
 
 
 class Block(nn.Module):
-    """A residual MLP of sizes that shards do not divide."""
+    """A residual MLP with sizes that are not divisible by the number of shards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,11 @@ WAYS = {
 
 
 def expected_gradients(model: nn.Module, data: Tensor, scaling: str) -> dict[str, Tensor]:
-    """``data``: ``[microbatches, ranks, rows, columns]``. The sum over microbatches of the mean, or sum, over ranks."""
+    """Return the sum over microbatches of the mean, or sum, of the gradients over ranks.
+
+    Args:
+        data: ``[microbatches, ranks, rows, columns]``.
+    """
     model.zero_grad()
     ranks = data.shape[1]
     for micro in data:
@@ -151,7 +155,10 @@ def expected_gradients(model: nn.Module, data: Tensor, scaling: str) -> dict[str
 
 
 def wrong_gradients(model: MegatronFSDP, expected: dict[str, Tensor]) -> list[str]:
-    """Names of parameters whose gradient differs by more than 1e-5 of the largest one: sums in another order."""
+    """Return the names of parameters whose gradients are wrong.
+
+    The tolerance is 1e-5 of the largest gradient, because sums are computed in another order.
+    """
     scale = max(gradient.abs().max().item() for gradient in expected.values() if gradient.numel())
     wrong = []
     for name, param in model.module.named_parameters():
@@ -162,7 +169,7 @@ def wrong_gradients(model: MegatronFSDP, expected: dict[str, Tensor]) -> list[st
 
 @dataclass
 class Cell:
-    """One way of accumulating, and the parameters whose gradients are wrong in it."""
+    """One cell of the table: a way of accumulating, and the parameters whose gradients are wrong with it."""
 
     strategy: str
     way: str
@@ -173,7 +180,7 @@ class Cell:
 
 
 def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
-    """All ways of accumulating, two optimizer steps each, on one model."""
+    """Test all ways of accumulating on one model, with two optimizer steps each."""
     model = fully_shard_model(_model(), fsdp_unit_modules=[Block], **mesh_arguments(strategy), **SCALINGS[scaling])
     call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = _model()
@@ -210,7 +217,7 @@ def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
 
 
 def run(table: bool) -> int:
-    """Print what the machine and the installation have; with ``table``, compute the table. Returns the exit code."""
+    """Print facts about the machine and the installation; with ``table``, compute the table. Returns the exit code."""
     console = Console()
     facts = Table("what", "found", show_header=False)
     facts.add_row("python", platform.python_version())

@@ -1,12 +1,13 @@
-"""``MFSDP_DEBUG_DIR``: every graph as it comes to the passes, and after each, as Python that can be read and run.
+"""``MFSDP_DEBUG_DIR``: write every graph, before the first pass and after each pass, as runnable Python.
 
-``graphs/rank-0/00/dynamo-0.py``          Dynamo's graph, as it came
+``graphs/rank-0/00/dynamo-0.py``          Dynamo's graph, before the first pass
 ``graphs/rank-0/00/dynamo-1-unshard.py``  after the pass of this name
 ``graphs/rank-0/00/joint-...``            forward and backward, before the partition
 ``graphs/rank-0/00/forward-...``, ``backward-...``, ``inference-...``
-``graphs/rank-0/00/passes.txt``           what each pass said, and what became of the schedule
+``graphs/rank-0/00/passes.txt``           what each pass reported, and how it changed the schedule
 
-A module defines ``forward``, which takes what the graph takes. Collectives in it are real: all ranks run the same module.
+Each module defines ``forward``, which takes the inputs of the graph. Its collectives are real, so all ranks must run
+the same module.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _numbers = itertools.count()
 
 
 class GraphFolder:
-    """Of one of Dynamo's graphs, and those that come of it.
+    """Writes one of Dynamo's graphs, and the graphs that are made from it, to a folder.
 
     Args:
-        path: of the folder; made when something is written.
-        subject: what the graphs are of, for people.
+        path: The folder; created at the first write.
+        subject: Human-readable description of the graphs.
     """
 
     def __init__(self, path: Path, subject: str) -> None:
@@ -44,7 +45,7 @@ class GraphFolder:
 
     @staticmethod
     def wanted(subject: str) -> GraphFolder | None:
-        """A new one, if ``MFSDP_DEBUG_DIR`` is set."""
+        """Create a folder if ``MFSDP_DEBUG_DIR`` is set, otherwise return None."""
         folder = os.environ.get("MFSDP_DEBUG_DIR")
         if not folder:
             return None
@@ -52,7 +53,7 @@ class GraphFolder:
         return GraphFolder(Path(folder) / "graphs" / f"rank-{rank}" / f"{next(_numbers):02}", subject)
 
     def __call__(self, phase: Phase | None, graph: fx.Graph, report: Report | None) -> None:
-        """Write a graph. What goes wrong here is a warning: training matters more."""
+        """Write a graph. A failure is only a warning, because training must go on."""
         try:
             self._write(phase, graph, report)
         except Exception as error:
@@ -69,7 +70,7 @@ class GraphFolder:
         name = f"{kind}-{number}-{_as_file_name(report.name)}" if report is not None else f"{kind}-{number}"
         what = f"after pass {report.name!r}" if report is not None else "before the passes"
         lines = _told(report) if report is not None else []
-        if phase is None and report is None:  # markers are for our passes alone; parameters are whole here
+        if phase is None and report is None:  # only the built-in passes use markers; parameters are whole here
             marked = compat.copy_graph_module(graph.owning_module)
             lines = [f"{unshard.erase_markers(marked)} markers of parameters are left out."]
             graph = marked.graph

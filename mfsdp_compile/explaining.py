@@ -1,7 +1,7 @@
-"""``mfsdp_compile.explain``: what becomes of a model under ``torch.compile(backend="mfsdp")``, for people.
+"""``mfsdp_compile.explain``: a readable account of what ``torch.compile(backend="mfsdp")`` does with a model.
 
-Which graphs there are and what they gather and reduce, what each pass did to the schedule, where Dynamo broke the model
-into parts and why, which units therefore run as they are, and what has been compiled more than once, and why.
+It lists the graphs and what they gather and reduce, what each pass did to the schedule, where Dynamo broke the graph
+and why, which units therefore run eagerly, and what has been compiled more than once and why.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class GraphExplanation:
     """One of Dynamo's graphs.
 
     Args:
-        units: that it computes with, in order of first use.
-        reports: of passes, by phase; None is Dynamo's graph itself.
-        schedules: of the finished graphs. Without those that came out of a compile cache.
+        units: Units that it computes with, in order of first use.
+        reports: Reports of the passes, by phase. None is Dynamo's graph itself.
+        schedules: Schedules of the finished graphs, except those that were read from a compile cache.
     """
 
     units: tuple[str, ...]
@@ -43,14 +43,15 @@ class GraphExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found; ``print`` it.
+    """The result of :func:`explain`; ``print`` it.
 
     Args:
-        graphs: in the order in which they were compiled.
-        breaks: why Dynamo ended a graph before the model's end, each with the line of the model.
-        eager: units that no graph computes with: hooks gather their parameters.
-        several: units that several graphs compute with: each of them gathers the whole unit, and reduces all its gradients.
-        recompilations: what was compiled again, and the guard that had failed, since torch.compile was last reset.
+        graphs: The graphs, in the order in which they were compiled.
+        breaks: Why Dynamo ended a graph before the end of the model, each with the line of the model.
+        eager: Units that no graph computes with. Hooks gather their parameters.
+        several: Units that several graphs compute with. Each of these graphs gathers the whole unit and reduces all its
+            gradients.
+        recompilations: What was recompiled since torch.compile was last reset, and the guard that failed.
     """
 
     graphs: tuple[GraphExplanation, ...]
@@ -84,19 +85,19 @@ class Explanation:
 
 
 def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
-    """What ``torch.compile(backend="mfsdp")`` makes of a sharded model, for these inputs.
+    """Explain what ``torch.compile(backend="mfsdp")`` makes of a sharded model for these inputs.
 
-    Runs one forward of ``model(*args, **kwargs)``, with gradients if they are enabled, so that backward graphs are made
-    too; buffers and random numbers are as before when it returns. torch.compile's caches are reset first
-    (:func:`torch.compiler.reset`): everything in this process is compiled once more when it is next called. Collective: all
-    ranks call it.
+    Runs one forward of ``model(*args, **kwargs)``. If gradients are enabled, backward graphs are compiled too. Buffers
+    and random state are restored before it returns. It first resets torch.compile's caches
+    (:func:`torch.compiler.reset`), so everything in this process is recompiled at its next call. Collective: all ranks
+    call it.
 
     Args:
-        model: from ``fully_shard_model``. If it is compiled, with its options; else with ``inner="aot_eager"``, which takes
-            the least time to compile.
+        model: The model that ``fully_shard_model`` returned. If it is compiled, its options are used; otherwise
+            ``inner="aot_eager"``, which compiles fastest.
 
     Raises:
-        TypeError: ``model`` is not sharded.
+        TypeError: If ``model`` is not sharded.
     """
     sharded = unwrapped(model, "explain")
     recompilations = tuple(_recompilations())
@@ -134,7 +135,7 @@ def _collected_breaks() -> Iterator[list[str]]:
 
 
 def reason_and_place(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
-    """In a line: why Dynamo ended a graph, and the line of the model."""
+    """Return, in one line, why Dynamo ended a graph and the line of the model where it did."""
     line = next((line.strip() for line in reason.split("\n") if line.strip()), "no reason given")
     if not stack:
         return line

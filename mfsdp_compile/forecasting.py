@@ -1,4 +1,4 @@
-"""Predictions for a model that is compiled, and what was measured beside them."""
+"""Predictions for a compiled model, and measurements to compare them with."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ __all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
 
 
 def predicted(model: nn.Module) -> Timeline:
-    """A training step of a compiled model, simulated: from the graphs that run, with their schedule as it is.
+    """Simulate a training step of a compiled model, from the graphs that run and their schedule.
 
     Args:
-        model: sharded, compiled with ``options={"report": True}``, and run once.
+        model: Sharded, compiled with ``options={"report": True}``, and run once.
 
     Raises:
-        RuntimeError: nothing has been compiled, or it came out of a compile cache, which knows no graphs.
+        RuntimeError: If nothing has been compiled, or the graphs came out of a compile cache, which does not store
+            them.
     """
     return _Compiled(model).timeline
 
@@ -82,13 +83,13 @@ def _why_nothing(records: Sequence[Record]) -> str:
 
 
 def schedule_of(model: nn.Module) -> ScheduleText:
-    """The schedule of a compiled model, to be saved, edited and given as ``options={"schedule": path}``.
+    """Return the schedule of a compiled model, to save, edit and pass as ``options={"schedule": path}``.
 
     Args:
-        model: sharded, compiled, and run once; what came out of a compile cache will do.
+        model: Sharded, compiled, and run once. Code from a compile cache works too.
 
     Raises:
-        RuntimeError: nothing has been compiled.
+        RuntimeError: If nothing has been compiled.
     """
     sharded = unwrapped(model, "schedule_of").sharded
     lines: dict[Phase, Sequence[str]] = {}
@@ -104,12 +105,13 @@ def schedule_of(model: nn.Module) -> ScheduleText:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Times of collectives' starts, which are the borders between units: on CUDA from events on the stream of the
-    computation, else from a clock.
+    """Times at which collectives start, which mark the boundaries between units.
+
+    On CUDA they are measured with events on the compute stream, otherwise with a clock.
 
     Args:
-        starts: of each collective: where it was started, what it is, seconds since the beginning.
-        seconds: of all.
+        starts: For each collective: where it was started, what it is, and seconds since the beginning of the step.
+        seconds: Duration of the step.
     """
 
     starts: Sequence[tuple[str, str, float]]
@@ -117,12 +119,13 @@ class Measurement:
 
 
 def measure(model: nn.Module, step: Callable[[], Any], repeats: int = 5) -> list[Measurement]:
-    """Run ``step``, which computes a loss with the model and calls ``backward()``, and note when collectives start.
+    """Run ``step`` several times, and record when collectives start. Collective: every rank calls it.
 
-    Costs a clock's reading, or an event, per collective. Collective: every rank must.
+    Costs one clock reading, or one event, per collective.
 
     Args:
-        repeats: how often to run it; once more before that, unmeasured.
+        step: Computes a loss with the model and calls ``backward()``.
+        repeats: Number of measured runs. One more run precedes them, unmeasured.
     """
     device = next(iter(unwrapped(model, "measure").sharded.buckets)).flat.device
     step()
@@ -140,7 +143,7 @@ def _measured(step: Callable[[], Any], device: torch.device) -> Measurement:
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """What marks a moment of the computation, and the seconds between two marks."""
+    """Return a function that marks a point of the computation, and one for the seconds between two marks."""
     if device.type != "cuda":
         return time.perf_counter, lambda first, second: second - first
 
@@ -157,12 +160,12 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
 
 
 def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measurement]) -> list[UnitTime]:
-    """Times between the starts of collectives, by the unit that computes there: as predicted, and the median measured.
+    """Return predicted and median measured times between starts of collectives, by the unit that computes there.
 
     Raises:
-        RuntimeError: other collectives were measured than predicted.
+        RuntimeError: If the measured collectives are not the predicted ones.
     """
-    residents = sum(info.resident_bytes > 0 for info in context.buckets)  # the runtime's; they come before the graphs
+    residents = sum(info.resident_bytes > 0 for info in context.buckets)  # started by the runtime, before the graphs
     starts = timeline.exposures[residents:]
     expected = [(f"{e.stage.value} graph", e.what, e.name) for e in starts]
     end = timeline.seconds - sum(s for (stage, _), s in timeline.units.items() if stage is Stage.OPTIMIZER)
@@ -190,13 +193,13 @@ def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measuremen
 
 
 def _interval(one: Measurement, position: int) -> float:
-    """Seconds up to a start, from the one before; after the last one up to the end."""
+    """Return the seconds from the previous start to this one, or from the last start to the end."""
     begin = one.starts[position - 1][2] if position else 0.0
     return (one.starts[position][2] if position < len(one.starts) else one.seconds) - begin
 
 
 def _split(what: str) -> tuple[str, str]:
-    """``("reduce", "layers.0")`` from ``"reduce layers.0, stage 2"``."""
+    """Return ``("reduce", "layers.0")`` for ``"reduce layers.0, stage 2"``."""
     kind, _, name = what.partition(" ")
     return kind, name.partition(",")[0]
 
@@ -212,21 +215,21 @@ def report(
     title: str = "Training step",
     name: str = "report",
 ) -> Report:
-    """What a compiled model's training step is predicted to do, why, and how that compares with what was measured.
+    """Report what a compiled model's training step is predicted to do, why, and how that compares with measurements.
 
     Args:
-        model: sharded, compiled with ``options={"report": True}``, and run once.
-        folder: to write ``report.html``, ``report.txt`` and ``report.trace.json`` to; None: nothing is written.
-        measured: from :func:`measure`.
-        title: of the report.
-        name: of the files.
+        model: Sharded, compiled with ``options={"report": True}``, and run once.
+        folder: Folder for ``report.html``, ``report.txt`` and ``report.trace.json``. None: nothing is written.
+        measured: Results of :func:`measure`.
+        title: Title of the report.
+        name: Base name of the files.
 
     Returns:
-        the report; ``mfsdp_compile.report.to_text`` prints it.
+        The report. ``mfsdp_compile.report.to_text`` prints it.
 
     Raises:
-        RuntimeError: there is nothing to report on; the message says why.
-        OSError: the files cannot be written.
+        RuntimeError: If there is nothing to report on. The message says why.
+        OSError: If the files cannot be written.
     """
     compiled = _Compiled(model)
     record, context, timeline = compiled.record, compiled.context, compiled.timeline

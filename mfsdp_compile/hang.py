@@ -1,8 +1,8 @@
-"""``mfsdp hang DIR``: which rank keeps a job waiting, in which collective, and where it is.
+"""``mfsdp hang DIR``: find the rank that keeps a job waiting, the collective it is missing from, and where it is.
 
-Reads what ranks have written (:mod:`mfsdp_compile.runtime.journal`). Collectives of a process group are numbered in the
-order in which a rank starts them; what all ranks have started is over or under way, and the first that some have not is what
-the others wait in.
+Reads the files that ranks have written (:mod:`mfsdp_compile.runtime.journal`). The collectives of a process group are
+numbered in the order in which a rank starts them. A collective that all ranks have started is finished or in flight;
+the first one that some ranks have not started is the one that the others wait in.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Finding", "analyse", "read", "run"]
 
 
 MOST_RANKS = 1 << 22
-"""That a job has: absent ones are counted one by one."""
+"""Largest number of ranks that a file may claim for its job. Absent ranks are counted one by one, so it is bounded."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that explains why ranks wait.
+    """An explanation of why ranks wait.
 
     Args:
-        ranks: whose doing it is.
-        text: for people.
+        ranks: The ranks that cause it.
+        text: Message for the user.
     """
 
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class Finding:
 
 
 def run(folder: str) -> int:
-    """Print what there is to say about ``folder``. Returns 2 if nothing can be said, else 0."""
+    """Print the analysis of ``folder``. Returns 2 if there is nothing to analyze, otherwise 0."""
     try:
         states = read(Path(folder))
     except ValueError as error:
@@ -58,10 +58,13 @@ def run(folder: str) -> int:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """By rank, from ``folder`` or its ``hang``; of each the first state of the last incident.
+    """Read the ranks' states from ``folder`` or its subfolder ``hang``.
+
+    Returns:
+        By rank, the first state of the last incident.
 
     Raises:
-        ValueError: a file is not what a rank has written.
+        ValueError: If a file is not one that a rank has written.
     """
 
     def written(folder: Path) -> list[Path]:
@@ -87,10 +90,10 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def _checked(state: Any) -> dict[str, Any]:
-    """What of a rank's state is looked at, with control characters escaped.
+    """Return the parts of a rank's state that the analysis uses, with control characters escaped.
 
     Raises:
-        FileRefused: something is missing, or of another type, or a number makes no sense.
+        FileRefused: If something is missing or has another type, or a number is out of range.
     """
 
     def text(held: Mapping[str, Any], name: str) -> str:
@@ -137,7 +140,7 @@ def _checked(state: Any) -> dict[str, Any]:
 
 
 def analyse(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """What keeps ranks waiting; the first finding is the cause, as far as it can be told."""
+    """Find what keeps ranks waiting. The first finding is the most likely cause."""
     world = max(state["world_size"] for state in states.values())
     findings = []
     if absent := sorted(set(range(world)) - set(states)):
@@ -182,7 +185,7 @@ def _of_group(states: Mapping[int, Mapping[str, Any]], group: str) -> list[Findi
 
 
 def _names(state: Mapping[str, Any], group: str) -> dict[int, str]:
-    """What the collectives of a group were that a rank has started, by their numbers."""
+    """Return descriptions of the collectives of a group that a rank has started, by their numbers."""
     return {
         launch["number"]: f"{launch['what']!r} of {entry['model']}, {entry['what']}, step {entry['step']}"
         for entry in state["entries"]
@@ -192,7 +195,7 @@ def _names(state: Mapping[str, Any], group: str) -> dict[int, str]:
 
 
 def _waiting_for(states: Mapping[int, Mapping[str, Any]], absent: Sequence[int]) -> str:
-    """What the others have started last, with ranks that left no file."""
+    """Describe the last collective that the other ranks have started with ranks that left no file."""
     for group in dict.fromkeys(name for state in states.values() for name in state["groups"]):
         for rank, state in states.items():
             held = state["groups"].get(group)

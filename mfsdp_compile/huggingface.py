@@ -1,4 +1,4 @@
-"""Models of transformers: initialised as transformers does, or loaded from a folder, straight into shards.
+"""Hugging Face transformers models, initialized from scratch or loaded from a folder, directly into shards.
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -6,7 +6,7 @@
         model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=huggingface.Pretrained(folder)
     )
 
-Tested with transformers 5; what decides over names is its own conversion of checkpoints.
+Tested with transformers 5. Names are mapped by transformers' own checkpoint conversion.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["Initialisation", "Pretrained"]
 
 
 class Initialisation(Initialiser):
-    """What transformers initialises models with: ``_init_weights`` of each model, for ``fully_shard_model``'s ``init_fn``.
+    """Initializes transformers models with their own ``_init_weights``; for ``init_fn`` of ``fully_shard_model``.
 
-    The values are those that ``model.to_empty(device=...)`` and ``model.init_weights()`` give in one process, from the same seed.
-    Modules that are in no model of transformers go by their ``reset_parameters()``.
+    The values are those that ``model.to_empty(device=...)`` and ``model.init_weights()`` give in one process, from the
+    same seed. Modules outside of any transformers model are initialized by their ``reset_parameters()``.
     """
 
     all_modules = True
@@ -48,10 +48,11 @@ class Initialisation(Initialiser):
         self._tied: frozenset[str] = frozenset()
 
     def prepare(self, module: nn.Module) -> None:
-        """
+        """Find the transformers models in ``module``.
+
         Raises:
-            TypeError: there is no model of transformers in ``module``.
-            ImportError: transformers is not installed, or too old.
+            TypeError: If there is none.
+            ImportError: If transformers is not installed, or too old.
         """
         self._look_at(module)
         if not self._model_of:
@@ -63,10 +64,10 @@ class Initialisation(Initialiser):
     def _look_at(self, module: nn.Module) -> None:
         self._names = {owner: name for name, owner in module.named_modules()}
         self._model_of = {}
-        if "transformers" in sys.modules:  # else there is no model of it
+        if "transformers" in sys.modules:  # otherwise there can be no transformers model
             pretrained = _library("modeling_utils").PreTrainedModel
             for model in module.modules():
-                if isinstance(model, pretrained):  # outer ones come first
+                if isinstance(model, pretrained):  # outer models come first
                     self._model_of |= dict.fromkeys(model.modules(), model)
         self._tied = frozenset(
             f"{self._names[model]}.{name}".lstrip(".")
@@ -75,7 +76,7 @@ class Initialisation(Initialiser):
         )
 
     def order(self, module: nn.Module) -> Iterable[nn.Module]:
-        """All, children first: their parents may change what they have drawn."""
+        """Return all modules, children first: a parent may change what its children have initialized."""
         return dict.fromkeys(_children_first(module))
 
     def __call__(self, owner: nn.Module) -> None:
@@ -101,21 +102,23 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class Pretrained(Initialisation):
-    """The weights of a folder, as ``save_pretrained`` makes it, or of a ``.safetensors`` file; for ``init_fn``.
+    """Loads weights from a ``save_pretrained`` folder or a ``.safetensors`` file; pass it as ``init_fn``.
 
-    Each rank reads its rows, and nothing else; where transformers makes a parameter of several tensors (stacked experts), those
-    that it needs. Values go into shards in the shards' dtype, rounded at most once. Buffers that no file has, and parameters that
-    may be missing, are initialised as :class:`Initialisation` does. Parameters that are tied are read once, under the name that
-    the folder has. A module that is no model of transformers gets the tensors of its names.
+    Each rank reads only its own rows. Where transformers builds a parameter from several tensors (stacked experts), it
+    reads only the tensors that it needs. Values are converted to the dtype of the shards, and rounded at most once.
+    Buffers that no file contains, and parameters that may be missing, are initialized as :class:`Initialisation` does.
+    Tied parameters are read once, under the name in the folder. A module that is not a transformers model gets the
+    tensors that have its names.
 
     Args:
-        folder: with ``model.safetensors``, or an index and several files.
-        allow_missing: patterns (``lm_head.*``) of parameters that the folder need not have, besides those that the model's class
-            knows of.
-        allow_unexpected: patterns of what is in the folder and not in the model.
+        folder: Folder with ``model.safetensors``, or with an index and several files; or one file.
+        allow_missing: Patterns (``lm_head.*``) of parameters that may be missing from the folder, in addition to those
+            that the model's class declares.
+        allow_unexpected: Patterns of tensors that may be in the folder but not in the model.
 
     Raises:
-        CheckpointError: when the model is sharded: the folder is damaged, has not what the model has, or in another shape.
+        CheckpointError: When the model is sharded, if the folder is damaged, or its tensors do not match the model's
+            names or shapes.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Pretrained(Initialisation):
                 tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialise their children's
 
     def _missing(self, wanted: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
-        there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied: under another name
+        there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied ones may have another name
         for name, tensor in wanted.items():
             is_excused = id(tensor) in there or any(re.search(pattern, name) for pattern in ignored)
             if not is_excused and not _matches(name, self._allow_missing):
@@ -182,7 +185,7 @@ class Pretrained(Initialisation):
             return self._reader.part(source.key, index)
         if index and (some := source.only(index[0])) is not None:
             return self._convert(some)[name][(slice(None), *index[1:])]
-        # Of several parameters that are made at once the others come next.
+        # Conversions that make several parameters are kept, because the other parameters are read next.
         if self._made is None or self._made[0] is not source:
             self._made = (source, self._convert(source))
         return self._made[1][name][index]
@@ -197,7 +200,12 @@ class Pretrained(Initialisation):
 
 @dataclass(frozen=True)
 class _Stored:
-    """A parameter that is in the folder as it is."""
+    """A parameter that the folder stores unchanged.
+
+    Args:
+        key: Its name in the folder.
+        shape: Its shape.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -205,13 +213,13 @@ class _Stored:
 
 @dataclass(frozen=True, eq=False)
 class _Conversion:
-    """Parameters that transformers makes of tensors of the folder.
+    """Parameters that transformers builds from other tensors of the folder.
 
     Args:
-        converter: a ``transformers.WeightConverter``.
-        target: name that the first of its parameters has in the model of transformers.
-        keys: (pattern that matched, tensor), in order.
-        model: of transformers.
+        converter: A ``transformers.WeightConverter``.
+        target: Name of the first of these parameters in the transformers model.
+        keys: Pairs of a matched pattern and a tensor's name, in order.
+        model: The transformers model.
     """
 
     converter: Any
@@ -221,8 +229,10 @@ class _Conversion:
     shape: None = None
 
     def only(self, rows: slice) -> _Conversion | None:
-        """What makes these rows alone; None: everything is needed. Rows are experts where a list of tensors is stacked first
-        and what follows leaves that dimension alone."""
+        """Return a conversion that makes only these rows, or None if all tensors are needed.
+
+        Rows are experts if a list of tensors is stacked first and later operations leave that dimension alone.
+        """
         operations = self.converter.operations
         kinds = [type(operation).__name__ for operation in operations]
         dims = [getattr(operation, "dim", None) for operation in operations]
@@ -241,11 +251,12 @@ _Source = _Stored | _Conversion
 
 
 def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tuple[dict[str, _Source], list[str]]:
-    """Where each parameter and buffer of a model of transformers comes from, by name, and what nothing is made of.
+    """Return the source of each parameter and buffer of a transformers model, by name, and the unused tensors.
 
     Args:
-        model: whose folder it is.
-        path: of the model in the module that is sharded; names are of that one.
+        model: The transformers model that the folder belongs to.
+        path: Path of the model inside the sharded module, which the returned names refer to.
+        reader: Reader of the folder.
     """
     loading, mapping = _library("core_model_loading"), _library("conversion_mapping")
     prefix = f"{path}." if path else ""
@@ -287,7 +298,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 @functools.cache
 def _library(part: str) -> Any:
-    """A module of transformers. What is needed of it came with version 5."""
+    """Import a module of transformers. The modules used here exist since version 5."""
     try:
         return importlib.import_module(f"transformers.{part}")
     except ImportError as error:

@@ -1,12 +1,11 @@
-"""Inductor's lowerings of our operators.
+"""Inductor lowerings of this package's operators.
 
-``mfsdp::reduce_if_due`` is a collective: what it reads and writes is left alone until its wait.
+``mfsdp::reduce_if_due`` is a collective: its input and output must not be touched until its wait.
 
-``mfsdp::pack_gradients``: gradients are computed in their place.
-
-Inductor would run the operator as it stands: every gradient is computed into memory of its own and copied into the
-bucket. With this lowering the bucket is one buffer, a :class:`ConcatKernel` in Inductor's words, and each gradient is
-realised into its slice of it: a matmul gets the slice as its ``out=``, a fused reduction stores into it.
+``mfsdp::pack_gradients`` computes gradients in place in the bucket. Without a lowering, Inductor would run the operator
+as it is: compute every gradient into its own memory, then copy it into the bucket. With this lowering, the bucket is
+one buffer (Inductor's :class:`ConcatKernel`), and each gradient is realized into its slice of it: a matmul gets the
+slice as its ``out=``, and a fused reduction stores into it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["register_lowerings"]
 
 @functools.cache
 def register_lowerings() -> None:
-    """Tell Inductor about our operators. Once per process."""
+    """Register the lowerings with Inductor. Runs once per process."""
     compat.register_lowering(torch.ops.mfsdp.pack_gradients.default, _pack_gradients)
     compat.register_lowering(
         torch.ops.mfsdp.reduce_if_due.default,

@@ -1,4 +1,4 @@
-"""Where this rank meets the others to agree on a schedule: the c10d key-value store, when a graph is compiled."""
+"""How ranks agree on a schedule when a graph is compiled, through the c10d key-value store."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["RankMeeting"]
 class RankMeeting:
     """The :class:`~mfsdp_compile.passes.agreeing.Meeting` of the ranks of a model.
 
-    It does not keep the model alive: compiled code holds it.
+    Compiled code holds it, so it keeps only a weak reference to the model.
 
     Args:
-        owner: the model whose graph is compiled.
-        batch: that it is compiled for, in words.
-        options: of the backend, in words.
+        owner: The model whose graph is compiled.
+        batch: Description of the batch that it is compiled for.
+        options: Description of the backend's options.
     """
 
     def __init__(self, owner: ShardedModel, batch: str, options: str) -> None:
@@ -33,7 +33,7 @@ class RankMeeting:
 
     @staticmethod
     def of(owner: ShardedModel, batch: str, options: str) -> RankMeeting | None:
-        """None where there is nobody to meet: a rank by itself, or simulated ones."""
+        """Create a meeting, or return None if there are no other ranks: a single rank, or simulated ones."""
         return RankMeeting(owner, batch, options) if has_others(owner.group) else None
 
     @property

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="mfsdp", options={...})``."""
+"""Options of ``torch.compile(model, backend="mfsdp", options={...})``."""
 
 from __future__ import annotations
 
@@ -30,23 +30,26 @@ class CompileOptions:
     """Options of the ``mfsdp`` backend.
 
     Args:
-        inner: the compiler that gets the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator
-            by operator with the numbers of the eager path, to the bit.
-        schedule: the numbers that steer the schedule; options of the names of its fields set these. ``memory_budget`` takes
-            bytes, also as ``"70GiB"``.
-        text: a schedule to follow, ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote, edited or not.
-        hardware: what times are predicted for, ``options={"hardware": name}``: of a machine that this package knows, or a file
-            that ``mfsdp calibrate`` wrote. By default the device at hand, as far as it is known.
-        optimizer: whose state is in memory, for predictions.
-        report: keep what :func:`mfsdp_compile.forecasting.report` needs: graphs do not come out of compile caches then.
-        float32_gradients: matmuls that compute gradients write their float32 sums, unrounded, where gradients are
-            reduced in float32. More exact than the eager path, and not equal to it. CUDA only.
-        inductor: settings of ``torch._inductor.config`` for the inner compiler.
-        passes: of your own, ``pass(graph, context, phase) -> Report | None``, to run after ours on forward, backward and
-            inference graphs, each verified afterwards. Compile caches know a pass by its ``uuid()``, as in
-            ``torch._inductor.custom_graph_pass``; with a plain function, or a uuid of None, nothing is cached.
-        verify: ``"once"``: graphs are verified when all passes of ours have run; ``"each"``: after each. The environment
-            variable ``MFSDP_VERIFY`` is the default.
+        inner: Compiler for the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs operator by operator
+            and gives bitwise the same numbers as the eager path.
+        schedule: Numbers that control the schedule; options with the names of its fields set them. ``memory_budget``
+            takes bytes, as a number or as text such as ``"70GiB"``.
+        text: A schedule to follow, from ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote,
+            possibly edited.
+        hardware: The machine that times are predicted for, from ``options={"hardware": name}``: the name of a machine
+            that this package knows, or a file that ``mfsdp calibrate`` wrote. Default: the known machine closest to the
+            current device.
+        optimizer: The optimizer whose state and step are counted in predictions.
+        report: Keep what :func:`mfsdp_compile.forecasting.report` needs. Graphs are then not read from compile caches.
+        float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
+            reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
+        inductor: Settings of ``torch._inductor.config`` for the inner compiler.
+        passes: Your own passes, ``pass(graph, context, phase) -> Report | None``. They run after the built-in ones on
+            forward, backward and inference graphs, and the graph is verified after each. Compile caches identify a pass
+            by its ``uuid()``, as in ``torch._inductor.custom_graph_pass``. If a pass is a plain function, or its uuid
+            is None, nothing is cached.
+        verify: ``"once"``: verify graphs after all built-in passes have run. ``"each"``: after each pass. The
+            environment variable ``MFSDP_VERIFY`` sets the default.
     """
 
     inner: str = "inductor"
@@ -61,15 +64,16 @@ class CompileOptions:
     verify: str = "once"
 
     def pass_identities(self) -> list[Any] | None:
-        """The uuids of passes of the user's; None if one has none."""
+        """Return the uuids of the user's passes, or None if one of them has none."""
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
         return None if None in found else found
 
     def prediction(self, device: torch.device, holds_inputs: bool) -> Prediction:
-        """What times and memory are predicted with, for tensors on ``device``.
+        """Return what predicts times and memory for tensors on ``device``.
 
         Args:
-            holds_inputs: whether the process group at hand keeps what a collective reads until it has been awaited.
+            holds_inputs: Whether the process group keeps the input of a collective until the collective has been
+                awaited.
         """
         machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
         costs = CostModel(machine, fused, fused or holds_inputs, known_rings())
@@ -77,7 +81,7 @@ class CompileOptions:
 
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
-        """From what ``torch.compile`` was given. Raises ValueError for what is not known."""
+        """Parse the arguments of ``torch.compile``. Raises ValueError for unknown options and unsupported values."""
         if mode not in (None, "default"):
             raise ValueError(
                 f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Give Inductor's settings in "
@@ -147,7 +151,7 @@ class CompileOptions:
         )
 
     def __str__(self) -> str:
-        """What is not as it is by default, for ranks to compare; without what changes no graph."""
+        """List the options that differ from their defaults, for ranks to compare. Omits those that change no graph."""
         default = CompileOptions()
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report")}
         given["passes"] = tuple(map(name_of, self.passes))
@@ -156,7 +160,7 @@ class CompileOptions:
 
 
 def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
-    """Raise ValueError for options without effect beside the others."""
+    """Raise ValueError for options that have no effect in combination with the others."""
     rules = ["prefetch_bytes", "reductions_in_flight", "reduction_bytes"]
     if schedule.reshard_after_forward == "auto":
         rules.append("keep_last")
@@ -182,10 +186,10 @@ _UNITS = {
 
 
 def parse_bytes(value: Any, where: str) -> int:
-    """A number of bytes from itself, or from text such as ``"70GiB"``, ``"1.5 GB"``.
+    """Return a number of bytes, given as a number or as text such as ``"70GiB"`` or ``"1.5 GB"``.
 
     Raises:
-        TypeError, ValueError: it is none; the message begins with ``where``.
+        TypeError, ValueError: If ``value`` is neither; the message begins with ``where``.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -211,7 +215,7 @@ OPTIMIZERS = {
 
 
 def known_rings() -> dict[str, Ring]:
-    """Process groups of this rank, by name: a model's own collectives may run over any."""
+    """Return this rank's process groups by name: a model's own collectives may run over any of them."""
     return {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
 
 
@@ -245,7 +249,7 @@ def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | Non
 
 
 def default_hardware(device: torch.device) -> str:
-    """The name of the machine that is most like the one at hand."""
+    """Return the name of the known machine that is most like the current one."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "cpu"
     name = torch.cuda.get_device_name(device)

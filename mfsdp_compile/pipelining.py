@@ -1,9 +1,9 @@
-"""Pipeline parallelism: schedules of ``torch.distributed.pipelining`` over stages that are sharded, and compiled.
+"""Pipeline parallelism: schedules of ``torch.distributed.pipelining`` over sharded, compiled stages.
 
-Each stage is a model of its own, sharded over the ranks that hold the same stage::
+Each stage is a separate model, sharded over the ranks that hold the same stage::
 
     mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("pp", "dp"))
-    layers = build_stage(mesh["pp"].get_local_rank())                       # this rank's part of the model, an nn.Module
+    layers = build_stage(mesh["pp"].get_local_rank())                       # this rank's stage, an nn.Module
     model = fully_shard_model(layers, mesh["dp"], fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
     compiled = torch.compile(model, backend="mfsdp")
@@ -15,16 +15,17 @@ Each stage is a model of its own, sharded over the ranks that hold the same stag
     optimizer.step()
     optimizer.zero_grad()
 
-Several stages on a rank (interleaved schedules) are several sharded models, and one optimizer over the parameters of all.
+Several stages on one rank (interleaved schedules) are several sharded models, with one optimizer over the parameters of
+all.
 
-What a step costs, per bucket and with m microbatches:
+Cost of a step with m microbatches, per bucket:
 
                                 gathers        reductions       in memory between microbatches
-    as it is                    2 m            1                gradients whole, in ``main_grads_dtype``
-    keep_gathered=True          1              1                parameters whole too, in the dtype of computation
+    default                     2 m            1                unsharded gradients, in ``main_grads_dtype``
+    keep_gathered=True          1              1                also unsharded parameters, in the compute dtype
     reduce_each=True            2 m            m                nothing: gradients are sharded
 
-:func:`held_memory` says how much that is before anything runs.
+:func:`held_memory` returns these bytes before anything runs.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ __all__ = ["HeldMemory", "PipelineStage", "clip_grad_norm_", "held_memory", "sta
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Bytes that a rank holds of a model while the microbatches of a step run, besides what it holds between steps.
+    """Bytes that a rank holds for a model during a step, in addition to what it holds between steps.
 
     Args:
-        gathered: parameters that are gathered: all of them, or the two largest units that follow one another.
-        gradients: the sum over microbatches.
+        gathered: Gathered parameters: all of them, or the two largest consecutive units.
+        gradients: Sums of gradients over microbatches.
     """
 
     gathered: int
@@ -63,9 +64,10 @@ class HeldMemory:
 
 
 def held_memory(model: nn.Module) -> HeldMemory:
-    """What :class:`PipelineStage`, or ``model.set_accumulation``, has the model hold; what activations take is not in it.
+    """Return the memory that :class:`PipelineStage` or ``model.set_accumulation`` makes the model hold during a step.
 
-    A unit's gradients, on their way into the sum, are not in it either: at most three times those of the largest bucket.
+    It does not include activations, nor a unit's gradients before they are added to the sum: at most three times those
+    of the largest bucket.
     """
     sharded = unwrapped(model, "held_memory").sharded
     units = [sum(bucket.plan.gathered_bytes for bucket in unit.buckets) for unit in sharded.eager.units]
@@ -87,25 +89,26 @@ def _gradient_bytes(bucket: Bucket) -> int:
 
 
 class PipelineStage(pipelining.PipelineStage):
-    """``torch.distributed.pipelining.PipelineStage`` whose module is sharded: for any of torch's schedules.
+    """``torch.distributed.pipelining.PipelineStage`` for a sharded module. Works with torch's schedules.
 
-    Gradients are reduced in the backward of a step's last microbatch, each bucket as soon as it is complete, and are there
-    when ``schedule.step`` returns; over several steps of the schedule they add up until they are set to None. Where a
-    schedule parts the backward in two (zero-bubble schedules), both parts run where the first one stands: numbers are right,
-    but nothing is left to fill bubbles with; it says so once.
+    Gradients are reduced in the backward of a step's last microbatch, each bucket as soon as it is complete, and are
+    available when ``schedule.step`` returns. Over several steps of the schedule, they accumulate until they are set to
+    None. If a schedule splits the backward into two parts (zero-bubble schedules), both run at the position of the
+    first. Results are correct, but nothing is left to fill bubbles; a warning says so once.
 
     Args:
-        submodule: what ``fully_shard_model`` returned, compiled or not.
-        stage_index, num_stages, device: as in torch.
-        *args, **kwargs: as in torch: ``input_args``, ``output_args``, ``group`` and so on.
-        keep_gathered: gather parameters once per step, and let go of them when gradients are reduced; without gradients,
-            after the last microbatch. Costs what :func:`held_memory` says.
-        reduce_each: reduce gradients of every microbatch, so that sums are sharded. ``no_shard`` and ``optim`` hold them
-            whole in any case.
+        submodule: The model that ``fully_shard_model`` returned, compiled or not.
+        stage_index, num_stages, device: As in torch.
+        *args, **kwargs: As in torch: ``input_args``, ``output_args``, ``group`` and so on.
+        keep_gathered: Gather parameters once per step, and release them when gradients are reduced, or, without
+            gradients, after the last microbatch. See :func:`held_memory` for the memory that this takes.
+        reduce_each: Reduce gradients of every microbatch, so that sums are sharded. ``no_shard`` and ``optim`` hold
+            unsharded sums anyway.
 
     Raises:
-        TypeError: the module is not sharded.
-        ValueError: the sharding cannot do it (``keep_gathered`` with HFSDP), or its ranks are those of the pipeline.
+        TypeError: If the module is not sharded.
+        ValueError: If the sharding does not support an argument (``keep_gathered`` with HFSDP), or the model is sharded
+            over ranks of the pipeline's own group.
     """
 
     def __init__(
@@ -132,7 +135,10 @@ class PipelineStage(pipelining.PipelineStage):
         self._earlier: list[gradients.Aside] = []
 
     def clear_runtime_states(self) -> None:
-        """A step of the schedule begins. Gradients of earlier ones are put aside: the schedule scales those of this one."""
+        """Begin a step of the schedule.
+
+        Gradients of earlier steps are set aside, because the schedule scales the gradients of this step only.
+        """
         super().clear_runtime_states()
         self._backwards = 0
         if self.has_backward:
@@ -159,12 +165,12 @@ class PipelineStage(pipelining.PipelineStage):
                 stacklevel=2,
             )
         self._backwards += 1
-        last = self._backwards == self.chunks  # the schedule says it of the second part, where it parts them
+        last = self._backwards == self.chunks  # a split backward is flagged only on its second part
         with self._microbatch(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss=loss, full_backward=True, last_backward=last)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """It has run, together with the backward of inputs."""
+        """Do nothing: this part has already run, together with the backward for inputs."""
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -173,7 +179,10 @@ class PipelineStage(pipelining.PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All backwards of a step have run, or, without any, all forwards (not every torch comes here then)."""
+        """Finish a step, after all its backwards, or, without gradients, after all its forwards.
+
+        Without gradients, not every version of torch calls this.
+        """
         if self.has_backward:
             self._model.finish_grad_sync()
             self.scale_grads(grad_scale_factor)
@@ -204,16 +213,16 @@ def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:
 def clip_grad_norm_(
     models: Iterable[nn.Module], max_norm: float, group: dist.ProcessGroup, norm_type: float = 2.0
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Collective.
+    """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, over the parameters of all stages. Collective.
 
     Args:
-        models: the stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
-        max_norm: of all gradients together.
-        group: of the pipeline.
-        norm_type: may be infinity.
+        models: The stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
+        max_norm: Maximum norm of all gradients together.
+        group: Process group of the pipeline.
+        norm_type: Order of the norm; may be infinity.
 
     Returns:
-        The norm of all gradients, before they were clipped; 0-d, equal on all ranks.
+        The norm of all gradients before clipping; 0-d, equal on all ranks.
     """
     params = [param for model in models for param in model.parameters()]
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
@@ -230,22 +239,23 @@ def clip_grad_norm_(
 
 
 def state_of(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What all ranks of a pipeline give to ``torch.distributed.checkpoint.save``, each for its stages, to write one checkpoint
-    of the whole model::
+    """Return the state to pass to ``torch.distributed.checkpoint.save`` to write one checkpoint of a whole pipeline.
+
+    All ranks call both, each for its own stages::
 
         dcp.save(state_of(models, optimizer), checkpoint_id=path)
-        for model in models:        # in as many stages as there are then
+        for model in models:        # possibly divided into another number of stages
             mfsdp_compile.checkpoint.load(path, model, optimizer, allow_unexpected="*")
 
-    Names of parameters must say where a layer is in the whole model. Settings of the optimizer's groups are left out: torch
-    would keep one rank's and give them to all.
+    Parameter names must identify a layer's position in the whole model. Settings of the optimizer's parameter groups
+    are left out, because torch would save one rank's settings and load them on all ranks.
 
     Args:
-        models: the stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
-        optimizer: over their parameters, extended by ``fully_shard_optimizer``.
+        models: The stages of this rank, as ``fully_shard_model`` returned them, compiled or not.
+        optimizer: The optimizer of their parameters, extended by ``fully_shard_optimizer``.
 
     Raises:
-        ValueError: two stages of this rank have a parameter of the same name.
+        ValueError: If two stages of this rank have a parameter of the same name.
     """
     weights: dict[str, Any] = {}
     for model in models:

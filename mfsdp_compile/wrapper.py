@@ -25,18 +25,19 @@ __all__ = ["MegatronFSDP", "unwrapped"]
 
 
 class MegatronFSDP(nn.Module):
-    """A model whose parameters are sharded. Made by :func:`~mfsdp_compile.fully_shard_model`.
+    """A model whose parameters are sharded. :func:`~mfsdp_compile.fully_shard_model` creates it.
 
-    It trains as it is, with hooks that gather and reduce, or through ``torch.compile(model, backend="mfsdp")``, with the
-    same numbers. ``parameters()`` are DTensors, this rank's rows of each, at all times; inside a forward, and there
-    only, ``module.weight`` is the whole parameter. After ``backward()`` every parameter that some rank used has its
-    gradient, the mean over data-parallel ranks, summed over microbatches until it is set to None.
+    It trains eagerly, with hooks that gather and reduce, or through ``torch.compile(model, backend="mfsdp")``, with the
+    same numbers. ``parameters()`` are DTensors that hold this rank's rows of each parameter at all times. Inside a
+    forward, and only there, ``module.weight`` is the unsharded parameter. After ``backward()``, every parameter that
+    some rank used has its gradient: the mean over data-parallel ranks, summed over microbatches until it is set to
+    None.
 
-    Attributes that this class does not have are looked up in the wrapped module.
+    Attributes that this class does not define are looked up in the wrapped module.
 
     Args:
-        module: the sharded model; names of parameters are its own behind ``module.``.
-        sharded: what owns its buckets.
+        module: The sharded model. Parameter names are its own, prefixed with ``module.``.
+        sharded: The object that owns the model's buckets.
     """
 
     def __init__(self, module: nn.Module, sharded: ShardedModel | None = None, *args: Any, **kwargs: Any) -> None:
@@ -57,7 +58,7 @@ class MegatronFSDP(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # not there yet
+            if name == "module":  # not set yet
                 raise
             return getattr(self.module, name)
 
@@ -68,7 +69,7 @@ class MegatronFSDP(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MegatronFSDP:
-        """A sharded model of its own: other memory, same values, same groups. No communication."""
+        """Return an independent sharded model: separate memory, same values, same process groups. No communication."""
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -76,13 +77,16 @@ class MegatronFSDP(nn.Module):
 
     # -- when gradients are reduced -----------------------------------------------------------------------------------
     #
-    # With optim_grads and optim_grads_params gradients are reduced over inner ranks in every backward. What can wait for
-    # the last microbatch is the reduction over outer ranks, and, with no_shard and optim, or set_accumulation, all of it.
+    # With optim_grads and optim_grads_params, every backward reduces gradients over inner ranks. What can be deferred
+    # to the last microbatch is the reduction over outer ranks; with no_shard, optim, or
+    # set_accumulation(whole_gradients=True), all of it.
 
     @property
     def is_last_microbatch(self) -> bool | None:
-        """Whether the backward at hand is the last one before the optimizer's step; None: not told, so that
-        :attr:`model_auto_sync` decides. To be set before ``backward``."""
+        """Whether the next backward is the last one before the optimizer step. Set it before ``backward``.
+
+        None (the default) leaves the decision to :attr:`model_auto_sync`.
+        """
         return self.sharded.synchronisation.last_microbatch
 
     @is_last_microbatch.setter
@@ -98,19 +102,22 @@ class MegatronFSDP(nn.Module):
 
     @property
     def microbatch_count(self) -> int:
-        """Backwards since gradients were last reduced completely."""
+        """Number of backwards since gradients were last reduced completely."""
         return self.sharded.synchronisation.microbatches
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Reduce gradients completely after every backward from now on, or not."""
+        """Set whether gradients are reduced completely after every backward from now on."""
         self.sharded.synchronisation.automatic = bool(sync_model)
 
     def sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside reduce gradients completely, with what waits from before."""
+        """Return a context manager in which every backward reduces gradients completely, including deferred ones."""
         return self._override(True)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside are not the last before the optimizer's step: what can wait, waits."""
+        """Return a context manager for backwards that are not the last before the optimizer step.
+
+        Reductions that the strategy can defer are deferred.
+        """
         return self._override(False)
 
     @contextlib.contextmanager
@@ -123,12 +130,13 @@ class MegatronFSDP(nn.Module):
             synchronisation.override = before
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce what waits for it, and give every parameter that was used its gradient. Collective; costs nothing if
-        nothing waits.
+        """Reduce deferred gradients, and give every parameter that was used its gradient. Collective.
+
+        Costs nothing if no reduction is deferred.
 
         Raises:
-            ValueError: ``force_all_reduce``, and the strategy shards gradients or what depends on them: a rank has no use
-                for gradients of what it does not hold.
+            ValueError: If ``force_all_reduce`` is True and the strategy shards anything: a rank has no use for
+                gradients of rows that it does not hold.
         """
         if force_all_reduce and self.sharded.topology.strategy is not ShardingStrategy.NO_SHARD:
             raise ValueError(
@@ -139,29 +147,34 @@ class MegatronFSDP(nn.Module):
         self.sharded.finish_synchronisation()
 
     def start_grad_sync(self) -> None:
-        """Start to reduce what waits for it, as :meth:`finish_grad_sync` does, which has nothing left to do then: reductions
-        that need not wait start in backward, and outside of it nothing runs that would hide the others."""
+        """Reduce deferred gradients now; a later :meth:`finish_grad_sync` is a no-op.
+
+        Reductions that are not deferred start during backward. Outside of backward no computation runs that could hide
+        the others, so this method waits for them.
+        """
         self.sharded.finish_synchronisation()
 
     def synchronize_gradient_reduce(self) -> None:
-        """Wait for reductions that have been started. When a backward is over, all have been awaited."""
+        """Wait for reductions in flight. After a backward has finished there are none."""
         self.sharded.eager.finish_reductions()
 
     def set_accumulation(self, *, whole_gradients: bool = False, keep_gathered: bool = False) -> None:
-        """Trade memory for communication, over the microbatches of an optimizer step. Without arguments: as it was.
+        """Trade memory for communication over the microbatches of an optimizer step.
 
-        Both last until a backward that reduces: mark it, as the comment above says. Compiled code is compiled anew.
+        Call without arguments to restore the default. Gradients and parameters stay whole until the backward that
+        reduces, so mark the last microbatch with :attr:`is_last_microbatch`, :meth:`sync` or :meth:`no_sync`. Compiled
+        code is recompiled.
 
         Args:
-            whole_gradients: sum gradients whole on each rank, and reduce them once per step. For strategies that shard
-                gradients; the others do so in any case. Memory: all gradients, in ``main_grads_dtype``.
-            keep_gathered: gather parameters once per step, and let go of them when it reduces. For
-                ``optim_grads_params``; with the other strategies parameters are whole at all times. Memory: all parameters, in
+            whole_gradients: Sum unsharded gradients on each rank, and reduce them once per step. For strategies that
+                shard gradients; the others always do so. Memory: all gradients, in ``main_grads_dtype``.
+            keep_gathered: Gather parameters once per step, and release them when the step's gradients are reduced. For
+                ``optim_grads_params``; the other strategies always keep parameters gathered. Memory: all parameters, in
                 the dtype that the model computes in.
 
         Raises:
-            RuntimeError: a step is under way.
-            ValueError: ``keep_gathered`` with HFSDP.
+            RuntimeError: If a step is in progress.
+            ValueError: If ``keep_gathered`` is combined with HFSDP.
         """
         self.sharded.set_accumulation(Accumulation(whole_gradients, keep_gathered))
 
@@ -169,8 +182,10 @@ class MegatronFSDP(nn.Module):
 
     @torch.no_grad()
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient by ``factor``, for instance one over the number of tokens, all ranks', after
-        ``calculate_per_token_loss``."""
+        """Multiply every gradient by ``factor``.
+
+        For example, with ``calculate_per_token_loss``, by one over the number of tokens on all ranks.
+        """
         for bucket in self.sharded.buckets:
             if bucket.pending is not None and bucket.pending.total is not None:
                 bucket.pending.total.mul_(factor)
@@ -179,16 +194,19 @@ class MegatronFSDP(nn.Module):
                 torch._foreach_mul_(gradients, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``; also what ``use_decoupled_grad`` puts elsewhere."""
+        """Clear gradients as ``nn.Module.zero_grad`` does, including those in ``decoupled_grad``."""
         super().zero_grad(set_to_none)
         self.sharded.zero_gradients(set_to_none)
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients, also what waits: every parameter's ``.grad`` becomes None, and the memory is free."""
+        """Drop all gradients, including deferred ones: every ``.grad`` becomes None, and the memory is freed."""
         self.sharded.zero_gradients()
 
     def gradient_norms(self, norm_type: float = 2.0) -> dict[str, torch.Tensor]:
-        """The norm of every parameter's whole gradient, by name; 0-d, equal on every rank. One all-reduce."""
+        """Return the norm of every parameter's full gradient, by name. One all-reduce.
+
+        Norms are 0-d tensors, equal on every rank.
+        """
         names, gradients = [], []
         for bucket in self.sharded.buckets:
             for sites, gradient in zip(bucket.sites, bucket.gradients, strict=True):
@@ -200,11 +218,13 @@ class MegatronFSDP(nn.Module):
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter whole, with its name in :attr:`module`, in the dtype of the shards; bucket by bucket.
+        """Yield the name and the full tensor of every parameter, bucket by bucket.
 
-        For exporting weights, or sending them to where they are used. All ranks must take all of it, in the same order; a
-        rank that has no use for a tensor drops it. Memory: one bucket, as long as nothing else is kept. Tied parameters come
-        once, under their first name.
+        For exporting weights, for example to an inference engine. Names are those in :attr:`module`; tensors have the
+        dtype of the shards. Tied parameters appear once, under their first name.
+
+        Collective: all ranks must exhaust the iterator, in the same order; a rank that does not need a tensor drops it.
+        Memory: one bucket, if the caller keeps nothing else.
         """
         self.sharded.check_parameters_are_everyones("full_parameters")
         for bucket in self.sharded.buckets:
@@ -214,30 +234,32 @@ class MegatronFSDP(nn.Module):
             del parts, part
 
     def gathered(self, budget: int | str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters stay gathered from one forward to the next, in the dtype that the model computes in: for
-        ``generate()``, and evaluations. Collective: all ranks enter and leave.
+        """Return a context manager in which parameters stay gathered between forwards.
 
-        Where all of them fit, forwards start no collective, and ranks may run different ones: sequences of other lengths. Where
-        not, units that come later are gathered at each use, and ranks must run equally many forwards. A model compiled with ``backend="mfsdp"`` has code of
-        its own for inside. A backward inside lets go of what is gathered, when it reduces.
+        For ``generate()`` and evaluation. Collective: all ranks enter and leave. Parameters have the dtype that the
+        model computes in. If all of them fit, forwards start no collective, and ranks may run different forwards, such
+        as sequences of different lengths. If not, units later in the model are gathered at each use, and all ranks must
+        run the same number of forwards. A model compiled with ``backend="mfsdp"`` compiles separate code for the
+        inside. A backward inside releases what is gathered when it reduces.
 
         Args:
-            budget: bytes, also as ``"4GiB"``, of parameters that may stay; None: all of them. Strategies other than
-                ``optim_grads_params`` keep parameters at all times.
+            budget: Bytes of parameters that may stay gathered, as a number or as text such as ``"4GiB"``. None: all of
+                them. Strategies other than ``optim_grads_params`` always keep parameters gathered.
 
         Raises:
-            RuntimeError: a step is under way.
-            ValueError: HFSDP.
+            RuntimeError: If a step is in progress.
+            ValueError: With HFSDP.
         """
         return self.sharded.gathered(None if budget is None else parse_bytes(budget, "gathered(budget)"))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """``module.generate``, of a model of transformers, with ``synced_gpus=True`` where forwards gather: ranks whose sequences
-        have ended then take part until all have. Inside :meth:`gathered`, with room for all parameters, each rank goes its own
-        way.
+        """Call ``generate`` of the wrapped transformers model, with ``synced_gpus=True`` if forwards gather.
+
+        Ranks whose sequences have ended then keep running forwards until all ranks are done. Inside :meth:`gathered`,
+        with room for all parameters, each rank generates independently.
 
         Raises:
-            AttributeError: the model has no such method.
+            AttributeError: If the model has no such method.
         """
         generate = self.module.generate
         if "synced_gpus" in inspect.signature(generate).parameters:
@@ -245,40 +267,51 @@ class MegatronFSDP(nn.Module):
         return generate(*args, **kwargs)
 
     def summon_full_params(self, *, writeback: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Inside, :attr:`module` is the module that it was before it was sharded: its parameters are whole, in the dtype of the
-        shards, and no forward communicates. Collective: all ranks enter and leave. Memory: the whole model, on every rank; see
-        :meth:`full_parameters` for one bucket at a time.
+        """Return a context manager in which :attr:`module` is the original, unsharded module.
 
-        Optimizers hold the shards, which do not change before the end. Over other mesh dimensions (tensor parallelism) parameters
-        are divided as the model was.
+        Inside, its parameters are unsharded, in the dtype of the shards, and no forward communicates. Collective: all
+        ranks enter and leave. Memory: the whole model on every rank; :meth:`full_parameters` needs one bucket at a
+        time.
+
+        Optimizers keep the shards, which do not change before the exit. Over other mesh dimensions (tensor
+        parallelism), parameters are divided as they were in the original model.
 
         Args:
-            writeback: keep what was written to parameters (all ranks must have written the same). If False, that is lost.
+            writeback: Keep what was written to parameters. All ranks must write the same values. If False, changes are
+                lost.
 
         Raises:
-            RuntimeError: a step is under way.
-            ValueError: at the end: a parameter was exchanged for one of another shape. Values are those of before.
+            RuntimeError: If a step is in progress.
+            ValueError: At the exit, if a parameter was replaced by one of another shape. All parameters then keep their
+                previous values.
         """
         return self.sharded.whole_parameters(writeback)
 
     def register_forward_method(self, name: str, module: nn.Module | None = None) -> None:
-        """Let a method of the model read whole parameters, as ``forward`` does: one that training or inference enters by, and that
-        uses a parameter itself. (Methods that only call other modules need nothing.) FSDP2's ``register_fsdp_forward_method``.
+        """Let a method of the model read unsharded parameters, as ``forward`` does.
+
+        Needed for methods other than ``forward`` that a training or inference loop calls directly and that use a
+        parameter themselves. Methods that only call other modules need nothing. Equivalent to FSDP2's
+        ``register_fsdp_forward_method``.
 
         Args:
-            name: of the method.
-            module: a module inside; None: the model.
+            name: Name of the method.
+            module: The submodule that has the method. None: the model itself.
 
         Raises:
-            AttributeError: it has no such method.
-            ValueError: ``module`` holds no sharded parameters.
+            AttributeError: If the module has no such method.
+            ValueError: If ``module`` holds no sharded parameters.
         """
         register_forward(module if module is not None else self.module, name)
 
     def start_param_sync(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Start to gather the parameters that the strategy keeps gathered, if they have changed; with ``force_sync``,
-        wait for them. With full sharding over one dimension there are none: graphs and forwards gather for themselves.
-        ``force_dispatch`` changes nothing: gathers are started in any case.
+        """Start gathering parameters that the strategy keeps gathered, if they have changed.
+
+        With full sharding over one dimension there are none: graphs and forwards gather their own.
+
+        Args:
+            force_sync: Also wait for these gathers.
+            force_dispatch: Has no effect: gathers are always started.
         """
         self.sharded.refresh()
         if force_sync:
@@ -289,19 +322,23 @@ class MegatronFSDP(nn.Module):
         self.sharded.await_gathers()
 
     def broadcast_params(self) -> None:
-        """Give ranks that hold the same values those of the first of them: all ranks with ``no_shard``, outer ranks with HSDP.
-        Otherwise each value is on one rank only. Collective. (That a model has the same values on all ranks is checked when it
-        is sharded: this is for values that were changed afterwards.)"""
+        """Copy parameters from the first rank to the ranks that replicate them. Collective.
+
+        With ``no_shard`` these are all ranks, with HSDP the outer ranks; otherwise each value is on one rank only.
+        Sharding already checks that ranks hold the same values; this method is for values that were changed afterwards.
+        """
         self.sharded.broadcast()
 
     @property
     def param_and_grad_buffer(self) -> ShardedModel:
-        """What owns the buckets, for functions that want to be given it; how it looks is not for use."""
+        """The object that owns the buckets, for functions that take it as an argument. Treat it as opaque."""
         return self.sharded
 
     def install_optimized_model_weights(self) -> None:
-        """See that the next forward reads optimized weights. It does in any case: what this brings is that gathering,
-        for strategies that keep parameters gathered, starts now."""
+        """Prefetch updated parameters. Optional; the next forward is correct without it.
+
+        For strategies that keep parameters gathered, it starts the gathers now.
+        """
         self.sharded.refresh(ahead=True)
 
     # -- checks -------------------------------------------------------------------------------------------------------
@@ -314,56 +351,58 @@ class MegatronFSDP(nn.Module):
         loss: Callable[[Any], torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> StepComparison:
-        """Run forward and backward twice, as they are and compiled, from the same state and random numbers, and compare.
+        """Run a step eagerly and compiled, from the same state and random numbers, and compare the results.
 
-        Compared are outputs, buffers and the gradient of every parameter. Weights, gradients, buffers and random numbers are
-        those of before when this returns. Collective: all ranks call it, between optimizer steps.
+        It compares outputs, buffers and the gradient of every parameter. Weights, gradients, buffers and random state
+        are restored before it returns. Collective: all ranks call it, between optimizer steps.
 
         Args:
-            *args: of the model.
-            **kwargs: of the model.
-            options: of ``torch.compile(backend="mfsdp")``; by default ``{"inner": "aot_eager"}``, which computes operator by
-                operator, so that passes and schedule are what is checked. Inductor is told to draw random numbers as torch
-                does (``fallback_random``).
-            tolerance: of the norm of a difference, relative to that of the tensor, or of an average one. By default 0, equal to the bit, with
-                ``aot_eager``, and with Inductor, which computes in another order, the square root of the dtype's epsilon.
-            loss: of the model's output; by default the output itself if it is a number, else the mean of its squares.
+            *args: Positional arguments of the model.
+            **kwargs: Keyword arguments of the model.
+            options: Options for ``torch.compile(backend="mfsdp")``. Default: ``{"inner": "aot_eager"}``, which runs
+                operator by operator, so that only the passes and the schedule are under test. Inductor is set to draw
+                random numbers as torch does (``fallback_random``).
+            tolerance: Upper bound for the norm of a difference, relative to the norm of the tensor or that of an
+                average tensor of its kind, whichever is larger. Default: 0 (bitwise equality) with ``aot_eager``, and
+                the square root of the dtype's epsilon with Inductor, which computes in another order.
+            loss: Computes the loss from the model's output. Default: the output itself if it is a scalar, otherwise the
+                sum of the mean squares of its tensors.
 
         Raises:
-            RuntimeError: on every rank: a tensor differs on one. The first one is named: outputs come first, then gradients
-                from the last parameter to the first, as backward computes them. Also while gradients wait for their
-                reduction.
+            RuntimeError: On every rank, if a tensor differs on any rank. The message names the first one: outputs
+                first, then gradients from the last parameter to the first, which is the order in which backward
+                computes them. Also if gradients wait for their reduction.
         """
         return compare_step(self, args, kwargs, options, tolerance, loss)
 
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Start afresh after a step that failed on some ranks: every rank calls it, after its error.
+        """Recover from a step that failed on some ranks. Every rank calls it, after its error.
 
-        A rank that raises in forward leaves the others waiting for it; they raise when the process group's time-out has
-        passed, and its process groups cannot be used any more. This makes new ones for the model (groups that you use
-        yourself are yours to make anew), and clears gradients. Weights and optimizer state are those of before. Compiled
-        code is compiled once more.
+        A rank that raises in forward leaves the others waiting for it. They raise after the process group's timeout,
+        and its process groups are unusable from then on. This method creates new ones for the model and clears
+        gradients. Weights and optimizer state are those before the step. Process groups that you use yourself are yours
+        to recreate. Code is compiled once more.
 
         Raises:
-            RuntimeError: a rank did not come within four times the process group's time-out.
+            RuntimeError: If a rank does not arrive within four times the process group's timeout.
         """
         self.sharded.reset()
 
     # -- settings -----------------------------------------------------------------------------------------------------
 
     def get_distributed_index(self) -> Topology:
-        """The ranks that the model is sharded over, and how."""
+        """Return the ranks that the model is sharded over, and how."""
         return self.sharded.topology
 
     @contextlib.contextmanager
     def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Reduce gradients in ``policy.grad_comm_dtype`` inside. Compiled graphs are compiled once for each dtype.
+        """Reduce gradients in ``policy.grad_comm_dtype`` inside. Graphs are compiled once for each dtype.
 
         Raises:
-            TypeError: it is no policy.
-            ValueError: the policy differs from the model's in something else.
+            TypeError: If ``policy`` is not a policy.
+            ValueError: If the policy differs from the model's in any other field.
         """
         policy = MixedPrecisionPolicy.of(policy, "mixed_precision_context")
         before = self.sharded.precision
@@ -380,13 +419,13 @@ class MegatronFSDP(nn.Module):
 
 
 def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:
-    """The sharded model inside ``torch.compile``'s wrapper, if it is in one.
+    """Return the sharded model inside ``torch.compile``'s wrapper, or the model itself if it is not wrapped.
 
     Args:
-        what: takes it, for the message.
+        what: Name of the caller, for the error message.
 
     Raises:
-        TypeError: it is no sharded model.
+        TypeError: If ``model`` is not a sharded model.
     """
     inner = model if isinstance(model, MegatronFSDP) else getattr(model, "_orig_mod", model)
     if not isinstance(inner, MegatronFSDP):

@@ -1,4 +1,4 @@
-"""Checkpoints that move: saved and loaded at any number of ranks, complete or not there, and safe to load."""
+"""Portable checkpoints: written atomically, reloaded on any number of ranks, and safe to load."""
 
 from .files import CheckpointError
 from .full import full_optimizer_state_dict, full_state_dict

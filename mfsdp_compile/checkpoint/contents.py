@@ -1,6 +1,6 @@
-"""What goes into a checkpoint besides weights: generators of random numbers, and what the program wants to keep.
+"""Contents of a checkpoint other than weights: random number generators, and the program's own data.
 
-As tensors, because those are what the formats at hand carry between programs without pickles.
+They are stored as tensors, which checkpoint formats carry between programs without pickles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["extra_from_tensor", "extra_to_tensor", "get_generators", "set_genera
 
 
 def get_generators() -> dict[str, Tensor]:
-    """State of the generators of torch (on the CPU and the current GPU), Python and NumPy."""
+    """Return the state of the generators of torch (on the CPU and the current GPU), Python and NumPy."""
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     assert kind == "MT19937"
@@ -36,7 +36,7 @@ def get_generators() -> dict[str, Tensor]:
 
 
 def set_generators(state: Mapping[str, Tensor]) -> None:
-    """Undo what has been drawn since :func:`get_generators`. A GPU's generator is left alone where there is none."""
+    """Restore the state from :func:`get_generators`. GPU state is ignored if there is no GPU."""
     torch.set_rng_state(state["torch"])
     version, *internal = state["python"].tolist()
     gauss = state["python_gauss"].item()
@@ -48,10 +48,10 @@ def set_generators(state: Mapping[str, Tensor]) -> None:
 
 
 def extra_to_tensor(extra: Any) -> Tensor:
-    """Bytes, ``uint8``.
+    """Serialize ``extra`` to bytes, as a ``uint8`` tensor.
 
     Raises:
-        TypeError: it holds what cannot be loaded without running a stranger's code.
+        TypeError: If it contains something that cannot be loaded without running code from the file.
     """
     stream = io.BytesIO()
     torch.save(extra, stream)

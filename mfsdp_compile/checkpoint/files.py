@@ -1,11 +1,11 @@
-"""Checkpoint directories of torch.distributed.checkpoint (DCP), read and written by one process, a tensor at a time.
+"""Reading checkpoint directories of torch.distributed.checkpoint (DCP) in one process, one tensor at a time.
 
 Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.pickles`).
 
 A DCP directory ::
 
-    .metadata       pickle: shape, dtype and chunks of every tensor, and where each chunk and each other value lies
-    __0_0.distcp    torch.save archives, one after the other: chunks of tensors, and values that are no tensors
+    .metadata       pickle: shape, dtype and chunks of every tensor, and the location of each chunk and other value
+    __0_0.distcp    torch.save archives, one after the other: chunks of tensors, and values that are not tensors
     __1_0.distcp    written by another rank
 """
 
@@ -51,18 +51,21 @@ __all__ = [
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """The metadata of a checkpoint, without running what its pickle may hold; with ``mcore_data``, if only empty.
+    """Read the metadata of a checkpoint, without running code that its pickle may contain.
+
+    The result always has ``mcore_data``, which may be empty.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it names a class that metadata does not need.
+        CheckpointError: If there is none, it is damaged, or it names a class that metadata does not need.
     """
     return load_metadata(Path(directory) / ".metadata")
 
 
 class SafeReader(FileSystemReader):
-    """For ``torch.distributed.checkpoint.load``: a checkpoint from a stranger runs no code, errors name the file.
+    """A storage reader for ``torch.distributed.checkpoint.load`` that runs no code from a checkpoint.
 
-    Goes together with :class:`SafeLoadPlanner`, which does the same for values that are no tensors.
+    Its errors name the file. Use it together with :class:`SafeLoadPlanner`, which does the same for values that are not
+    tensors.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -85,7 +88,7 @@ class SafeReader(FileSystemReader):
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except (CheckpointError, FileRefused) as error:
                 raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
-            except Exception as error:  # what damaged archives raise is not documented
+            except Exception as error:  # torch does not document what damaged archives raise
                 raise CheckpointError(
                     f"{Path(self.path) / name} could not be read ({type(error).__name__}: {error}). It is damaged, cut "
                     "short or missing: copy the checkpoint again, or use an earlier one."
@@ -100,7 +103,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Loads values that are no tensors with ``weights_only=True``, where torch's own planner runs what they hold."""
+    """Loads values that are not tensors with ``weights_only=True``; torch's own planner runs the code in them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -116,13 +119,13 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 class CheckpointReader:
-    """Looks into a DCP directory. Opens files when they are asked for, and holds at most one chunk of a tensor.
+    """Reads parts of a DCP directory. Opens files on demand, and holds at most one chunk of a tensor.
 
     Args:
-        directory: with a ``.metadata`` file.
+        directory: Directory with a ``.metadata`` file.
 
     Raises:
-        CheckpointError: as :func:`read_metadata`.
+        CheckpointError: See :func:`read_metadata`.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -133,7 +136,7 @@ class CheckpointReader:
         self._rows: tuple[str, dict[int, list[ChunkStorageMetadata]]] | None = None
 
     def keys(self) -> list[str]:
-        """Of all entries, sorted."""
+        """Return the keys of all entries, sorted."""
         return sorted(self.metadata.state_dict_metadata)
 
     def __iter__(self) -> Iterator[str]:
@@ -143,7 +146,7 @@ class CheckpointReader:
         return key in self.metadata.state_dict_metadata
 
     def is_tensor(self, key: str) -> bool:
-        """Whether an entry is a tensor, and not another value."""
+        """Return whether an entry is a tensor."""
         return isinstance(self._entry(key), TensorStorageMetadata)
 
     def shape(self, key: str) -> torch.Size:
@@ -156,27 +159,28 @@ class CheckpointReader:
         return math.prod(self.shape(key))
 
     def mcore_data(self, key: str) -> dict[str, Any]:
-        """What Megatron noted of a tensor; empty for others."""
+        """Return Megatron's facts about a tensor; empty if there are none."""
         noted: dict[str, Any] = self.metadata.mcore_data.get(key) or {}  # type: ignore[attr-defined]
         return noted
 
     def stored_as(self, key: str) -> tuple[tuple[str, int], ...]:
-        """File and offset of every chunk: two keys that share them share their data."""
+        """Return file and offset of every chunk. Two keys with the same result share their data."""
         return tuple((info.relative_path, info.offset) for info in map(self._location, self._indices(key)))
 
     def tensor(self, key: str, index: Sequence[int] = ()) -> Tensor:
-        """A tensor put together from its chunks, in whatever files and of whatever sizes they are.
+        """Assemble a tensor from its chunks, whichever files they are in and whatever their sizes.
 
         Args:
-            key: of the tensor.
-            index: the tensor is indexed with these, one for each of its first dimensions. Only the chunks that hold
-                this part are read.
+            key: Key of the tensor.
+            index: Indices into the first dimensions of the tensor, one for each. Only chunks that contain this part are
+                read.
 
-        Returns: a tensor on the CPU of shape ``self.shape(key)[len(index):]``.
+        Returns:
+            A CPU tensor of shape ``self.shape(key)[len(index):]``.
 
         Raises:
-            KeyError: no such entry.
-            CheckpointError: not a tensor, its chunks do not cover it, or a file is damaged.
+            KeyError: If there is no such entry.
+            CheckpointError: If the entry is not a tensor, its chunks do not cover it, or a file is damaged.
         """
         entry = self._tensor_entry(key)
         index = tuple(index)
@@ -193,7 +197,7 @@ class CheckpointReader:
             high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            if low == list(chunk.offsets) == list(start) and wanted == list(chunk.sizes):  # nothing to put together
+            if low == list(chunk.offsets) == list(start) and wanted == list(chunk.sizes):  # nothing to assemble
                 return self._load(key, chunk, entry.properties.dtype).reshape(entry.size[len(index) :])
             here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
             there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
@@ -201,17 +205,17 @@ class CheckpointReader:
         return result.reshape(entry.size[len(index) :])
 
     def chunks(self, key: str) -> Iterator[tuple[torch.Size, Tensor]]:
-        """(Offsets, tensor) of a tensor's chunks, one after the other, as they are stored."""
+        """Yield offsets and tensor of each chunk of a tensor, as stored."""
         entry = self._tensor_entry(key)
         for chunk in self._covering(key, entry):
             yield chunk.offsets, self._load(key, chunk, entry.properties.dtype)
 
     def value(self, key: str) -> Any:
-        """An entry that is not a tensor.
+        """Return an entry that is not a tensor.
 
         Raises:
-            KeyError: no such entry.
-            CheckpointError: the entry is damaged, or holds objects of a class that is not known to be harmless.
+            KeyError: If there is no such entry.
+            CheckpointError: If the entry is damaged, or holds objects of a class that is not known to be harmless.
         """
         if self.is_tensor(key):
             raise CheckpointError(f"{self.directory}: {key} is a tensor")
@@ -220,14 +224,14 @@ class CheckpointReader:
             return load_object(file, self._named(info, key))
 
     def raw(self, key: str) -> bytes:
-        """The bytes of an entry that is not a tensor, as ``torch.save`` wrote them; checked but not unpickled."""
+        """Return the serialized bytes of an entry that is not a tensor, checked but not unpickled."""
         info = self._location(MetadataIndex(key))
         with self._open(info, key) as file:
             check_sums(file, self._named(info, key))
             return file.read()
 
     def release(self) -> None:
-        """Drop the chunk that was read last, which is kept because neighbouring parts often lie in one chunk."""
+        """Drop the chunk that was read last. It is kept because neighboring parts are often in the same chunk."""
         self._recent = None
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
@@ -251,7 +255,10 @@ class CheckpointReader:
         return loaded
 
     def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
-        """The chunks that have something of ``tensor[row]``: there may be ten thousands of others, of other layers."""
+        """Return the chunks that contain part of ``tensor[row]``.
+
+        A tensor can have tens of thousands of other chunks, of other layers.
+        """
         if self._rows is None or self._rows[0] != key:
             rows: dict[int, list[ChunkStorageMetadata]] = {}
             for chunk in filter(lambda chunk: math.prod(chunk.sizes), self._covering(key, entry)):
@@ -261,7 +268,7 @@ class CheckpointReader:
         return self._rows[1].get(row, [])
 
     def _covering(self, key: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
-        """The chunks of a tensor, if they are all of it."""
+        """Return the chunks of a tensor, after checking that they cover it."""
         inside = all(
             o >= 0 and n >= 0 and o + n <= size
             for chunk in entry.chunks
@@ -274,7 +281,7 @@ class CheckpointReader:
                 f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
             )
         filled = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-        for chunk in filled:  # before memory is reserved for them
+        for chunk in filled:  # checked before memory is allocated for them
             info = self._location(MetadataIndex(key, chunk.offsets))
             self._check_length(info, key)
             if info.length < (needed := math.prod(chunk.sizes) * entry.properties.dtype.itemsize):
@@ -322,7 +329,7 @@ class CheckpointReader:
             yield io.BufferedReader(_Window(file, info.offset, info.length))
 
     def _check_length(self, info: Any, key: str) -> Path:
-        """The file that an entry lies in, if it is as long as it must be."""
+        """Return the file that contains an entry, after checking that it is long enough."""
         try:
             path = inside(self.directory, info.relative_path)
             size = path.stat().st_size
@@ -341,7 +348,7 @@ class CheckpointReader:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file, as a file object."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         super().__init__()

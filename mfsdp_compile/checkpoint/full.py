@@ -1,4 +1,4 @@
-"""Whole state dicts, on one rank, in the memory of one bucket more than they need."""
+"""Full state dicts on one rank. Peak memory exceeds the result by one bucket."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["full_optimizer_state_dict", "full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
-    """The state dict that the model would have if it were not sharded, in the CPU's memory. Collective.
+    """Return the state dict of the unsharded model, in CPU memory. Collective.
 
-    Gathered bucket by bucket: no rank ever holds two copies, and the other ranks none.
+    Parameters are gathered bucket by bucket: no rank ever holds two copies of the model, and the other ranks hold none.
 
     Args:
-        model: names are those of ``model.module``; dtypes those of the shards.
-        rank: in the process group of the model's ranks, that gets it; None: all do.
+        model: The sharded model. Names are those of ``model.module``, dtypes those of the shards.
+        rank: The rank that gets the state dict, in the process group of the model's ranks. None: all ranks.
 
     Returns:
-        Ordinary tensors by name, tied parameters sharing one, buffers included; on other ranks nothing.
+        Plain tensors by name, including buffers; tied parameters share one tensor. Empty on other ranks.
     """
     model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
@@ -49,14 +49,14 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None = 0) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors in the CPU's memory, gathered one by one. Collective.
+    """Return ``optimizer.state_dict()`` with full tensors in CPU memory, gathered one by one. Collective.
 
     Args:
-        optimizer: extended by ``fully_shard_optimizer``.
-        rank: in the default process group, that gets it; None: all do.
+        optimizer: Extended by ``fully_shard_optimizer``.
+        rank: The rank that gets the state dict, in the default process group. None: all ranks.
 
     Returns:
-        As ``optimizer.load_state_dict`` takes it, sharded or not; on other ranks nothing.
+        A state dict for ``optimizer.load_state_dict``, sharded or not. Empty on other ranks.
     """
     mine = rank is None or dist.get_rank() == rank
     sharded = optimizer.state_dict()

@@ -1,8 +1,8 @@
-"""Reading a checkpoint into a sharded model and its optimizer, whoever wrote it on however many ranks.
+"""Reading a checkpoint into a sharded model and its optimizer, from any program and any number of ranks.
 
-Names are those of the module that was sharded. What others put before them (``model.``, ``module.``) is what makes the most
-names fit, so that checkpoints of plain models, DDP and FSDP2 do. Everything is compared before anything is loaded: a checkpoint that does not fit, or is damaged,
-leaves the model as it was.
+Names are those of the module that was sharded. Other programs put prefixes before them (``model.``, ``module.``); the
+prefix with which most names match is used, so checkpoints of plain models, DDP and FSDP2 work. Everything is compared
+before anything is loaded: a checkpoint that does not match, or is damaged, leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .manifest import Manifest, damaged_files, read_manifest
 __all__ = ["Restored", "as_checkpoint_error", "load"]
 
 EXTRA_STATE = "_extra_state"
-"""Last part of the name of what a module's ``get_extra_state`` returns."""
+"""Last part of the names of the values that modules return from ``get_extra_state``."""
 
 _MODEL_PREFIXES = ("model.module.", "model.", "module.", "")
 _NOT_OF_MODEL = ("optimizer.", "optim.", "rng.")
 
 PATIENCE = timedelta(hours=1)
-"""For the slowest rank to look at its share of the files."""
+"""Time for the slowest rank to check its share of the files."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Restored:
     """What was loaded.
 
     Args:
-        path: of the checkpoint.
-        step: of the training; None: it has no manifest.
-        extra: what the program had given to be saved.
-        generators: whether random number generators are where they were. They are if the number of ranks is the same.
-        world_size: ranks that wrote it; None: it has no manifest.
-        left_out: names in the checkpoint that were not loaded.
-        kept: names of what kept its values, because the checkpoint does not have it.
-        cast: names of what has another dtype here.
+        path: The checkpoint.
+        step: Training step. None: the checkpoint has no manifest.
+        extra: The program's data, as given to the save.
+        generators: Whether random number generators were restored. They are if the number of ranks is the same.
+        world_size: Number of ranks that wrote it. None: the checkpoint has no manifest.
+        left_out: Names in the checkpoint that were not loaded.
+        kept: Names that kept their values, because the checkpoint does not have them, or has them in another shape.
+        cast: Names with a different dtype here.
     """
 
     path: Path
@@ -73,7 +73,7 @@ class Restored:
 
 @dataclass
 class _Comparison:
-    """What is here, by names to be read by people, against what is stored."""
+    """Differences between the model and a checkpoint, by names for messages."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -93,29 +93,31 @@ def load(
     allow_cast: str | Sequence[str] = (),
     generators: bool = True,
 ) -> Restored:
-    """Load a checkpoint of any world size, strategy and shape of mesh: this package's, or one of
-    ``torch.distributed.checkpoint`` by FSDP2, DDP or a plain model. Collective. Runs nothing that the checkpoint may hold.
+    """Load a checkpoint of any world size, strategy and mesh shape. Collective.
+
+    Accepts checkpoints of this package, and those that FSDP2, DDP or a plain model wrote with
+    ``torch.distributed.checkpoint``. Runs no code that the checkpoint may contain.
 
     Args:
-        path: a folder with a ``.metadata`` file.
-        model: to load into, in place. Gradients are dropped.
-        optimizer: to load into, in place: extended by ``fully_shard_optimizer``; it may be new. None: the checkpoint's is left
-            out.
-        verify: read every file first and compare it with the manifest; None: if there is a manifest.
-        allow_missing: patterns (``*`` and ``?``) of names that may be missing, and keep their values: ``"model.head.*"``,
-            ``"optimizer.head.*"``.
-        allow_unexpected: of names that may be left out.
-        allow_reshaped: of names whose shape may be another; they keep their values.
-        allow_cast: of names whose dtype may be another; values are rounded.
-        generators: also set the random number generators, if the number of ranks is the same.
+        path: Folder with a ``.metadata`` file.
+        model: Model to load into, in place. Its gradients are dropped.
+        optimizer: Optimizer to load into, in place. Extended by ``fully_shard_optimizer``; it may be new. None: the
+            checkpoint's optimizer state is ignored.
+        verify: Read every file first, and compare it with the manifest. None: if there is a manifest.
+        allow_missing: Patterns (``*`` and ``?``) of names that may be missing and then keep their values:
+            ``"model.head.*"``, ``"optimizer.head.*"``.
+        allow_unexpected: Patterns of names in the checkpoint that may be ignored.
+        allow_reshaped: Patterns of names that may have another shape; they keep their values.
+        allow_cast: Patterns of names that may have another dtype; their values are rounded.
+        generators: Also set the random number generators, if the number of ranks is the same.
 
     Returns:
-        The step, and what else there is.
+        The step and everything else that was loaded.
 
     Raises:
-        CheckpointError: on this rank something is missing, damaged, or does not fit; all of it is listed. Nothing is
-            loaded.
-        RuntimeError: on another rank.
+        CheckpointError: If, on this rank, something is missing, damaged or does not match. The message lists all of it.
+            Nothing is loaded.
+        RuntimeError: If another rank failed.
     """
     directory = Path(path)
     model = unwrapped(model, "load")
@@ -163,13 +165,13 @@ def load(
     with errors_for_all(sharded.everyone, f"Loading {directory}", PATIENCE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*load in a single process")
         try:
-            # Every rank knows what it needs; asking the others for their opinion takes longer than reading.
+            # Every rank knows what it needs; consulting the other ranks takes longer than reading.
             dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             causes = "; ".join(as_causes(error))
             raise CheckpointError(f"Loading {directory} failed half-way: load another checkpoint. {causes}") from error
     found.finish(values)
-    sharded.zero_gradients()  # they were of other weights
+    sharded.zero_gradients()  # they belong to other weights
     sharded.synchronisation.microbatches = 0
     if manifest is not None:
         sharded.lineage.take_up((manifest.run, *manifest.continues))
@@ -210,10 +212,10 @@ class _Allowed:
 
 
 class _Plan:
-    """Which stored key goes where. Made without communication, from what all ranks see alike.
+    """Which stored key goes where. Made without communication, from information that is the same on all ranks.
 
     Raises:
-        CheckpointError: it does not fit.
+        CheckpointError: If the checkpoint does not match.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ class _Plan:
         inner = {_inner(name): name for name in state}
         prefix = max(_MODEL_PREFIXES, key=lambda prefix: sum(name in inner for name in self._of_model(prefix)))
         stored = self._of_model(prefix)
-        # A tied parameter has several names here, and maybe one of them there.
+        # A tied parameter has several names here, and possibly only one of them in the checkpoint.
         params = dict(self._module.named_parameters(remove_duplicate=False))
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         names_of: dict[int, list[str]] = {}
@@ -281,7 +283,7 @@ class _Plan:
             elif self._fits(f"model.{name}", found, value.shape, value.dtype):
                 self.targets[found] = value
                 own = params.get(name, buffers.get(name))
-                if own is None or _address(own) != _address(value):  # a hook of the module has made it
+                if own is None or _address(own) != _address(value):  # created by a hook of the module
                     self._not_in_place[name] = found
                 elif (first := first_found.setdefault(id(own), name)) is not name and name in params:
                     local = torch.empty_like(value.to_local().detach())
@@ -290,14 +292,14 @@ class _Plan:
         self.compared.unexpected += [f"model.{name}" for name, key in stored.items() if key not in self._used]
 
     def _of_model(self, prefix: str) -> dict[str, str]:
-        """Stored keys by their names in the module, if ``prefix`` is what is before these."""
+        """Return the stored keys by their names in the module, assuming that ``prefix`` precedes them."""
         keys = [key for key in self._stored if key.startswith(prefix)]
         if not prefix:
             keys = [key for key in keys if not key.startswith(_NOT_OF_MODEL) and key != "extra"]
         return {_inner(key.removeprefix(prefix)): key for key in keys}
 
     def _plan_extra_state(self, name: str, stored: dict[str, str]) -> None:
-        """What ``get_extra_state`` has returned: a value, a tensor, or a dictionary of these that DCP has taken apart."""
+        """Plan a result of ``get_extra_state``: a value, a tensor, or a dictionary of these that DCP has flattened."""
         keys = {
             inner: key for inner, key in stored.items() if inner == _inner(name) or inner.startswith(f"{_inner(name)}.")
         }
@@ -316,7 +318,7 @@ class _Plan:
         self._extra_states[name] = whole[EXTRA_STATE]
 
     def _path(self, key: str) -> tuple[Any, ...]:
-        """Where a stored value was in the dictionaries and lists that were saved."""
+        """Return the path of a stored value in the dictionaries and lists that were saved."""
         return (self._reader.metadata.planner_data or {}).get(key) or tuple(key.split("."))
 
     def _value(self, key: str) -> Any:
@@ -346,7 +348,7 @@ class _Plan:
                 continue
             with_state.add(owner)
             param = params[owner]
-            if owner in reshaped:  # a part of it would be none: its state begins anew
+            if owner in reshaped:  # a part of its state is useless; the state starts fresh
                 self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
                 continue
             self._state_of[key] = (owner, state)
@@ -372,17 +374,20 @@ class _Plan:
         return {_inner(key.rpartition(".")[0]) for key in keys}
 
     def _state_key(self, key: str) -> tuple[str, str]:
-        """A parameter's name, and that of its state."""
+        """Return the parameter's name and the name of its state."""
         name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
         return _inner(name.removeprefix(self._optimizer_prefix)), state
 
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """The optimizer's groups with the settings that their parameters had. New parameters take those of their group."""
+        """Return the optimizer's groups with the stored settings of their parameters.
+
+        New parameters take the settings of their group.
+        """
         stored: dict[int, dict[str, Any]] = {}
         for key in self._stored:
             if key.startswith("optimizer.param_groups."):
                 number, *setting = self._path(key)[2:]
-                if str(number).isdecimal():  # else torch's flattened form, by parameter: settings are the program's
+                if str(number).isdecimal():  # else torch's form by parameter: the program's settings apply
                     compat.set_element(stored.setdefault(int(number), {}), tuple(setting), self._value(key))
         group_of = {}
         for number, group in stored.items():
@@ -403,7 +408,7 @@ class _Plan:
             groups.append({**group, **settings, **own})
         return groups
 
-    # -- both ---------------------------------------------------------------------------------------------------------
+    # -- model and optimizer ------------------------------------------------------------------------------------------
 
     def _fits(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         info = self._stored[key]
@@ -438,7 +443,7 @@ class _Plan:
             )
 
     def extras(self, rank: int) -> dict[str, Tensor]:
-        """What is neither the model's nor the optimizer's: memory for it."""
+        """Allocate tensors for what belongs neither to the model nor to the optimizer."""
         return {
             key: torch.empty(info.size, dtype=info.properties.dtype)
             for key, info in self._stored.items()
@@ -448,7 +453,7 @@ class _Plan:
         }
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """What does not lie in place already."""
+        """Load everything that was not read in place."""
         rest = {name: values[key] for name, key in self._not_in_place.items()} | self._extra_states
         for name, value in rest.items():
             self._module.load_state_dict({name: value}, strict=False)
@@ -468,18 +473,21 @@ class _Plan:
 
 
 def as_checkpoint_error(error: CheckpointException, what: str) -> CheckpointError:
-    """In the words of the ranks that have failed; torch's own exception is none that ``except Exception`` catches."""
+    """Turn torch's exception into a CheckpointError with the errors of the failed ranks.
+
+    ``except Exception`` does not catch torch's own exception.
+    """
     ranks = ", ".join(map(str, sorted(error.failures)[:8]))
     return CheckpointError(f"{what}. On rank {ranks}: {'; '.join(as_causes(error))}")
 
 
 def as_causes(error: CheckpointException) -> list[str]:
-    """What has failed, on whichever rank. Without communication torch calls every rank 0."""
+    """Return what failed, on whichever rank. Without communication, torch calls every rank 0."""
     return list(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()))[:4]
 
 
 def _inner(name: str) -> str:
-    """Without what wrappers inside the module have put into it."""
+    """Remove the parts of a name that wrappers inside the module have added."""
     for inner in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
         name = name.replace(inner, "")
     return name

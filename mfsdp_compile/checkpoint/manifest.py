@@ -1,10 +1,11 @@
-"""What a checkpoint is made of: written last, so that a checkpoint that has one is complete.
+"""The manifest of a checkpoint. It is written last, so a checkpoint that has one is complete.
 
-``manifest.json`` lists every file with its length and a digest, says from what model, run, ranks and versions it comes,
-and carries a hash of itself. It is plain JSON: reading it runs nothing.
+``manifest.json`` lists every file with its length and a digest, identifies the model, run, ranks and versions that
+wrote the checkpoint, and contains a hash of itself. It is plain JSON: reading it runs no code.
 
-A digest is SHA-256 over the SHA-256 of each 4 MiB of the file, in order. Blocks are hashed by several threads, as
-hashlib releases the interpreter. Every byte and every order counts; a digest does not show who wrote a file.
+A digest is the SHA-256 of the SHA-256 digests of each 4 MiB of the file, in order. Several threads hash blocks, because
+hashlib releases the GIL. Any changed byte and any change of order changes the digest; it does not prove who wrote a
+file.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ MANIFEST = "manifest.json"
 FORMAT = 2
 
 BLOCK_BYTES = 4 << 20
-"""Hashed at a time by one thread. Part of the format."""
+"""Bytes that one thread hashes at a time. Part of the format."""
 
 MOST_THREADS = 4
-"""For one file. Ranks of a machine hash their files at the same time."""
+"""Maximum number of threads for one file. The ranks of a machine hash their files at the same time."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Length in bytes, and digest in hexadecimal, of one file."""
+    """Length in bytes and hexadecimal digest of a file."""
 
     bytes: int
     digest: str
@@ -68,21 +69,23 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known about a checkpoint.
+    """Description of a checkpoint.
 
     Args:
-        step: of the training, as the program counts; None: not known to the program that converted it.
-        serial: of the checkpoint among those of its folder; the last has the highest.
-        created: date and time, UTC, ISO 8601.
-        world_size: ranks that wrote it.
-        sharding: strategy and ranks, in words.
-        layout: fingerprint of the bucket layouts. Another one means other ranks or strategies, and no error.
-        versions: of torch, this package and Python.
-        rng: whether the state of random number generators is in it, for each rank.
-        run: that wrote it (:class:`~mfsdp_compile.runtime.lineage.Lineage`); empty: one process that converted it.
-        continues: runs that this one took up again, by loading their checkpoints.
-        optimizer: class of the optimizer whose state is in it; None: there is none, or it is not known.
-        files: by name relative to the checkpoint.
+        step: Training step, as counted by the program. None: unknown to the program that converted it.
+        serial: Serial number among the checkpoints of its folder. The last one has the highest.
+        created: Date and time, UTC, ISO 8601.
+        world_size: Number of ranks that wrote it.
+        sharding: Readable description of strategy and ranks.
+        layout: Fingerprint of the bucket layouts. A different one means different ranks or strategies, and is not an
+            error.
+        versions: Versions of torch, this package and Python.
+        rng: Whether it contains the state of the random number generators of each rank.
+        run: The run that wrote it (:class:`~mfsdp_compile.runtime.lineage.Lineage`). Empty: a process that converted
+            it.
+        continues: Runs that this run continued, by loading their checkpoints.
+        optimizer: Class of the optimizer whose state it contains. None: no optimizer, or unknown.
+        files: Files, by name relative to the checkpoint.
     """
 
     step: int | None
@@ -104,11 +107,11 @@ class Manifest:
 
 
 def seal(directory: Path, source: Manifest | None = None) -> None:
-    """Write the manifest of a checkpoint that one process has made of another one.
+    """Write the manifest of a checkpoint that one process made from another one.
 
     Args:
-        directory: with all its files.
-        source: of the other one, if it had any.
+        directory: The checkpoint, with all its files.
+        source: Manifest of the original, if it had one.
     """
     if source is None:
         source = Manifest(None, 0, now(), 1, "by one process", "", versions(), rng=False)
@@ -125,7 +128,7 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what writes the checkpoint."""
+    """Return the versions of the software that writes the checkpoint."""
     return {
         "torch": torch.__version__,
         "mfsdp-compile": mfsdp_compile.__version__,
@@ -134,10 +137,13 @@ def versions() -> dict[str, str]:
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """None: there is none; the checkpoint was written by another program, or is incomplete.
+    """Read the manifest of a checkpoint.
+
+    Returns:
+        The manifest, or None if there is none: the checkpoint was written by another program, or is incomplete.
 
     Raises:
-        CheckpointError: it is damaged, or of a later version of this package.
+        CheckpointError: If it is damaged, or was written by a later version of this package.
     """
     path = directory / MANIFEST
     try:
@@ -162,9 +168,10 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def _checked(directory: Path, found: dict[str, Any]) -> Manifest:
-    """
+    """Return the manifest in a JSON object, after checking its values.
+
     Raises:
-        FileRefused: it lacks something, has more, or a value that makes no sense.
+        FileRefused: If something is missing or unexpected, or a value is out of range.
     """
     if odd := sorted(set(found) ^ {each.name for each in fields(Manifest)}):
         raise FileRefused(f"it lacks, or has beside what it should, {odd[0]!r:.80}")
@@ -196,7 +203,11 @@ def _checked(directory: Path, found: dict[str, Any]) -> Manifest:
 
 
 def damaged_files(directory: Path, files: Mapping[str, FileRecord], names: Sequence[str]) -> list[str]:
-    """What is wrong with each of ``names``, one line per file; reads every byte of those that have the right length."""
+    """Check the files ``names``. Reads every byte of those with the right length.
+
+    Returns:
+        A description of the damage for each damaged file.
+    """
     found = []
     for name in names:
         try:
@@ -216,17 +227,17 @@ def damaged_files(directory: Path, files: Mapping[str, FileRecord], names: Seque
 
 
 def hash_file(path: Path) -> FileRecord:
-    """Length and digest; with :data:`BLOCK_BYTES` in memory for each thread.
+    """Return length and digest of a file. Each thread holds :data:`BLOCK_BYTES` in memory.
 
     Raises:
-        FileRefused: a pipe or device.
+        FileRefused: If it is a pipe or device.
     """
     with open_regular(path) as file:
         descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
 
         def block(start: int) -> tuple[int, bytes]:
             data = os.pread(descriptor, BLOCK_BYTES, start)
-            while 0 < len(data) < min(BLOCK_BYTES, size - start):  # a system may return less at a time
+            while 0 < len(data) < min(BLOCK_BYTES, size - start):  # a read may return fewer bytes than requested
                 more = os.pread(descriptor, BLOCK_BYTES - len(data), start + len(data))
                 if not more:
                     break
@@ -237,7 +248,8 @@ def hash_file(path: Path) -> FileRecord:
         threads = min(MOST_THREADS, os.cpu_count() or 1, len(starts))
         whole_file, length = hashlib.sha256(), 0
         with ThreadPoolExecutor(max(threads, 1)) as pool:
-            # pool.map takes all of its argument at once: a list of block numbers, a millionth of the file.
+            # pool.map consumes its whole argument at once: a list of block numbers, about a millionth of the file's
+            # size.
             for count, digest in pool.map(block, starts) if threads > 1 else map(block, starts):
                 whole_file.update(digest)
                 length += count
@@ -245,7 +257,10 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """All of it or nothing, also when the power fails: written beside, flushed to the disk, renamed."""
+    """Write a file completely or not at all, even if the power fails.
+
+    The text is written to a temporary file beside it, flushed to disk, and renamed.
+    """
     beside = path.with_name(f"{path.name}.tmp")
     with open_new(beside) as file:
         file.write(text.encode())

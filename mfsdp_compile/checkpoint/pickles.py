@@ -1,10 +1,10 @@
-"""Pickles in checkpoints, read without running what a stranger may have put into them.
+"""Reading the pickles in checkpoints without running code that they may contain.
 
-A checkpoint has pickles in two places. ``.metadata`` is a plain one: :func:`load_metadata` unpickles it into inert
-records, and builds torch's metadata from what they hold. Everything else (tensors, bytes
-entries, ``common.pt``) was written by ``torch.save``: :func:`load_object` reads it with ``weights_only=True`` and a short
-list of further classes. Classes of Megatron and Transformer Engine, as in the training arguments of ``common.pt``, are
-neither imported nor refused: a :class:`Foreign` object keeps their place, and is written again under the old name.
+A checkpoint contains pickles in two places. ``.metadata`` is a plain pickle: :func:`load_metadata` unpickles it into
+inert records, and builds torch's metadata from them. Everything else (tensors, bytes entries, ``common.pt``) was
+written by ``torch.save``: :func:`load_object` reads it with ``weights_only=True`` and a short list of additional
+classes. Classes of Megatron and Transformer Engine, as in the training arguments of ``common.pt``, are neither imported
+nor refused: a :class:`Foreign` object stands in for them, and is written back under the original name.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["CheckpointError", "Foreign", "check_sums", "dump_object", "load_meta
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, damaged, not what was asked for, or holds what is not safe to load."""
+    """A checkpoint is missing, damaged, not what was asked for, or holds something that is not safe to load."""
 
 
 # -- .metadata --------------------------------------------------------------------------------------------------------
 
 _METADATA_MODULES = frozenset(
     {"torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"}
-    | {"torch.distributed._shard.sharded_tensor.metadata"}  # tensor properties, in checkpoints of torch 2.0
+    | {"torch.distributed._shard.sharded_tensor.metadata"}  # tensor properties in checkpoints of torch 2.0
 )
 _METADATA_NAMES = frozenset(
     {"Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"}
@@ -62,13 +62,13 @@ MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the name of a class in a pickle becomes."""
+    """Stands for a class that a pickle names."""
 
     name: str
 
 
 class _Record:
-    """What an object of a pickle becomes: the name of its class, the arguments of its constructor, its state."""
+    """Stands for an object of a pickle: the name of its class, its constructor arguments, and its state."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -78,10 +78,10 @@ class _Record:
 
 
 def _make(kind: Any, arguments: Any) -> Any:
-    """What calling a class of a pickle gives.
+    """Return the result of calling a class in a pickle.
 
     Raises:
-        ValueError: it is no class, or these are not arguments that it is called with in metadata.
+        ValueError: If it is not a class, or metadata never calls it with such arguments.
     """
     if not isinstance(kind, _Kind) or type(arguments) is not tuple:
         raise ValueError("the pickle calls what is no class")
@@ -109,7 +109,7 @@ def _refuse(kind: _Kind) -> Any:
 
 
 def _as_key(key: Any) -> Any:
-    """Of a dictionary or set. Hashing a tuple of a million tuples in one another ends the process."""
+    """Check a key of a dictionary or an element of a set. Hashing a million nested tuples would crash the process."""
     if type(key) is tuple and all(type(item) in (int, str) for item in key):
         return key
     if type(key) not in (str, int, bool, float, bytes, _Record, type(None)):
@@ -129,10 +129,10 @@ _Unpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
-    """Builds records, dictionaries, lists, tuples, sets, numbers and strings: no class of a pickle is ever called or changed.
+    """Builds only records, dictionaries, lists, tuples, sets, numbers and strings. Never calls or changes a class.
 
-    In Python, where each operation can be replaced (the one in C lets a pickle set attributes of what it names, and
-    reserves memory for the highest number that it mentions).
+    It is the Python implementation, in which each operation can be replaced. The C implementation lets a pickle set
+    attributes of objects that it names, and allocates memory for the highest index that it mentions.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
@@ -237,12 +237,13 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
 
 def load_metadata(path: Path) -> Metadata:
-    """What a ``.metadata`` file says, without importing or calling anything that it names.
+    """Read a ``.metadata`` file without importing or calling anything that it names.
 
-    Reads what torch 2.0 to 2.15 write, with Megatron's ``mcore_data`` (tensor name to its facts), which is always there.
+    Reads what torch 2.0 to 2.15 write. The result always has Megatron's ``mcore_data`` (facts, by tensor name).
 
     Raises:
-        CheckpointError: missing, damaged, not a checkpoint's metadata, or naming another class; with the file's name.
+        CheckpointError: If the file is missing, damaged, not metadata of a checkpoint, or names another class. The
+            message names the file.
     """
     try:
         top = _MetadataUnpickler(
@@ -257,7 +258,7 @@ def load_metadata(path: Path) -> Metadata:
         raise
     except FileRefused as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # a damaged pickle can raise nearly anything
         raise _damaged(path, error) from error
     try:
         return _metadata(top)
@@ -294,7 +295,7 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if isinstance(record, _Record) and record.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(record, "TensorStorageMetadata")
-    # A tuple whose length depends on the version of torch: 2.15 added strides at its end, at which older ones fail.
+    # The length of this tuple depends on the version of torch: 2.15 appends strides, which older versions cannot read.
     dtype, _, requires_grad, *_ = _state(state["properties"], "TensorProperties", tuple)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"a dtype is {dtype!r:.80}")
@@ -324,10 +325,10 @@ def _location(index: Any, info: Any) -> tuple[MetadataIndex, Any]:
 
 
 def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Where in nested dictionaries and lists the entries were, if that is what it says; planners may note anything there.
+    """Return the paths of entries in nested dictionaries and lists, or None: planners may store anything here.
 
     Raises:
-        FileRefused: a list would have more elements than there are entries.
+        FileRefused: If a list would have more elements than there are entries.
     """
     if not isinstance(data, dict) or not all(type(path) is tuple for path in data.values()):
         return None
@@ -342,7 +343,7 @@ def _paths(data: Any) -> dict[str, tuple[str | int, ...]] | None:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Numbers, strings, dtypes and nested collections of them, of Megatron's notes on a tensor."""
+    """Check that one of Megatron's facts consists of numbers, strings, dtypes and nested collections of them."""
     if depth > 8:
         raise ValueError("notes are nested too deep")
     if type(value) in (tuple, list):
@@ -373,16 +374,16 @@ def _text(value: Any) -> str:
     return safe_name(value)
 
 
-# -- what torch.save wrote --------------------------------------------------------------------------------------------
+# -- torch.save archives ----------------------------------------------------------------------------------------------
 
 FOREIGN_PACKAGES = ("megatron", "transformer_engine", "nemo")
-"""Packages whose objects training arguments hold. They need not be installed, and are not imported if they are."""
+"""Packages whose objects appear in training arguments. They need not be installed, and are not imported if they are."""
 
 
 class Foreign:
-    """Stands for an object whose class was not imported: the class's name, the arguments it was made with, its state.
+    """Stands for an object whose class was not imported: the class's name, its constructor arguments, and its state.
 
-    Two are equal if all three are. :func:`dump_object` writes it as what it stands for.
+    Two are equal if all three are equal. :func:`dump_object` writes it as the object that it stands for.
     """
 
     called = False
@@ -395,7 +396,7 @@ class Foreign:
         return self
 
     def __init__(self, *arguments: Any) -> None:
-        self.called = True  # and not only made, as unpickling does with ordinary objects
+        self.called = True  # not only created with __new__, as unpickling does with ordinary objects
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -422,7 +423,7 @@ _Pickler: Any = pickle._Pickler  # type: ignore[attr-defined]
 
 
 class _NamedPickler(_Pickler):  # type: ignore[misc]
-    """Writes the class of a foreign object by its name; the pickler in C would import it first."""
+    """Writes the class of a foreign object by its name. The C pickler would import the class first."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, Foreign) and obj is not Foreign:
@@ -433,21 +434,22 @@ class _NamedPickler(_Pickler):  # type: ignore[misc]
 
 
 def dump_object(value: Any) -> bytes:
-    """``torch.save`` into memory; :class:`Foreign` objects go under their own names."""
+    """Serialize with ``torch.save`` to bytes; :class:`Foreign` objects are written under their original names."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_NamedPickler))
     return buffer.getvalue()
 
 
 def load_object(file: IO[bytes], where: Path | str) -> Any:
-    """What ``torch.save`` wrote into ``file``, on the CPU.
+    """Load what ``torch.save`` wrote to ``file``, on the CPU.
 
     Args:
-        file: seekable, at its start.
-        where: names the file, and the entry in it, in messages.
+        file: Seekable file.
+        where: Name of the file and the entry in it, for messages.
 
     Raises:
-        CheckpointError: damaged, or it holds objects of a class that is not known to be harmless, which is named.
+        CheckpointError: If it is damaged, or holds objects of a class that is not known to be harmless. The message
+            names the class.
     """
     check_sums(file, where)
     try:
@@ -476,14 +478,14 @@ def _foreign_class(name: str) -> type[Foreign]:
 
 
 def check_sums(file: IO[bytes], where: Path | str, contents: bool = True) -> None:
-    """Compare a ``torch.save`` archive's contents with its checksums, which torch itself does not look at.
+    """Compare the contents of a ``torch.save`` archive with its checksums, which torch itself does not check.
 
     Args:
-        contents: else only whether it would grow when it is read is looked at.
+        contents: If False, check only that reading it does not take more memory than its size.
 
     Raises:
-        CheckpointError: a byte has changed, or the file is cut short. Nothing is known of files that were written
-            under ``torch.serialization.set_crc32_options(False)``, whose checksums are all 0.
+        CheckpointError: If a byte has changed, or the file is cut short. Files written under
+            ``torch.serialization.set_crc32_options(False)`` cannot be checked, because all their checksums are 0.
     """
     try:
         file.seek(0)
@@ -508,7 +510,7 @@ def check_sums(file: IO[bytes], where: Path | str, contents: bool = True) -> Non
 def _admitted() -> Iterator[Any]:
     yield from (argparse.Namespace, types.SimpleNamespace, signal.Signals)
     yield from ((type(Path()), f"{module}.{name}") for module in ("pathlib", "pathlib._local") for name in _PATHS)
-    # Arrays and numbers of numpy: states of its random number generators, and what argument parsers make.
+    # NumPy arrays and scalars: states of its random number generators, and values from argument parsers.
     reconstruct, scalar = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]  # type: ignore[index]
     for package in ("numpy._core", "numpy.core"):
         yield from ((reconstruct, f"{package}.multiarray._reconstruct"), (scalar, f"{package}.multiarray.scalar"))

@@ -1,11 +1,11 @@
-"""Writing a checkpoint: files, manifest, and at the very end the name.
+"""Writing a checkpoint: first the files, then the manifest, and last the name.
 
-``.saving-<serial>``         torch.distributed.checkpoint writes here; every rank hashes its own files
-``.saving-<serial>/manifest.json``  by the first rank, when all have written
-``step-00000100``                   the same folder, renamed: from here on there is a checkpoint of this name
+``.saving-<serial>``                torch.distributed.checkpoint writes here; every rank hashes its own files
+``.saving-<serial>/manifest.json``  written by the first rank when all ranks are done
+``step-00000100``                   the same folder, renamed; from here on there is a checkpoint of this name
 
-A process that dies anywhere before the last line leaves a folder that nothing takes for a checkpoint, and every other
-checkpoint as it was.
+A process that dies before the rename leaves a folder that nothing takes for a checkpoint, and leaves all other
+checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -34,27 +34,30 @@ __all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
 
 
 PATIENCE = 10.0
-"""Seconds for a file that another rank has written and flushed to show on the first one, through a network file system."""
+"""Seconds until a file that another rank has flushed must be visible here through a network file system."""
 
 
 BYTES_PER_ENTRY = 200
-"""That a chunk of a tensor takes in ``.metadata`` and the manifest, about."""
+"""Approximate bytes that a chunk of a tensor takes in ``.metadata`` and the manifest."""
 
 
 @dataclass(frozen=True)
 class _HashedResult(WriteResult):
-    """Of the first item in a file: with what the manifest says of the file. Results travel to the first rank anyway."""
+    """Result for the first item of a file, with the file's record for the manifest.
+
+    Results are sent to the first rank anyway.
+    """
 
     file: FileRecord
 
 
 class PublishingWriter(FileSystemWriter):
-    """Writes files as torch's own writer does, hashes them, and publishes the folder when all ranks have.
+    """Writes files like torch's own writer, hashes them, and publishes the folder when all ranks are done.
 
     Args:
-        directory: to write to; it exists, and is empty.
-        manifest: but for its files. The first rank's counts.
-        publish: called on the first rank, at the end.
+        directory: Directory to write to; exists and is empty.
+        manifest: The manifest, except for its files. The first rank's is used.
+        publish: Called on the first rank, at the end.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, publish: Callable[[], None]) -> None:
@@ -66,7 +69,7 @@ class PublishingWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         needed = sum(map(_bytes_of, plan.items))
         with explaining_full_disks(self._directory, needed):
-            # Torch's own writer makes a file also for a rank that has nothing to write.
+            # Torch's own writer creates a file even for a rank that has nothing to write.
             results = super().write_data(plan, planner).wait() if plan.items else []
         firsts: set[str] = set()
         hashed: list[WriteResult] = []
@@ -81,7 +84,7 @@ class PublishingWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written."""
+        """Write metadata and manifest, and publish the folder. Runs on the first rank when all have written."""
         files = {r.storage_data.relative_path: r.file for each in results for r in each if isinstance(r, _HashedResult)}
         plain = [
             [WriteResult(r.index, r.size_in_bytes, r.storage_data) if isinstance(r, _HashedResult) else r for r in each]
@@ -96,10 +99,10 @@ class PublishingWriter(FileSystemWriter):
         self._publish()
 
     def _check_arrived(self, files: Mapping[str, FileRecord]) -> None:
-        """Whether what other ranks have written is here: on a disk of their own it is not.
+        """Check that files of other ranks are visible here. They are not if each machine has its own disk.
 
         Raises:
-            RuntimeError: some is not, after :data:`PATIENCE`.
+            RuntimeError: If some are not visible after :data:`PATIENCE`.
         """
         deadline = time.monotonic() + PATIENCE
         while True:
@@ -113,16 +116,16 @@ class PublishingWriter(FileSystemWriter):
                     f"{f' and {len(absent) - 4} more files' if len(absent) > 4 else ''} that other ranks have written to a "
                     "folder of this name. All ranks must see the same folder: is it on a disk of one machine?"
                 )
-            os.listdir(self._directory)  # makes NFS look again
+            os.listdir(self._directory)  # makes NFS refresh its view
             time.sleep(0.1)
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        """Copies in the CPU's memory, so that training may go on while they are written."""
+        """Copy the state to CPU memory, so that training can go on while it is written."""
         return _staged(state_dict)
 
 
 def _bytes_of(item: WriteItem) -> int:
-    """Of a tensor's values; what else there is, is small."""
+    """Return the bytes of a tensor's values. Everything else is small."""
     held = item.tensor_data
     return math.prod(held.chunk.sizes) * held.properties.dtype.itemsize if held is not None else 0
 
@@ -140,7 +143,7 @@ def _staged(value: Any) -> Any:
 
 
 def sharded_part(value: Any) -> Any:
-    """Of nested dictionaries, what this rank has a part of; nothing for anything else."""
+    """Return the sharded tensors in nested dictionaries, without anything else."""
     if isinstance(value, Mapping):
         parts = {key: sharded_part(held) for key, held in value.items()}
         return {key: part for key, part in parts.items() if isinstance(part, RowShardedTensor) or part}
@@ -155,7 +158,7 @@ def _size(path: Path) -> int:
 
 
 def sync_directory(directory: Path) -> None:
-    """Names in it survive a loss of power."""
+    """Make the names in a directory survive a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Disks that are full, told as such: torch reports what it could not write as an unexpected position in an archive."""
+"""Clear errors for full disks. Torch reports a failed write as an unexpected position in an archive."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FULL = {
 
 @contextlib.contextmanager
 def explaining_full_disks(directory: Path, needed: int) -> Iterator[None]:
-    """An error inside that a full disk has caused, directly or not, becomes one that says so.
+    """Replace an error inside that a full disk has caused, directly or indirectly, with one that says so.
 
     Args:
-        directory: that is written to.
-        needed: bytes that the block wants to write.
+        directory: Directory that is written to.
+        needed: Bytes that the block wants to write.
 
     Raises:
-        CheckpointError: in its place.
+        CheckpointError: In place of the original error.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def explaining_full_disks(directory: Path, needed: int) -> Iterator[None]:
 
 
 def _cause(error: BaseException | None) -> int | None:
-    """The number of the error of the system, of the first in a chain that is about space."""
+    """Return the errno of the first error in a chain that is about disk space, or None."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, OSError) and error.errno in _FULL:

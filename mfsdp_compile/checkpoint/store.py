@@ -1,4 +1,4 @@
-"""A folder of checkpoints, of which the last complete one is always to be found."""
+"""A folder of checkpoints, in which the last complete one can always be found."""
 
 from __future__ import annotations
 
@@ -43,38 +43,39 @@ _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 
 
 class Checkpoints:
-    """Checkpoints of one training, in a folder that all its ranks see.
+    """Checkpoints of one training, in a folder that all its ranks can access.
 
     ::
 
         checkpoints = Checkpoints("runs/a", keep=3)
         checkpoints.save(step, model, optimizer, extra={"schedule": schedule.state_dict()})
         ...
-        restored = checkpoints.load(model, optimizer)     # the last one, at any number of ranks
+        restored = checkpoints.load(model, optimizer)     # the last one, on any number of ranks
 
-    A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It gets
-    this name when it is complete and on the disk; a save that dies leaves no trace that matters. The file ``latest`` holds
-    the name of the last one, for other programs; :meth:`latest` looks for itself. All methods are collective but for
-    :meth:`latest` and :meth:`all`.
+    A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It
+    gets this name when it is complete and on disk; a save that dies leaves nothing that later saves or loads use. The
+    file ``latest`` holds the name of the last one, for other programs; :meth:`latest` does not use it to find the
+    checkpoint. All methods are collective except :meth:`latest` and :meth:`all`.
 
-    One folder is for one training. Every sharded model is a run, whose id is in its checkpoints; loading a checkpoint takes up
-    the runs that it comes from. Where another run saves into the folder too (two jobs by mistake, or one that was begun anew),
-    saving goes on, as a mistake in one job must not cost the work of another; but ``keep`` counts and removes only checkpoints
-    of this run and of those that it took up, and a warning names the others.
+    Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
+    checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
+    a training that was restarted from scratch), saving goes on, because a mistake in one job must not cost the work of
+    another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
+    names the others.
 
     Args:
-        root: the folder; it is made if need be. Several machines must share it.
-        keep: how many to keep of this run, counted from the last; None: all.
+        root: The folder; created if necessary. All machines must share it.
+        keep: How many of this run's checkpoints to keep, counted from the last. None: all.
     """
 
     def __init__(self, root: str | os.PathLike[str], keep: int | None = None) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1, or None for all; got {keep}")
-        self.root = Path(root).absolute()  # saves go on in the background while the program may change its directory
+        self.root = Path(root).absolute()  # background saves continue even if the program changes its working directory
         self.keep = keep
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._under_way: Future[Any] | None = None
-        self._told: set[str] = set()  # runs that a warning has named
+        self._told: set[str] = set()  # runs that have been named in a warning
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -85,21 +86,23 @@ class Checkpoints:
         if error is None:
             self.wait()
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- finding checkpoints ------------------------------------------------------------------------------------------
 
     def all(self) -> list[Path]:
-        """The complete ones, in the order in which they were written. One with a damaged manifest is left out, with a
-        warning."""
+        """Return the complete checkpoints, in the order in which they were written.
+
+        Checkpoints with a damaged manifest are left out, with a warning.
+        """
         complete, damaged = self._find()
         for _, error in damaged:
             warnings.warn(f"A checkpoint is left out: {error}", stacklevel=2)
         return [path for _, path in complete]
 
     def latest(self) -> Path | None:
-        """The one that was written last; None: there is none.
+        """Return the checkpoint that was written last, or None if there is none.
 
         Raises:
-            CheckpointError: its manifest is damaged.
+            CheckpointError: If its manifest is damaged.
         """
         complete, damaged = self._find()
         if damaged:
@@ -111,7 +114,11 @@ class Checkpoints:
         return complete[-1][1] if complete else None
 
     def _find(self) -> tuple[list[tuple[Manifest, Path]], list[tuple[Path, CheckpointError]]]:
-        """The complete ones with their manifests, in the order of their serial numbers; the damaged ones with what is wrong."""
+        """Find the checkpoints in the folder.
+
+        Returns:
+            The complete ones with their manifests, by serial number, and the damaged ones with their errors.
+        """
         complete: list[tuple[Manifest, Path]] = []
         damaged: list[tuple[Path, CheckpointError]] = []
         for path in self.root.iterdir() if self.root.is_dir() else ():
@@ -136,20 +143,22 @@ class Checkpoints:
         *,
         extra: Any = None,
     ) -> Path:
-        """Write a checkpoint and wait until it is complete.
+        """Write a checkpoint, and wait until it is complete.
 
         Args:
-            step: of the training, not negative.
-            model, optimizer: extended by ``fully_shard_optimizer``.
-            extra: of the first rank: tensors, numbers, strings, and lists, tuples and dicts of them; a scheduler's or a
-                data loader's ``state_dict()``. Random number generators are saved for each rank without being asked.
+            step: Training step; not negative.
+            model: The sharded model.
+            optimizer: Extended by ``fully_shard_optimizer``. None: no optimizer state is saved.
+            extra: Data of the program, such as ``state_dict()`` of a scheduler or a data loader: tensors, numbers,
+                strings, and lists, tuples and dicts of them. The first rank's is saved. Random number generators are
+                always saved, for each rank.
 
         Returns:
             The checkpoint's folder, on all ranks.
 
         Raises:
-            TypeError, ValueError: the step is no whole number, or negative.
-            RuntimeError: a rank could not write. Earlier checkpoints are as they were.
+            TypeError, ValueError: If the step is not an integer, or negative.
+            RuntimeError: If a rank could not write. Earlier checkpoints are unchanged.
         """
         save = self._begin(step, model, optimizer, extra)
         try:
@@ -168,12 +177,13 @@ class Checkpoints:
         *,
         extra: Any = None,
     ) -> Future[Path]:
-        """As :meth:`save`, but training can go on when this returns: everything has been copied to the CPU's memory then,
-        and a thread writes it. The next save waits for it; :meth:`wait` does too, and must be called before the process
-        group is destroyed.
+        """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
+
+        The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
+        destroyed.
 
         Returns:
-            A future of the folder; its exception is what :meth:`save` would raise.
+            A future of the folder. Its exception is the one that :meth:`save` would raise.
         """
         save = self._begin(step, model, optimizer, extra)
         done: Future[Path] = Future()
@@ -198,7 +208,7 @@ class Checkpoints:
         return done
 
     def wait(self) -> None:
-        """For the save under way, if any. Raises what it has raised."""
+        """Wait for the save in progress, if any. Raises its exception."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -225,13 +235,13 @@ class Checkpoints:
                 state["optimizer"] = optimizer.state_dict()
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
-            if not is_first:  # what is not sharded (buffers, steps) is the first rank's, all of it
+            if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
                 state.update({key: sharded_part(value) for key, value in state.items()})
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 
         agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
-        group = self._group(sharded)  # which waits for all ranks: not before they have come
+        group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
         sharded.compare_buffers("where a checkpoint is saved", group)
         chosen: list[Any] = [None]
         lock = contextlib.ExitStack()
@@ -253,7 +263,7 @@ class Checkpoints:
             try:
                 write_durably(self.root / _LATEST, final.name)
                 self._remove_old(sharded.lineage)
-            except OSError as error:  # the checkpoint is there
+            except OSError as error:  # the checkpoint itself is complete
                 warnings.warn(
                     f"{final} is complete, but what is around it could not be kept in order: {error}", stacklevel=2
                 )
@@ -263,18 +273,18 @@ class Checkpoints:
         return _Save(state, writer, group, final, directory, lock)
 
     def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
-        """On the first rank: where to write, what to call it then, and its serial number."""
+        """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
         for pattern in (
             ".saving-*",
             ".removing-*",
-        ):  # by a process that died; none is at work, as this one has the lock
+        ):  # left by a process that died; none is active, because this process holds the lock
             for left in self.root.glob(pattern):
                 remove(left)
         complete, _ = self._find()
         self._warn_of_others(complete, lineage)
         serial = complete[-1][0].serial + 1 if complete else 0
         final, number = self.root / f"step-{step:08}", 0
-        while final.exists():  # from a run that was taken up again further back; it stays
+        while final.exists():  # from a run that was continued from an earlier step; it stays
             number += 1
             final = self.root / f"step-{step:08}.{number}"
         directory = self.root / f".saving-{serial}"
@@ -301,7 +311,7 @@ class Checkpoints:
         own = [path for manifest, path in self._find()[0] if lineage.has(manifest.run)]
         for path in own[: -self.keep]:
             doomed = self.root / f".removing-{path.name}"
-            os.rename(path, doomed)  # at once, so that nobody takes the half for the whole
+            os.rename(path, doomed)  # one rename, so that nobody sees a half-removed checkpoint
             remove(doomed)
 
     # -- loading ------------------------------------------------------------------------------------------------------
@@ -312,7 +322,7 @@ class Checkpoints:
         """Load the last complete checkpoint; see :func:`load` for the other arguments.
 
         Returns:
-            None, on all ranks, if there is none.
+            What was loaded, or None on all ranks if there is no checkpoint.
         """
         self.wait()
         model = unwrapped(model, "Checkpoints.load")
@@ -331,8 +341,10 @@ class Checkpoints:
         return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
 
     def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
-        """Of the model's ranks, on the CPU, and used by nobody else: saves in the background communicate. With torch's
-        time-out for gloo, as a slow disk takes longer than a collective of the model may."""
+        """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
+
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        """
         ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
         if ranks not in self._groups:
             self._groups[ranks] = compat.new_group(ranks, backend="gloo")
@@ -341,7 +353,7 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class _Save:
-    """One that has begun."""
+    """A save in progress."""
 
     state: dict[str, Any]
     writer: PublishingWriter
@@ -351,17 +363,16 @@ class _Save:
     lock: contextlib.ExitStack
 
     def failed(self, error: CheckpointException) -> CheckpointError:
-        """On every rank. The first one removes what was written, as it takes room; under this name it is not
-        published."""
+        """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
         if dist.get_rank(self.group) == 0:
-            with contextlib.suppress(OSError):  # the next save removes what could not be removed now
+            with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
                 remove(self.directory)
         return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
 
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """One process writes at a time. The system lets go of the lock of a process that dies."""
+    """Hold a lock, so that one process writes at a time. The OS releases the lock of a process that dies."""
     root.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     with os.fdopen(descriptor, "w") as file:
@@ -371,7 +382,7 @@ def _locked(root: Path) -> Iterator[None]:
             raise BlockingIOError(f"{root} is being saved into, by another process or another Checkpoints") from None
         try:
             yield
-        finally:  # closing is not enough: a process that was forked meanwhile has the file too
+        finally:  # closing is not enough: a process forked in the meantime also has the file open
             fcntl.flock(file, fcntl.LOCK_UN)
 
 

@@ -1,4 +1,4 @@
-"""Writing checkpoint directories of torch.distributed.checkpoint, and having them appear whole or not at all."""
+"""Writing checkpoint directories of torch.distributed.checkpoint (DCP) atomically."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from .space import explaining_full_disks
 __all__ = ["CheckpointWriter", "new_output"]
 
 MAX_FILE_BYTES = 5 << 30
-"""After this many bytes a writer begins another file. 5 GiB: what object stores take in one piece."""
+"""Bytes after which a writer starts another file. 5 GiB is what object stores accept in one upload."""
 
 FORMAT_VERSION = "1.0.0"
-"""What DCP calls this way of laying out files. It does not refuse others."""
+"""DCP's name for this file layout. DCP does not reject other versions."""
 
 
 class CheckpointWriter:
     """Writes a DCP directory that ``torch.distributed.checkpoint.load`` reads, one tensor or chunk at a time.
 
     Args:
-        directory: is made. The checkpoint is there once :meth:`close` has returned, see also :func:`new_output`.
-        max_file_bytes: after this many bytes another file is begun.
+        directory: Directory to create. The checkpoint is complete once :meth:`close` has returned; see also
+            :func:`new_output`.
+        max_file_bytes: Bytes after which another file is started.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_file_bytes: int = MAX_FILE_BYTES) -> None:
         self.directory = Path(directory)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.mcore_data: dict[str, dict[str, Any]] = {}
-        """Megatron's notes on tensors, written along. A dictionary by key, then by name of the fact."""
+        """Megatron's facts about tensors, to be written along with them: by key, then by name of the fact."""
         self.paths: dict[str, tuple[str | int, ...]] = {}
-        """Where in nested dictionaries an entry belongs, for those who ask; by default under its key."""
+        """Path of an entry in nested dictionaries, by key. By default, the path is the key itself."""
         self._max_file_bytes = max_file_bytes
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._written: list[WriteResult] = []
@@ -60,13 +61,13 @@ class CheckpointWriter:
         self._file: IO[bytes] | None = None
 
     def add(self, key: str, tensor: Tensor) -> None:
-        """Write a tensor in one chunk."""
+        """Write a tensor as one chunk."""
         self.add_chunks(key, tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)])
 
     def add_chunks(
         self, key: str, shape: Sequence[int], dtype: torch.dtype, chunks: Iterable[tuple[Sequence[int], Tensor]]
     ) -> None:
-        """Write a tensor of ``shape`` as chunks, (offsets, tensor) each, that are asked for one by one."""
+        """Write a tensor of ``shape`` as chunks: pairs of offsets and tensor, taken from the iterable one by one."""
         properties = TensorProperties(dtype=dtype)
         entry = TensorStorageMetadata(properties, torch.Size(shape), [])
         self._new(key, entry)
@@ -81,19 +82,19 @@ class CheckpointWriter:
             self._write(index, tensor)
 
     def add_value(self, key: str, value: Any) -> None:
-        """Write any object that ``torch.save`` writes. A tensor becomes a tensor."""
+        """Write any object that ``torch.save`` can write. A tensor is written as a tensor entry."""
         if isinstance(value, Tensor):
             self.add(key, value)
         else:
             self.add_bytes(key, dump_object(value))
 
     def add_bytes(self, key: str, raw: bytes) -> None:
-        """Write what ``torch.save`` has made of an object."""
+        """Write an object that ``torch.save`` has already serialized."""
         self._new(key, BytesStorageMetadata())
         self._write(MetadataIndex(key), raw)
 
     def add_alias(self, key: str, of: str) -> None:
-        """Make ``key`` another name of the entry ``of``: a tied parameter, whose bytes need be there only once."""
+        """Make ``key`` another name for the entry ``of``. Tied parameters are thus stored only once."""
         self._new(key, self._entries[of])
         self._written += [
             dataclasses.replace(result, index=dataclasses.replace(result.index, fqn=key))
@@ -102,7 +103,7 @@ class CheckpointWriter:
         ]
 
     def close(self) -> None:
-        """Write the metadata, and have everything on disk."""
+        """Write the metadata, and flush everything to disk."""
         self._close_file()
         metadata = Metadata(
             self._entries,
@@ -149,13 +150,17 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[Path]:
-    """A place to write ``out`` at, a file or a directory, that takes its name when the block ends without an error.
+    """Yield a path to write a file or directory at. It is renamed to ``out`` if the block ends without an error.
 
-    Until then everything is at ``OUT.partial-<pid>``, and after an error nothing is. ``overwrite``: what is there is
-    replaced, if it is a checkpoint. ``needed``: bytes that will be written, for the message where they find no room.
+    Until then, everything is at ``OUT.partial-<pid>``, which is removed after an error.
+
+    Args:
+        out: Final path.
+        overwrite: Replace ``out`` if it is a checkpoint.
+        needed: Bytes that will be written, for the error message if the disk is full.
 
     Raises:
-        CheckpointError: ``out`` exists and is not to be overwritten, or is something else than a checkpoint.
+        CheckpointError: If ``out`` exists and may not be overwritten, or is not a checkpoint.
     """
     out = Path(out)
     if out.exists() or out.is_symlink():
@@ -165,13 +170,13 @@ def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[
             raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    remove(partial)  # of a process that was killed and had the same number
+    remove(partial)  # left by a killed process with the same pid
     try:
         with explaining_full_disks(partial, needed):
             yield partial
         replaced = out.is_dir() and not out.is_symlink()
         if replaced:
-            out.rename(old)  # a directory cannot be renamed over another
+            out.rename(old)  # a directory cannot be renamed over another one
         try:
             partial.replace(out)
         except OSError:

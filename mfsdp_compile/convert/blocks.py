@@ -1,4 +1,4 @@
-"""Tensors of torch_dist as they were before Megatron stacked and flattened them, read a layer at a time."""
+"""Tensors of torch_dist as they were before Megatron stacked and flattened them, read one layer at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .keys import Name, Part
 __all__ = ["RESHAPED", "Stored", "flatten_blocks", "unflatten_blocks"]
 
 RESHAPED = "nd_reformulated_orig_global_shape"
-"""Under this, ``mcore_data`` has the shape of a tensor before it was flattened."""
+"""Key in ``mcore_data`` for the shape of a tensor before it was flattened."""
 
 
 def unflatten_blocks(flat: Tensor, shape: Sequence[int], grid: Sequence[int]) -> Tensor:
-    """A tensor of ``shape`` from its flattened blocks: ``flat`` is [*grid, elements of a block].
+    """Return a tensor of ``shape`` from its flattened blocks. ``flat`` is [*grid, elements of a block].
 
-    Example: a [2, 4] tensor in two blocks of [2, 2], as a row-parallel weight on two ranks is ::
+    Example: a [2, 4] tensor in two blocks of [2, 2], like a row-parallel weight on two ranks ::
 
         >>> unflatten_blocks(torch.tensor([[[0, 1, 4, 5], [2, 3, 6, 7]]]), (2, 4), (1, 2))
         tensor([[0, 1, 2, 3],
@@ -37,7 +37,7 @@ def unflatten_blocks(flat: Tensor, shape: Sequence[int], grid: Sequence[int]) ->
 
 
 def flatten_blocks(tensor: Tensor, grid: Sequence[int]) -> Tensor:
-    """The inverse: [*grid, elements of a block]."""
+    """Flatten the blocks of a tensor to [*grid, elements of a block]. The inverse of :func:`unflatten_blocks`."""
     dims = tensor.dim()
     cut = tensor.reshape(*itertools.chain.from_iterable((g, n // g) for n, g in zip(tensor.shape, grid, strict=True)))
     return cut.permute(*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)).reshape(*grid, -1)
@@ -48,11 +48,11 @@ class Stored:
     """A tensor of a torch_dist checkpoint.
 
     Args:
-        key: in the checkpoint.
-        name: the parameter, possibly stacked, and the state.
-        shape: before it was flattened, layers and experts first.
-        dtype: of the tensor.
-        grid: blocks along each dimension, if it was flattened.
+        key: Key in the checkpoint.
+        name: The parameter, possibly stacked, and the state.
+        shape: Shape before it was flattened, with layers and experts first.
+        dtype: Dtype of the tensor.
+        grid: Number of blocks along each dimension, if it was flattened.
     """
 
     key: str
@@ -63,7 +63,11 @@ class Stored:
 
     @classmethod
     def of(cls, reader: CheckpointReader, key: str) -> Stored:
-        """Raises CheckpointError if the shapes before and after flattening contradict each other."""
+        """Describe a tensor of a checkpoint.
+
+        Raises:
+            CheckpointError: If the shapes before and after flattening contradict each other.
+        """
         shape = original = tuple(reader.shape(key))
         grid = None
         if RESHAPED in reader.mcore_data(key):
@@ -75,11 +79,11 @@ class Stored:
         return cls(key, keys.parse_torch_dist(key), original, reader.dtype(key), grid)
 
     def read(self, reader: CheckpointReader, part: Part) -> Tensor:
-        """A part of the tensor, of the shape that its parameter has."""
+        """Read a part of the tensor, in the shape of its parameter."""
         depth = len(part.index)
         if self.grid is None:
             tensor = reader.tensor(self.key, part.index)
-        elif self.grid[:depth] == self.shape[:depth]:  # layers and experts lie apart
+        elif self.grid[:depth] == self.shape[:depth]:  # layers and experts are stored separately
             tensor = reader.tensor(self.key, part.index)
             tensor = unflatten_blocks(tensor, self.shape[depth:], self.grid[depth:])
         else:

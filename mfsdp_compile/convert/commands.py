@@ -27,7 +27,7 @@ FORMATS = ("torch_dist", "fsdp_dtensor", "huggingface")
 
 
 def add_commands(subparsers: Any) -> None:
-    """Add ``convert`` and ``checkpoint`` to the parsers of a command line; :func:`run` runs what they parse."""
+    """Add ``convert`` and ``checkpoint`` to a command line's parsers. :func:`run` runs what they parse."""
     _add_convert(subparsers.add_parser("convert", help="convert a checkpoint to another format"))
     commands = subparsers.add_parser("checkpoint", help="look into checkpoints, compare and edit them").add_subparsers(
         dest="checkpoint_command", required=True
@@ -79,7 +79,10 @@ def add_commands(subparsers: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Run a command that :func:`add_commands` has added; the exit status. 2: it could not be done, with the reason."""
+    """Run a command that :func:`add_commands` has added. Returns the exit status.
+
+    An error prints its reason and returns 2.
+    """
     try:
         status: int = given.handler(given)
         return status
@@ -240,7 +243,7 @@ def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
 
 
 class _progress:
-    """A progress bar on stderr; called with the bytes that were written."""
+    """A progress bar on stderr. Call it with the number of bytes that were written."""
 
     def __init__(self, total: int, name: str) -> None:
         from rich.console import Console

@@ -1,8 +1,8 @@
-"""Which parameter is in which group of the optimizer: the ``param_to_param_group_map`` that conversion asks for.
+"""The optimizer's parameter groups: the ``param_to_param_group_map`` that conversion takes.
 
-torch_dist stores options (learning rate, weight decay) by group, fsdp_dtensor by parameter. The map goes between them. It
-is a JSON file of one object: key of the parameter in fsdp_dtensor, ``model.module.decoder.layers.0.mlp.linear_fc1.weight``,
-to the number of its group.
+torch_dist stores options (learning rate, weight decay) by group, fsdp_dtensor by parameter. The map connects them. It
+is a JSON file with one object, from the key of a parameter in fsdp_dtensor, such as
+``model.module.decoder.layers.0.mlp.linear_fc1.weight``, to the number of its group.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _WRAPPERS = {"module", "_orig_mod"}
 def param_to_param_group_map(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], prefix: str = "model.module"
 ) -> dict[str, int]:
-    """The map of a model and its optimizer.
+    """Return the map of a model and its optimizer.
 
     Args:
-        model: as it is or wrapped; leading ``module.`` and ``_orig_mod.`` of names count for nothing.
-        optimizer: or several, whose groups are counted one after the other, as Megatron chains them.
-        prefix: of model keys in fsdp_dtensor.
+        model: The model, possibly wrapped. Leading ``module.`` and ``_orig_mod.`` in names are ignored.
+        optimizer: The optimizer, or several, whose groups are numbered consecutively, as Megatron chains them.
+        prefix: Prefix of model keys in fsdp_dtensor.
 
     Raises:
-        ValueError: a parameter that requires a gradient is in no group.
+        ValueError: If a parameter that requires a gradient is in no group.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     groups = [group["params"] for one in optimizers for group in one.param_groups]
@@ -73,7 +73,7 @@ def read_map(path: Path) -> dict[str, int]:
     """Read a map from JSON.
 
     Raises:
-        CheckpointError: not such a file.
+        CheckpointError: If it is not such a file.
     """
     try:
         mapped = read_json(path)
@@ -86,12 +86,12 @@ def read_map(path: Path) -> dict[str, int]:
 
 
 def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int]:
-    """The map that Megatron's ``--dump-param-to-param-group-map`` has written, as a DCP directory.
+    """Read the map that Megatron's ``--dump-param-to-param-group-map`` has written as a DCP directory.
 
-    There, names begin with ``module.module``, in whose place ``prefix`` comes.
+    Its names begin with ``module.module``, which is replaced by ``prefix``.
 
     Raises:
-        CheckpointError: not a DCP directory, or of something else.
+        CheckpointError: If it is not a DCP directory, or contains something else.
     """
     reader = CheckpointReader(directory)
     mapped = {}
@@ -106,7 +106,7 @@ def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int
 
 
 def find_groups(common: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The optimizer's groups in ``common.pt``, wherever they are: of one optimizer, of a wrapped or of several ones."""
+    """Find the optimizer's groups in ``common.pt``, whether of one optimizer, a wrapped one, or several."""
 
     def found(node: Any) -> Iterator[dict[str, Any]]:
         if not isinstance(node, Mapping):
@@ -121,10 +121,10 @@ def find_groups(common: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def group_of(candidates: Iterable[str], mapped: Mapping[str, int], count: int) -> int | None:
-    """The number of the group of a parameter that goes by one of several keys; None if none is in the map.
+    """Return the number of the group of a parameter that may appear under several keys, or None if none is in the map.
 
     Raises:
-        CheckpointError: the map counts more groups than the checkpoint has.
+        CheckpointError: If the map refers to more groups than the checkpoint has.
     """
     for key in candidates:
         if key in mapped:
@@ -138,7 +138,10 @@ def group_of(candidates: Iterable[str], mapped: Mapping[str, int], count: int) -
 
 
 def groups_from_options(reader: CheckpointReader, prefixes: keys.Prefixes) -> list[dict[str, Any]]:
-    """The optimizer's groups, from the options that fsdp_dtensor has for each parameter: each different set is one."""
+    """Rebuild the optimizer's groups from the options that fsdp_dtensor stores for each parameter.
+
+    Each distinct set of options is a group.
+    """
     options: dict[str, dict[str, Any]] = {}
     for key in reader:
         if (parsed := prefixes.parse_group(key)) is not None:

@@ -1,12 +1,12 @@
-"""safetensors and Hugging Face folders to fsdp_dtensor, and back.
+"""Conversion of safetensors and Hugging Face folders to fsdp_dtensor, and back.
 
-A tensor ``NAME`` of the folder is ``model.module.NAME`` of the checkpoint. What else the folder has (config, tokenizer,
-generation config) is carried along in the checkpoint's subfolder ``huggingface`` and put back, so that
-``from_pretrained`` loads what comes out.
+A tensor ``NAME`` of the folder is ``model.module.NAME`` in the checkpoint. The folder's other files (config, tokenizer,
+generation config) are kept in the checkpoint's subfolder ``huggingface`` and put back on export, so that
+``from_pretrained`` can load the result.
 
-Tied parameters: transformers saves a weight that two modules share once, under the name of the embedding, and ties them
-when it loads. A ``state_dict`` has both names. So in the checkpoint ``lm_head.weight`` is another name of the embedding's
-data, and at export it is left out again.
+Tied parameters: transformers saves a weight that two modules share once, under the name of the embedding, and ties the
+modules when it loads. A ``state_dict`` has both names. So in the checkpoint, ``lm_head.weight`` is a second name for
+the embedding's data, and it is left out again on export.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .safetensors_files import Layout, SafetensorsReader, split_into_files, writ
 __all__ = ["CARRIED", "Options", "plan_from_huggingface", "plan_to_huggingface"]
 
 CARRIED = "huggingface"
-"""Subfolder of an fsdp_dtensor checkpoint for the files that are no weights."""
+"""Subfolder of an fsdp_dtensor checkpoint for the files that are not weights."""
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of a .safetensors file: what transformers had as its default for years, and what the Hub recommends."""
+"""Size of a .safetensors file. Was the default of transformers for years, and is the recommendation of the Hub."""
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
@@ -54,11 +54,11 @@ class Options:
     """How to convert.
 
     Args:
-        prefixes: of fsdp_dtensor's keys.
-        tied: (name, name that it shares its data with), in place of what config.json says.
-        dtype: of floating-point tensors at export; None leaves them as they are.
-        max_shard_bytes: size of a .safetensors file, unless a tensor by itself is larger.
-        files_from: at export, a folder with what is no weights; None: what the checkpoint carries.
+        prefixes: Prefixes of fsdp_dtensor's keys.
+        tied: Pairs of a name and the name that it shares its data with. Overrides config.json.
+        dtype: Dtype of floating-point tensors on export. None keeps their dtypes.
+        max_shard_bytes: Size of a .safetensors file, unless a single tensor is larger.
+        files_from: On export, a folder with the files that are not weights. None: the files in the checkpoint.
     """
 
     prefixes: Prefixes = field(default_factory=Prefixes)
@@ -69,10 +69,10 @@ class Options:
 
 
 def plan_from_huggingface(source: Path, options: Options) -> Plan:
-    """How to make an fsdp_dtensor checkpoint of a .safetensors file, or of a folder with such files.
+    """Plan the conversion of a .safetensors file, or of a folder of such files, to an fsdp_dtensor checkpoint.
 
     Raises:
-        CheckpointError: safetensors is not installed, or ``source`` is not readable.
+        CheckpointError: If safetensors is not installed, or ``source`` is not readable.
     """
     reader, plan = SafetensorsReader(source), Plan()
     extras = _extras(source)
@@ -106,10 +106,12 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
 
 
 def plan_to_huggingface(source: Path, options: Options, single_file: bool = False) -> Plan:
-    """How to make a folder that ``from_pretrained`` loads, or one .safetensors file, of an fsdp_dtensor checkpoint.
+    """Plan the conversion of an fsdp_dtensor checkpoint to a Hugging Face folder or one .safetensors file.
+
+    ``from_pretrained`` loads the folder.
 
     Raises:
-        CheckpointError: ``source`` is not readable, or has no model; parameters that should be tied differ.
+        CheckpointError: If ``source`` is not readable or contains no model, or parameters that should be tied differ.
     """
     reader, plan = CheckpointReader(source), Plan()
     keys = {}
@@ -175,7 +177,7 @@ def _carried(source: Path) -> Path:
 
 
 def _extras(folder: Path) -> list[Path]:
-    """Files of a folder that are no weights."""
+    """Return the files of a folder that are not weights."""
     try:
         return [
             inside(folder, path.name)
@@ -188,7 +190,7 @@ def _extras(folder: Path) -> list[Path]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """What matters of a configuration, checked; the rest as it is."""
+    """Read config.json. The fields used here are checked; the rest is returned unchanged."""
     path = folder / "config.json"
     try:
         config = typed(read_json(inside(folder, path.name)), dict, "it")
@@ -204,10 +206,13 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[str, str]]:
-    """(Name, the name whose data it has): as the user says, or as transformers ties the output to the embedding."""
+    """Return pairs of a name and the name whose data it shares.
+
+    They are those that the user gives; otherwise, the output is tied to the embedding as transformers does.
+    """
     if options.tied is not None:
         return list(options.tied)
-    # Transformers ties unless a config says otherwise; a config that differs from this default is saved with it.
+    # Transformers ties unless the config says otherwise. A config that differs from this default is saved with it.
     wanted = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings", True))
     generates = any("LM" in name or "Generation" in name for name in config.get("architectures") or [])
     embeddings = [name for name in names if name.endswith(_EMBEDDINGS)]
@@ -231,5 +236,5 @@ def _cast(dtype: torch.dtype, to: torch.dtype | None) -> torch.dtype:
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> str:
-    name = "torch_dtype" if "torch_dtype" in config else "dtype"  # transformers 5 has renamed it
+    name = "torch_dtype" if "torch_dtype" in config else "dtype"  # renamed in transformers 5
     return json.dumps({**config, name: str(dtype).removeprefix("torch.")}, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""Looking into checkpoints, comparing two, and copying one with entries renamed or removed."""
+"""Inspecting checkpoints, comparing two, and copying one with entries renamed or removed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .torch_dist import load_common
 __all__ = ["compare", "describe", "parse_index", "plan_edit", "show"]
 
 GROUP_OPTIONS = "optimizer.param_to_group_meta."
-"""Keys of which there are many, and all alike: :func:`describe` counts them."""
+"""Prefix of numerous, similar keys, which :func:`describe` only counts."""
 
 _COMPARED_ELEMENTS = 1 << 22
-"""At a time, in double precision: 32 MiB for each of a few temporaries."""
+"""Elements to compare at a time, in double precision: 32 MiB for each of a few temporaries."""
 
 
 def describe(directory: Path, pattern: str = "", show_groups: bool = False) -> Iterator[str]:
-    """What is in a checkpoint, line by line: format, common state, tensors with shape and dtype, Megatron's notes.
+    """Describe a checkpoint line by line: format, common state, tensors with shape and dtype, and Megatron's notes.
 
     Args:
-        directory: of DCP; ``metadata.json`` and ``common.pt`` may be there or not.
-        pattern: a regular expression; only keys that it is found in are listed.
-        show_groups: list the options of parameters' groups too, which are otherwise only counted.
+        directory: A DCP directory. ``metadata.json`` and ``common.pt`` are optional.
+        pattern: A regular expression. Only keys that match it anywhere are listed.
+        show_groups: Also list the options of parameters' groups, which are otherwise only counted.
     """
     reader = CheckpointReader(directory)
     if (directory / "metadata.json").is_file():
@@ -62,10 +62,10 @@ def describe(directory: Path, pattern: str = "", show_groups: bool = False) -> I
 
 
 def parse_index(text: str) -> tuple[int | slice, ...]:
-    """``0, :3, 5:`` as what a tensor is indexed with.
+    """Parse text such as ``0, :3, 5:`` into an index of a tensor.
 
     Raises:
-        ValueError: not of this form.
+        ValueError: If the text does not have this form.
     """
     if not re.fullmatch(r"\[?\s*(-?\d+|-?\d*:-?\d*(:\d*)?)(\s*,\s*(-?\d+|-?\d*:-?\d*(:\d*)?))*\s*\]?", text.strip()):
         raise ValueError(f"{text!r} is not a slice: give for instance '0, :3'")
@@ -77,10 +77,10 @@ def parse_index(text: str) -> tuple[int | slice, ...]:
 
 
 def show(directory: Path, key: str, index: str | None = None) -> str:
-    """An entry, or a part of it.
+    """Return an entry, or a part of it, as text.
 
     Raises:
-        CheckpointError: no such entry; the part is not one.
+        CheckpointError: If there is no such entry, or no such part.
     """
     reader = CheckpointReader(directory)
     if key not in reader:
@@ -95,7 +95,7 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     leading = []
-    for step in wanted:  # what leading numbers leave out need not be read
+    for step in wanted:  # entries excluded by leading numbers need not be read
         if not isinstance(step, int) or step < 0:
             break
         leading.append(step)
@@ -111,10 +111,10 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
 def compare(
     first: Path, second: Path, atol: float = 0.0, rtol: float = 0.0, advance: Callable[[int], None] = lambda _: None
 ) -> list[str]:
-    """How two checkpoints differ, a line for each key; empty if they do not.
+    """Compare two checkpoints. Returns a line for each key that differs.
 
-    Tensors are equal if all elements are within ``atol + rtol * |second|``; by default if they are the same, where
-    NaNs at the same places count as equal.
+    Tensors are equal if all elements are within ``atol + rtol * |second|``. With the defaults, they must be identical,
+    and NaNs at the same positions are equal.
     """
     a, b = CheckpointReader(first), CheckpointReader(second)
     lines = [f"{key}: only in {first}" for key in a if key not in b]
@@ -149,7 +149,7 @@ def _difference(a: CheckpointReader, b: CheckpointReader, key: str, atol: float,
         p, q = p.to(wide), q.to(wide)
         many += int((~torch.isclose(p, q, rtol=rtol, atol=atol, equal_nan=True)).sum())
         odd += int((p.isnan() != q.isnan()).sum())
-        # Infinities that are equal have no distance, others have an infinite one.
+        # The distance of equal infinities is 0, that of other infinities is infinite.
         distance = torch.where(p == q, 0.0, (p - q).abs()).nan_to_num(0.0, posinf=float("inf"))
         largest = max(largest, float(distance.max()))
     if many:
@@ -158,15 +158,15 @@ def _difference(a: CheckpointReader, b: CheckpointReader, key: str, atol: float,
 
 
 def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequence[str] = ()) -> Plan:
-    """How to copy a checkpoint with keys renamed or entries removed. Data is copied, chunk by chunk as it lies.
+    """Plan a copy of a checkpoint with keys renamed or entries removed. Data is copied chunk by chunk, as it is stored.
 
     Args:
-        source: a DCP directory.
-        rename: (regular expression, replacement) pairs; the first that is found in a key is applied to it.
-        remove: regular expressions; entries whose keys one is found in are left out. None given: none is removed.
+        source: A DCP directory.
+        rename: Pairs of regular expression and replacement. The first one that matches a key is applied to it.
+        remove: Regular expressions. Entries whose keys match one are left out. Empty: nothing is removed.
 
     Raises:
-        CheckpointError: two keys would become one, a pattern is no regular expression, or is found in no key.
+        CheckpointError: If two keys would become the same, or a pattern is not a regular expression or matches no key.
     """
     reader, plan = CheckpointReader(source), Plan()
     try:

@@ -1,19 +1,20 @@
-"""How tensors are called in torch_dist and in fsdp_dtensor, as plain data: no torch, no files.
+"""Names of tensors in torch_dist and in fsdp_dtensor, as plain data: no torch, no files.
 
-Words
-    name        of a parameter, without prefix: ``decoder.layers.3.mlp.linear_fc1.weight``
-    state       of the optimizer for a parameter (``exp_avg``); None is the parameter itself
-    stacked     a torch_dist name that leaves out the index of the layer, or of the expert: the tensors of all layers (and
-                experts) are one, with the layer (and expert) as first dimension (and second)
-    half        torch_dist keeps the two matrices of a gated MLP as one, gate above up; fsdp_dtensor calls them
+Terms
+    name        name of a parameter, without prefix: ``decoder.layers.3.mlp.linear_fc1.weight``
+    state       name of an optimizer state of a parameter (``exp_avg``); None is the parameter itself
+    stacked     a torch_dist name without the index of the layer, or of the expert: the tensors of all layers (and
+                experts) are one tensor, with the layer (and expert) as the first dimension (and second)
+    half        torch_dist stores the two matrices of a gated MLP as one, gate above up; fsdp_dtensor calls them
                 ``..._w`` (half 0) and ``..._v`` (half 1)
 
-Worked example, a parameter of a model of 2 layers, and its optimizer's state ::
+Example: a parameter of a model with 2 layers, and its optimizer state ::
 
     torch_dist                                              fsdp_dtensor, i is 0 and 1
     decoder.layers.mlp.linear_fc1.weight [2, 2f, h]         model.module.decoder.layers.i.mlp.linear_fc1.weight_w [f, h]
                                                             model.module.decoder.layers.i.mlp.linear_fc1.weight_v [f, h]
-    optimizer.state.exp_avg.decoder.layers.mlp.linear_...   optimizer.state.module.module.module.decoder.layers.i....exp_avg
+    optimizer.state.exp_avg.decoder.layers.mlp.linear_...
+    optimizer.state.module.module.module.decoder.layers.i....exp_avg
 
     >>> decompose("decoder.layers.mlp.linear_fc1.weight", (2, 8, 3), gated=True)[1]
     Part(name='decoder.layers.0.mlp.linear_fc1.weight_v', index=(0,), half=1)
@@ -51,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Name:
-    """A parameter (``state`` None), or a state that the optimizer keeps for it."""
+    """A parameter (``state`` None), or an optimizer state of it."""
 
     name: str
     state: str | None = None
@@ -59,7 +60,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Part:
-    """``tensor[index]``, and of this the first or second half of its rows, or all (None), has a name of its own."""
+    """``tensor[index]``, or the first or second half of its rows, and the name of this part."""
 
     name: str
     index: tuple[int, ...] = ()
@@ -68,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What fsdp_dtensor puts in front of names. The defaults are Megatron-LM's."""
+    """Prefixes of names in fsdp_dtensor. The defaults are Megatron-LM's."""
 
     model: str = "model.module"
     optimizer: str = "optimizer.state.module.module.module"
@@ -80,13 +81,13 @@ class Prefixes:
                 raise ValueError(f"a prefix is words with dots between them, got {field}={getattr(self, field)!r}")
 
     def key(self, name: Name) -> str:
-        """Where fsdp_dtensor has it."""
+        """Return the key in fsdp_dtensor."""
         if name.state is None:
             return f"{self.model}.{name.name}"
         return f"{self.optimizer}.{name.name}.{name.state}"
 
     def parse(self, key: str) -> Name | None:
-        """What an fsdp_dtensor key stands for; None for what is neither parameter nor state."""
+        """Return what an fsdp_dtensor key stands for, or None if it is neither a parameter nor a state."""
         if key.startswith(self.optimizer + "."):
             name, _, state = key[len(self.optimizer) + 1 :].rpartition(".")
             return Name(name, state) if name else None
@@ -95,11 +96,11 @@ class Prefixes:
         return None
 
     def group_key(self, name: str, field: str) -> str:
-        """Where fsdp_dtensor has an option (``lr``) of the group that a parameter is in."""
+        """Return the fsdp_dtensor key of an option (``lr``) of a parameter's group."""
         return f"{self.groups}.{name}.{field}"
 
     def parse_group(self, key: str) -> tuple[str, str] | None:
-        """Parameter and option of such a key. Megatron's converter writes two dots behind the prefix."""
+        """Return parameter and option of such a key. Megatron's converter writes two dots after the prefix."""
         if not key.startswith(self.groups + "."):
             return None
         name, _, field = key[len(self.groups) + 1 :].removeprefix(".").rpartition(".")
@@ -123,20 +124,23 @@ _MTP = re.compile(r"((?:^|\.)mtp\.layers\.(?:\d+\.)?)(transformer_layer|mtp_mode
 
 
 def parse_torch_dist(key: str) -> Name:
-    """What a tensor of a torch_dist checkpoint is; its name may be stacked."""
+    """Return what a tensor of a torch_dist checkpoint is. Its name may be stacked."""
     match = _STATE.fullmatch(key)
     return Name(match[2], match[1]) if match else Name(key)
 
 
 def torch_dist_key(name: Name) -> str:
-    """The inverse of :func:`parse_torch_dist`, but for the number that older versions give an optimizer of a chain."""
+    """Return the key in torch_dist, without the number that older versions give an optimizer of a chain.
+
+    Otherwise the inverse of :func:`parse_torch_dist`.
+    """
     return name.name if name.state is None else f"optimizer.state.{name.state}.{name.name}"
 
 
 def is_gated(name: str, modules: Sequence[str] = ()) -> bool:
-    """Whether a parameter, of one layer and expert, would be two matrices in one if its MLP is gated.
+    """Return whether a parameter of one layer and expert is two joined matrices if its MLP is gated.
 
-    ``modules``: only names with one of these among their dotted parts count (``--swiglu-modules``).
+    ``modules``: Only names with one of these among their dotted parts count (``--swiglu-modules``).
     """
     if not _GATED.search("." + name):
         return False
@@ -144,26 +148,27 @@ def is_gated(name: str, modules: Sequence[str] = ()) -> bool:
 
 
 def is_layer_stacked(name: str) -> bool:
-    """Whether a torch_dist name leaves out the index of a layer."""
+    """Return whether a torch_dist name leaves out the index of a layer."""
     return _STACKED_LAYERS.search(name) is not None
 
 
 def stacked_dimensions(name: str) -> int:
-    """How many first dimensions of a torch_dist tensor count layers and experts."""
+    """Return the number of leading dimensions of a torch_dist tensor that index layers and experts."""
     return is_layer_stacked(name) + (_STACKED_EXPERTS in name)
 
 
 def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[str] = ()) -> list[Part]:
-    """The parameters of fsdp_dtensor that a torch_dist tensor holds, in the order in which they lie in it.
+    """Return the fsdp_dtensor parameters that a torch_dist tensor contains, in the order in which it stores them.
 
     Args:
-        name: stacked or not.
-        shape: of the tensor as it is before Megatron flattens it.
-        gated: whether MLPs are gated (SwiGLU).
-        modules: see :func:`is_gated`.
+        name: Name in torch_dist, stacked or not.
+        shape: Shape of the tensor before Megatron flattens it.
+        gated: Whether MLPs are gated (SwiGLU).
+        modules: See :func:`is_gated`.
 
     Raises:
-        ValueError: the shape has fewer dimensions than the name has stacks, or a gated matrix an odd number of rows.
+        ValueError: If the shape has fewer dimensions than the name has stacks, or a gated matrix has an odd number of
+            rows.
     """
     depth = stacked_dimensions(name)
     if len(shape) < depth:
@@ -185,12 +190,12 @@ def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[st
 
 
 def compose(name: str, gated: bool = True, stack_layers: bool = True) -> Part:
-    """Where a parameter of fsdp_dtensor lies in torch_dist: the (stacked) name, the index in it, and which half.
+    """Return an fsdp_dtensor parameter's location in torch_dist: the (stacked) name, the index in it, and which half.
 
     Args:
-        name: of fsdp_dtensor.
-        gated: ``_w`` and ``_v`` behind what :func:`is_gated` are halves.
-        stack_layers: False keeps the index of the layer in the name, as Megatron does where layers differ.
+        name: Name in fsdp_dtensor.
+        gated: Treat ``_w`` and ``_v`` after a name for which :func:`is_gated` holds as halves.
+        stack_layers: False keeps the index of the layer in the name, as Megatron does for models whose layers differ.
     """
     index: list[int] = []
     half = None
@@ -210,18 +215,21 @@ def compose(name: str, gated: bool = True, stack_layers: bool = True) -> Part:
 
 
 def layer_stack(name: str) -> str | None:
-    """The list of layers that a parameter of fsdp_dtensor is in (``decoder.layers``); None if it is in none."""
+    """Return the list of layers that contains an fsdp_dtensor parameter (``decoder.layers``), or None."""
     match = _LAYER.search(name)
     return name[: match.end(2) - len(match[2]) - 1] if match else None
 
 
 def modern_mtp(name: str, new: bool = True) -> str:
-    """A multi-token-prediction layer inside is now called ``mtp_model_layer``, it was ``transformer_layer``."""
+    """Rename a multi-token-prediction layer's inner layer to ``mtp_model_layer``, from the old ``transformer_layer``.
+
+    ``new=False`` does the opposite.
+    """
     return _MTP.sub(rf"\1{'mtp_model_layer' if new else 'transformer_layer'}.", name)
 
 
 def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
-    """Into how many blocks along each dimension a tensor was cut before Megatron's optimizer flattened the blocks.
+    """Return the number of blocks along each dimension that a tensor was cut into before Megatron flattened the blocks.
 
     A tensor of shape [X, Y] that tensor parallelism cuts into blocks of [x, y] is stored as [X/x, Y/y, x*y]. ::
 
@@ -229,7 +237,7 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
         (1, 2)
 
     Raises:
-        ValueError: the shapes do not belong together.
+        ValueError: If the shapes do not match.
     """
     *grid, block = flattened or (0,)
     fits = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid, strict=True))
@@ -238,11 +246,11 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
     return tuple(grid)
 
 
-# -- values that are no parameters ------------------------------------------------------------------------------------
+# -- values that are not parameters -----------------------------------------------------------------------------------
 
 
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """(Dotted key, leaf) of nested dictionaries and lists. Empty ones have no leaves, and are lost."""
+    """Yield dotted keys and leaves of nested dictionaries and lists. Empty ones have no leaves, and are lost."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from flatten(inner, f"{key}.{name}" if key else str(name))
@@ -254,14 +262,14 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Node(dict[str, Any]):
-    """A dictionary that :func:`unflatten` has made; a leaf may be a dictionary too."""
+    """A dictionary that :func:`unflatten` has created; leaves can be dictionaries too."""
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Any:
-    """The inverse of :func:`flatten`: keys 0, 1, ... make a list.
+    """Rebuild nested dictionaries and lists from dotted keys. Keys 0, 1, ... make a list. Inverse of :func:`flatten`.
 
     Raises:
-        ValueError: a key has a value, and there are keys below it.
+        ValueError: If a key has both a value and keys below it.
     """
     root = _Node()
     for key, leaf in leaves.items():

@@ -1,4 +1,4 @@
-"""What a conversion will do, told before it does it."""
+"""What a conversion will do, so that it can be printed before it runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Move", "Plan"]
 
 @dataclass(frozen=True)
 class Move:
-    """One entry of the output, and where it comes from.
+    """An entry of the output, and where it comes from.
 
     Args:
-        target: key in the output.
-        sources: keys in the input, with the part that is taken of each: ``decoder.layers.norm.weight[3]``.
-        shape: in the output; None for what is no tensor.
-        dtype: likewise.
+        target: Key in the output.
+        sources: Keys in the input, each with the part that is taken: ``decoder.layers.norm.weight[3]``.
+        shape: Shape in the output. None if the entry is not a tensor.
+        dtype: Dtype in the output. None if the entry is not a tensor.
     """
 
     target: str
@@ -40,13 +40,14 @@ class Move:
 
 @dataclass
 class Plan:
-    """A conversion that has been thought through, from names and shapes alone.
+    """A conversion, planned from names and shapes alone.
 
     Args:
-        moves: every entry of the output.
-        left_out: entries of the input that the output has no place for, and why.
-        notes: what somebody should know before trusting the result.
-        write: does it: makes the given directory (or file), and reports bytes of tensors as they are written.
+        moves: Every entry of the output.
+        left_out: Entries of the input that have no place in the output, with the reason.
+        notes: Caveats about the result, for the user.
+        write: Runs the conversion: creates the given directory (or file), and reports bytes of tensors as they are
+            written.
     """
 
     moves: list[Move] = field(default_factory=list)
@@ -56,11 +57,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors that will be written."""
+        """Total bytes of the tensors that will be written."""
         return sum(move.nbytes for move in self.moves)
 
     def lines(self) -> Sequence[str]:
-        """For people: a line for each entry, what is left out, and the notes."""
+        """Return a readable summary: a line for each entry, what is left out, and the notes."""
         out = [str(move) for move in self.moves]
         out += [f"{key} -> left out: {why}" for key, why in self.left_out]
         out += [f"note: {note}" for note in self.notes]

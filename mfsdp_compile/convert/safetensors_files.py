@@ -1,7 +1,8 @@
-"""Files of safetensors, written a tensor at a time; and folders of them, as Hugging Face has them.
+"""Reading and writing safetensors files one tensor at a time, and folders of them as Hugging Face writes them.
 
-The library writes a file from tensors that are all in memory. The format is simple enough to do without: the length of a
-header (8 bytes, little endian), the header (JSON: name to dtype, shape and place), and the tensors' bytes.
+The library can only write a file from tensors that are all in memory. The format is simple enough to write without it:
+the length of a header (8 bytes, little endian), the header (JSON, from name to dtype, shape and position), and the
+bytes of the tensors.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""What the format calls the dtypes that it has."""
+"""The format's names for the dtypes that it supports."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""As the library has it."""
+"""The library's limit."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -67,7 +68,7 @@ class SafetensorsReader:
     """The tensors of a ``.safetensors`` file, or of a folder with one or several.
 
     Raises:
-        CheckpointError: safetensors is not installed; there is no such file; one is damaged or missing.
+        CheckpointError: If safetensors is not installed, there is no such file, or a file is damaged or missing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +91,7 @@ class SafetensorsReader:
             return tensor
 
     def part(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """What ``index`` cuts out of a tensor; the rest is not read."""
+        """Return ``tensor[index]``. The rest of the tensor is not read."""
         with self._opened(self._file_of[name]) as opened:
             part: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
             return part
@@ -103,7 +104,7 @@ class SafetensorsReader:
     def _opened(self, file: Path) -> Any:
         try:
             return self._open(file, framework="pt")
-        except Exception as error:  # SafetensorError, which is not importable without the library
+        except Exception as error:  # SafetensorError, which cannot be imported without the library
             raise CheckpointError(f"{file} is damaged or cut short ({error}). Copy it again.") from error
 
     @staticmethod
@@ -124,7 +125,7 @@ def _library() -> Callable[..., Any]:
 
 
 def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str, Path]]:
-    """(Tensor, the file that it is in)."""
+    """Yield each tensor's name, and the file that contains it."""
     if not path.exists():
         raise CheckpointError(f"{path} does not exist.")
     if path.is_file():
@@ -151,10 +152,10 @@ def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str
 
 
 def _check_header(file: Path) -> None:
-    """What the library does not look at: names that occur twice, or that would write to a terminal.
+    """Check what the library does not: names that occur twice, or that contain terminal control characters.
 
     Raises:
-        CheckpointError: there are such names; the file is cut short, or no file.
+        CheckpointError: If there are such names, or the file is cut short or not a file.
     """
     try:
         with open_regular(file) as opened:
@@ -172,7 +173,11 @@ def _check_header(file: Path) -> None:
 
 
 def split_into_files(layouts: Mapping[str, Layout], max_bytes: int) -> dict[str, list[str]]:
-    """File name to tensors: in their order, none larger than ``max_bytes`` but for a tensor that is so by itself."""
+    """Distribute tensors over files, in order. A file exceeds ``max_bytes`` only if a single tensor does.
+
+    Returns:
+        Names of tensors by file name.
+    """
     shards: list[list[str]] = [[]]
     used = 0
     for name, layout in layouts.items():
@@ -187,10 +192,10 @@ def split_into_files(layouts: Mapping[str, Layout], max_bytes: int) -> dict[str,
 
 
 def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], read: Callable[[str], Tensor]) -> None:
-    """Write the tensors ``names``, which ``read`` gives one after the other.
+    """Write the tensors ``names``, which ``read`` returns one after the other.
 
     Raises:
-        CheckpointError: the format has no such dtype.
+        CheckpointError: If the format does not support a dtype.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -211,12 +216,12 @@ def write_file(path: Path, layouts: Mapping[str, Layout], names: Sequence[str], 
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in names:
-            # Nothing holds a tensor while the next one is read.
+            # No reference keeps a tensor alive while the next one is read.
             file.write(memoryview(read(name).contiguous().reshape(-1).view(torch.uint8).numpy()))
 
 
 def write_index(folder: Path, layouts: Mapping[str, Layout], files: Mapping[str, Sequence[str]]) -> None:
-    """Say which file has which tensor, where there are several."""
+    """Write the index that says which file contains which tensor, if there are several files."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         total = sum(layouts[name].nbytes for name in weight_map)

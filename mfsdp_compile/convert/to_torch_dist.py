@@ -1,4 +1,4 @@
-"""fsdp_dtensor to torch_dist, the inverse of :mod:`.torch_dist`."""
+"""Conversion of fsdp_dtensor to torch_dist, the inverse of :mod:`.torch_dist`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
 __all__ = ["plan_to_torch_dist"]
 
 MOST_CARRIED_BYTES = 1 << 30
-"""Of ``common.pt`` and ``metadata.json``: training arguments."""
+"""Maximum size of ``common.pt`` and ``metadata.json``, which hold training arguments."""
 
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -35,7 +35,7 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron's ``metadata.json`` says of such a checkpoint."""
+"""Contents of Megatron's ``metadata.json`` for such a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class _Target:
     """A tensor of torch_dist.
 
     Args:
-        key: in torch_dist.
-        shape: with layers and experts first.
-        dtype: of it and its sources.
-        grid: blocks along each dimension, if it is to be flattened.
-        sources: (key,), or (key of the first half, of the second), for each index of layers and experts.
+        key: Key in torch_dist.
+        shape: Shape, with layers and experts first.
+        dtype: Dtype of the tensor and its sources.
+        grid: Number of blocks along each dimension, if it is to be flattened.
+        sources: For each index of layers and experts, (key,), or (key of the first half, key of the second half).
     """
 
     key: str
@@ -63,7 +63,7 @@ class _Target:
         return (*self.grid, math.prod(n // g for n, g in zip(self.shape, self.grid, strict=True)))
 
     def chunks(self, reader: CheckpointReader) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """A chunk for each layer and expert, as Megatron's ranks write them."""
+        """Yield a chunk for each layer and expert, as Megatron's ranks write them."""
         for index, sources in self.sources.items():
             halves = [reader.tensor(key) for key in sources]
             tensor = halves[0] if len(halves) == 1 else torch.cat(halves)
@@ -75,12 +75,13 @@ class _Target:
 
 
 def plan_to_torch_dist(source: Path, options: Options) -> Plan:
-    """How to make a torch_dist checkpoint of an fsdp_dtensor checkpoint.
+    """Plan the conversion of an fsdp_dtensor checkpoint to torch_dist.
 
-    Where the checkpoint was once converted from torch_dist, the layout of that is restored.
+    If the checkpoint was once converted from torch_dist, the layout of that checkpoint is restored.
 
     Raises:
-        CheckpointError: ``source`` is not readable; layers are to be stacked that differ; half of a matrix is missing.
+        CheckpointError: If ``source`` is not readable, layers that are to be stacked differ, or half of a matrix is
+            missing.
     """
     reader, plan = CheckpointReader(source), Plan()
     layout = _layout(source)
@@ -134,7 +135,7 @@ def _counted(chunks: Iterator[tuple[tuple[int, ...], Tensor]], advance: Callable
 
 
 def _carried_bytes(source: Path, name: str) -> bytes | None:
-    """A file of the subfolder; None: there is none."""
+    """Return the contents of a file in the subfolder, or None if there is none."""
     try:
         return read_bytes(inside(source, f"{CARRIED}/{name}"), MOST_CARRIED_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -165,7 +166,7 @@ def _layout(source: Path) -> dict[str, Any]:
 
 
 def _parameters(reader: CheckpointReader, options: Options) -> tuple[dict[str, Name], list[str]]:
-    """Tensors that are parameters or states, and all other keys."""
+    """Separate tensors that are parameters or states from all other keys."""
     named, others = {}, []
     for key in reader:
         name = options.prefixes.parse(key) if reader.is_tensor(key) else None
@@ -182,7 +183,7 @@ _Parts = dict[tuple[int, ...], dict[int | None, str]]
 def _grouped(
     reader: CheckpointReader, named: dict[str, Name], layout: dict[str, Any], options: Options
 ) -> dict[Name, _Parts]:
-    """For each tensor of torch_dist: by index, and by half, the key that it comes from."""
+    """For each tensor of torch_dist, return the keys that it comes from, by index and half."""
     rename = layout["mtp_renamed"] if options.rename_mtp is None else options.rename_mtp
     grouped: dict[Name, _Parts] = {}
     for key, name in named.items():
@@ -190,7 +191,7 @@ def _grouped(
         stack = keys.layer_stack(old)
         known = layout["stacked"].get(stack) if options.stack_layers is None else options.stack_layers
         stacked = not f".{stack}".endswith(".mtp.layers") if known is None else known
-        # Of a state that is one number, both halves have one, each of its own.
+        # If a state is a single number, each of the two halves has its own.
         gated = options.swiglu is not False and len(reader.shape(key)) > 0
         part = keys.compose(old, gated, stacked)
         halves = grouped.setdefault(Name(part.name, name.state), {}).setdefault(part.index, {})
@@ -264,7 +265,7 @@ def _is_rerun(key: str) -> bool:
 
 
 def _common(reader: CheckpointReader, leaves: list[str], options: Options) -> dict[str, Any]:
-    """What ``common.pt`` should hold, from the dotted keys of fsdp_dtensor."""
+    """Build the contents of ``common.pt`` from the dotted keys of fsdp_dtensor."""
     held = {
         key: reader.tensor(key) if reader.is_tensor(key) else reader.value(key) for key in leaves if not _is_rerun(key)
     }

@@ -1,18 +1,17 @@
-"""torch_dist to fsdp_dtensor, and back.
+"""Conversion of torch_dist to fsdp_dtensor, and back.
 
-torch_dist is what Megatron's 3D-parallel training writes: a DCP directory whose tensors are stacked over layers and
-experts, with the distributed optimizer's tensors flattened block by block (:func:`.keys.grid_of`), next to ``common.pt``
+Megatron's 3D-parallel training writes torch_dist: a DCP directory whose tensors are stacked over layers and experts,
+with the distributed optimizer's tensors flattened block by block (:func:`.keys.grid_of`), next to ``common.pt``
 (training arguments, iteration, options of the optimizer's groups) and ``metadata.json``.
 
-fsdp_dtensor is a plain DCP directory. What it has no place for but torch_dist needs is carried along in a subfolder::
+fsdp_dtensor is a plain DCP directory. Data that it has no place for, but torch_dist needs, is kept in a subfolder::
 
-    torch_dist/common.pt        as it was
-    torch_dist/metadata.json    as it was
-    torch_dist/layout.json      which layers were stacked, what was flattened and how
+    torch_dist/common.pt        unchanged
+    torch_dist/metadata.json    unchanged
+    torch_dist/layout.json      which layers were stacked, and what was flattened and how
 
-so that the way back gives what was converted: equal tensors under equal keys. Not carried: Transformer Engine's
-``_extra_state``, and the state of random number generators and of the rerun state machine, which belong to ranks that
-there will not be again.
+A round trip therefore restores equal tensors under equal keys. Not kept are Transformer Engine's ``_extra_state``, and
+the states of random number generators and of the rerun state machine, which belong to ranks that no longer exist.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CARRIED = "torch_dist"
 COMMON_ENTRY = "common_state/"
 
 CHECKPOINT_VERSION = 3.0
-"""Of Megatron's checkpoints, written where the training state does not say."""
+"""Version of Megatron's checkpoints; written if the training state does not contain one."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +49,17 @@ class Options:
     """How to convert.
 
     Args:
-        prefixes: of fsdp_dtensor's keys.
-        swiglu: whether MLPs are gated, so that fsdp_dtensor has ``linear_fc1`` in two halves. None: what the training
-            arguments say, or else the shapes. On the way back: whether halves are put together; None is yes.
-        swiglu_modules: only modules with these among the parts of their names are gated.
-        rename_mtp: name multi-token-prediction layers as Megatron-FSDP's models do. None: where the old name is found,
-            and back to what it was.
-        stack_layers: on the way to torch_dist, whether layers are stacked. None: as they were before; else they are,
-            but for those of multi-token prediction, as Megatron does it.
-        flatten_optimizer: on the way to torch_dist, flatten states of the optimizer that nothing is known of, as older
-            versions of Megatron-LM want them.
-        group_map: parameter (key in fsdp_dtensor) to the number of its group in the optimizer.
+        prefixes: Prefixes of fsdp_dtensor's keys.
+        swiglu: Whether MLPs are gated, so that fsdp_dtensor has ``linear_fc1`` in two halves. None: as the training
+            arguments say, or otherwise the shapes. On the way back: whether halves are joined; None means yes.
+        swiglu_modules: Only modules with one of these among the parts of their names are gated.
+        rename_mtp: Rename multi-token-prediction layers as in Megatron-FSDP's models. None: if the old name is found;
+            on the way back, restore the original names.
+        stack_layers: On the way to torch_dist, whether layers are stacked. None: as they were originally; if that is
+            unknown, they are stacked except for those of multi-token prediction, as in Megatron.
+        flatten_optimizer: On the way to torch_dist, flatten optimizer states whose original layout is unknown, as older
+            versions of Megatron-LM require.
+        group_map: From parameter (key in fsdp_dtensor) to the number of its group in the optimizer.
     """
 
     prefixes: Prefixes = field(default_factory=Prefixes)
@@ -73,10 +72,10 @@ class Options:
 
 
 def load_common(path: Path) -> dict[str, Any]:
-    """``common.pt``; empty if there is none.
+    """Read ``common.pt``. Empty if there is none.
 
     Raises:
-        CheckpointError: damaged, or it holds a class that is not known to be harmless.
+        CheckpointError: If it is damaged, or contains a class that is not known to be harmless.
     """
     try:
         with open_regular(inside(path.parent, path.name)) as file:
@@ -100,11 +99,11 @@ class _Output:
 
 
 def plan_to_fsdp(source: Path, options: Options) -> Plan:
-    """How to make an fsdp_dtensor checkpoint of a torch_dist checkpoint.
+    """Plan the conversion of a torch_dist checkpoint to fsdp_dtensor.
 
     Raises:
-        CheckpointError: ``source`` is not readable, or not laid out by parameters; whether MLPs are gated cannot be
-            told; the map of groups lacks a parameter.
+        CheckpointError: If ``source`` is not readable or not organized by parameters, if it is unclear whether MLPs are
+            gated, or if a parameter is missing from the map of groups.
     """
     reader, plan = CheckpointReader(source), Plan()
     common = load_common(source / "common.pt") or _common_entry(reader)
@@ -156,7 +155,7 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
 
 
 def _common_entry(reader: CheckpointReader) -> dict[str, Any]:
-    """What recent versions of Megatron store as an entry, in the place of ``common.pt``."""
+    """Return what recent versions of Megatron store as an entry instead of ``common.pt``."""
     for key in reader:
         if key.startswith(COMMON_ENTRY) and not reader.is_tensor(key):
             held = reader.value(key)
@@ -166,7 +165,7 @@ def _common_entry(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def _stays(key: str, plan: Plan) -> bool:
-    """Whether an entry is converted; notes in the plan why not."""
+    """Return whether an entry is converted. If not, the reason is noted in the plan."""
     if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
             f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote them "
@@ -186,7 +185,7 @@ def _stays(key: str, plan: Plan) -> bool:
 
 
 def _gated(tensors: Iterable[Stored], common: Mapping[str, Any], options: Options) -> bool:
-    """Whether MLPs are gated: as the user says, as the training arguments say, or as the shapes do."""
+    """Return whether MLPs are gated, according to the user, the training arguments, or the shapes."""
     if options.swiglu is not None:
         return options.swiglu
     if options.swiglu_modules:
@@ -199,7 +198,7 @@ def _gated(tensors: Iterable[Stored], common: Mapping[str, Any], options: Option
     for name, shape in shapes.items():
         other = shapes.get(name.replace("linear_fc1", "linear_fc2"))
         if name.endswith(".linear_fc1.weight") and other is not None:
-            seen.add(shape[-2] == 2 * other[-1])  # into the MLP go twice as many columns as come out of it
+            seen.add(shape[-2] == 2 * other[-1])  # gated: linear_fc1 outputs twice the columns that linear_fc2 takes
     if len(seen) > 1:
         raise CheckpointError(
             "Some MLPs are gated (SwiGLU) and some are not. Say which with --swiglu-modules, or --no-swiglu for none."
@@ -218,7 +217,7 @@ def _outputs(stored: Stored, gated: bool, rename: bool, options: Options, source
 
 
 def _stacks(jobs: Iterable[tuple[Stored, list[_Output]]]) -> dict[str, bool]:
-    """Whether the layers of each list of layers were one tensor."""
+    """Return, for each list of layers, whether its layers were stored as one tensor."""
     stacked = {}
     for stored, outputs in jobs:
         for output in outputs[:1]:
@@ -239,7 +238,7 @@ def _values(
     options: Options,
     plan: Plan,
 ) -> Iterator[tuple[str, str, Any]]:
-    """(Key, origin, value) of what is no parameter and no state."""
+    """Yield key, origin and value of everything that is neither a parameter nor a state."""
     reruns = [key for key in reader if key.startswith("rerun_state_machine_state")]
     for number, key in enumerate(reruns):
         if number or reader.is_tensor(key):
@@ -260,7 +259,7 @@ def _values(
 def _group_values(
     common: dict[str, Any], jobs: Iterable[tuple[Stored, list[_Output]]], options: Options, plan: Plan
 ) -> Iterator[tuple[str, str, Any]]:
-    """The options of the group of every parameter."""
+    """Yield the group options of every parameter."""
     groups = find_groups(common)
     if options.group_map is None:
         if len(groups) > 1:

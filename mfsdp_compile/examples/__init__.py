@@ -1,1 +1,1 @@
-"""What ``mfsdp demo`` runs (small language models, text that every machine has, a training loop), and examples of trainers."""
+"""Small language models, text and a training loop for ``mfsdp demo``, and examples of trainers."""

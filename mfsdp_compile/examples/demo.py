@@ -1,4 +1,4 @@
-"""``mfsdp demo``: processes train a transformer on real text with sharded parameters, and account for it afterwards."""
+"""``mfsdp demo``: train a transformer on real text, sharded, then report memory, collectives and loss."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ from .text import ByteText, standard_library
 __all__ = ["DemoConfig", "run"]
 
 PARITY_BOUND = 1e-4
-"""Largest relative difference of the loss curve from one process's. Sums of floating-point numbers in another order
-differ by about 1e-7, which AdamW's division by the gradient's size lets grow from step to step; a wrong gradient (one
-rank's, a sum for a mean, a missing parameter) is off by far more within two steps."""
+"""Largest allowed relative difference of the loss curve from that of one process.
+
+Floating-point sums in another order differ by about 1e-7, and AdamW's division by the size of the gradient lets that
+grow from step to step. A wrong gradient (one rank's, a sum instead of a mean, a missing parameter) differs by far more
+within two steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,17 @@ class DemoConfig:
     """What to train.
 
     Args:
-        ranks: processes; on a machine with GPUs at most as many as there are GPUs.
-        steps: optimizer steps.
-        eager: use the eager path instead of ``torch.compile``.
-        model: ``"llama"``, the package's own, or ``"hf-llama"``, the same size from transformers.
-        batch: sequences per rank and step.
-        length: bytes per sequence.
-        lr: of AdamW.
-        parity_steps: how far one process repeats the run.
-        out: folder for the loss curve, the schedule and checkpoints.
-        save_every: steps between checkpoints, which are written while training goes on; there is one at the end too.
-        resume: go on from the last checkpoint in ``out``, for ``steps`` more, with any number of ranks.
+        ranks: Number of processes. With GPUs, at most the number of GPUs.
+        steps: Number of optimizer steps.
+        eager: Use the eager path instead of ``torch.compile``.
+        model: ``"llama"``, this package's own, or ``"hf-llama"``, the same size from transformers.
+        batch: Sequences per rank and step.
+        length: Bytes per sequence.
+        lr: Learning rate of AdamW.
+        parity_steps: Number of steps that one process repeats.
+        out: Folder for the loss curve, the schedule and checkpoints.
+        save_every: Steps between checkpoints, which are written while training goes on. There is also one at the end.
+        resume: Resume from the last checkpoint in ``out``, for ``steps`` more, on any number of ranks.
     """
 
     ranks: int = 2
@@ -80,7 +83,7 @@ class DemoConfig:
 class _Outcome:
     """What rank 0 knows at the end."""
 
-    start: int = 0  # steps that were taken before
+    start: int = 0  # steps taken before this run
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     first_step_seconds: float = 0.0
@@ -93,7 +96,7 @@ class _Outcome:
 
 
 def run(config: DemoConfig) -> int:
-    """Train, compare with one process, print a summary. Returns the process's exit code: 0 if all of it held."""
+    """Train, compare with one process, and print a summary. Returns the exit code: 0 if all checks pass."""
     console = Console()
     use_cuda = torch.cuda.is_available()
     if use_cuda and config.ranks > torch.cuda.device_count():
@@ -185,7 +188,7 @@ def _train_rank(rank: int, say: Callable[[Any], None], config: DemoConfig) -> _O
 
 
 def _report(config: DemoConfig, rank: int, model: nn.Module, compute: Callable[[], Any], outcome: _Outcome) -> None:
-    """Compare the step with what was predicted, unit by unit, and write the report."""
+    """Compare the step with its prediction, unit by unit, and write the report."""
 
     def step() -> None:
         compute()
@@ -211,7 +214,7 @@ def _report(config: DemoConfig, rank: int, model: nn.Module, compute: Callable[[
 def _train_alone(
     rank: int, say: Callable[[Any], None], config: DemoConfig, checkpoint: Path | None = None
 ) -> list[float]:
-    """The same steps on the same data in one process, without this package: the mean of the ranks' losses."""
+    """Run the same steps in one process, without this package. Returns the mean of the ranks' losses."""
     device = _device(rank)
     text = ByteText(standard_library(), config.length, config.seed)
     torch.manual_seed(config.seed)
@@ -237,7 +240,7 @@ def _train_alone(
 
 
 def _load_alone(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Path) -> int:
-    """Load a checkpoint of sharded ranks into what is not sharded, with torch's own means. Returns its step."""
+    """Load a sharded checkpoint into an unsharded model and optimizer, using only torch. Returns its step."""
     params = {f"module.{name}": param for name, param in model.named_parameters()}
     for param in params.values():
         moments = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
@@ -252,7 +255,7 @@ def _load_alone(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: 
 
 
 def _build(config: DemoConfig) -> tuple[nn.Module, type[nn.Module], Callable[[Any, Tensor, Tensor], Tensor]]:
-    """A model, its unit's class, and how to get a loss from it."""
+    """Return a model, the class of its units, and a function that computes its loss."""
     sizes = LlamaConfig()
     if config.model == "llama":
         return Llama(sizes), Block, lambda call, tokens, targets: call(tokens, targets)
@@ -332,7 +335,7 @@ def _count_collectives(step: Callable[[], Any]) -> dict[str, int]:
 
 def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: list[float]) -> bool:
     losses = outcome.losses
-    # A run that goes on has a noisy loss from its first step: it must not have risen to where training began.
+    # A resumed run has a noisy loss from its first step on, so it must only not have risen to its starting level.
     few = max(1, len(losses) // 4)
     fell = len(losses) > 1 and sum(losses[-few:]) < sum(losses[:few]) * (1.05 if outcome.start else 1)
     console.print()
@@ -392,7 +395,7 @@ def _shortened(lines: list[str], ends: int = 9) -> list[str]:
 
 
 def _plot(values: list[float], width: int = 72, height: int = 12) -> str:
-    """A curve in characters, for terminals."""
+    """Draw a curve with characters, for terminals."""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     columns = min(width, len(values))
@@ -407,7 +410,7 @@ def _plot(values: list[float], width: int = 72, height: int = 12) -> str:
 
 
 def _rows_before(path: Path, step: int) -> list[str]:
-    """Of the runs that this one goes on from."""
+    """Return the rows of the runs that this one resumes."""
     if not step or not path.exists():
         return []
     return [row for row in path.read_text().splitlines()[1:] if int(row.split(",")[0]) < step]
@@ -447,7 +450,7 @@ def _write_files(config: DemoConfig, outcome: _Outcome, alone: list[float]) -> N
 
 
 def _spawn(work: Callable[..., Any], config: DemoConfig, ranks: int, console: Console) -> Any:
-    """Run ``work`` on every rank, show the progress that rank 0 reports, return what rank 0 returns."""
+    """Run ``work`` on every rank, show the progress that rank 0 reports, and return rank 0's result."""
     columns = ("{task.description}", "loss {task.fields[loss]}", "{task.fields[speed]} tokens/s")
     progress = Progress(
         TextColumn(columns[0]),

@@ -13,7 +13,7 @@ __all__ = ["Gpt", "GptBlock", "GptConfig"]
 
 @dataclass(frozen=True)
 class GptConfig:
-    """Sizes; the feed-forward part is four times as wide."""
+    """Sizes. The feed-forward part is four times as wide as the model."""
 
     vocabulary: int = 256
     width: int = 256
@@ -46,7 +46,10 @@ class GptBlock(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Next-token prediction: ``forward(tokens, targets)``, both ``[batch, length]`` of int64, gives the mean cross entropy."""
+    """Next-token prediction.
+
+    ``forward(tokens, targets)``, both ``[batch, length]`` of int64, returns the mean cross entropy.
+    """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

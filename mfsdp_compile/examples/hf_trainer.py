@@ -3,8 +3,8 @@
     torchrun --nproc-per-node=2 -m mfsdp_compile.examples.hf_trainer --max_steps 20 --save_steps 10
     torchrun --nproc-per-node=2 -m mfsdp_compile.examples.hf_trainer --resume_from_checkpoint trainer-out/checkpoint-10
 
-On the CPU, or on GPUs where there are some, one for each process. All of Trainer's arguments, and those of
-:class:`~mfsdp_compile.integrations.transformers.ShardingArguments`, can be given; ``--help`` lists them.
+Runs on GPUs if there are any, with one process per GPU, otherwise on the CPU. Accepts all of Trainer's arguments, and
+those of :class:`~mfsdp_compile.integrations.transformers.ShardingArguments`; ``--help`` lists them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH = 4
 
 
 def build() -> LlamaForCausalLM:
-    """A small Llama with the same values on every rank."""
+    """Build a small Llama with the same values on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -36,13 +36,13 @@ def build() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        use_cache=False,  # Trainer says so too
+        use_cache=False,  # Trainer sets this too
     )
     return LlamaForCausalLM(config)
 
 
 def windows(steps: int, ranks: int) -> Windows:
-    """As much text as that many steps read."""
+    """Return the text that ``steps`` steps read."""
     return Windows(standard_library(), length=64, count=BATCH * ranks * steps)
 
 
@@ -56,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> None:
         learning_rate=2e-3,
         logging_steps=1,
         save_steps=10,
-        train_sampling_strategy="sequential",  # windows are drawn at random
+        train_sampling_strategy="sequential",  # windows are already random
         report_to="none",
         use_cpu=on_cpu,
     )

@@ -1,7 +1,7 @@
 """Configurations in the style of torchtitan: sections of a TOML file, and ``--section.key value`` on the command line.
 
-Names and defaults are those of torchtitan's own sections, as far as :mod:`~mfsdp_compile.examples.torchtitan_style` has a use for
-them. Nothing is ignored: a key that is not here is an error.
+Names and defaults are those of torchtitan's sections, for all keys that :mod:`~mfsdp_compile.examples.torchtitan_style`
+uses. No key is ignored: a key that is not defined here is an error.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Model:
-    """``flavor``: sizes, by name."""
+    """``flavor``: name of a set of sizes."""
 
     flavor: str = "debugmodel"
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """``name``: of a class in ``torch.optim``."""
+    """``name``: name of a class in ``torch.optim``."""
 
     name: str = "AdamW"
     lr: float = 8e-4
@@ -51,7 +51,7 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """Warm-up, a stable part, and decay over ``decay_ratio`` of all steps (None: over what warm-up leaves)."""
+    """Warmup, a stable part, and decay over ``decay_ratio`` of all steps (None: all steps after warmup)."""
 
     warmup_steps: int = 200
     decay_ratio: float | None = None
@@ -61,7 +61,7 @@ class LRScheduler:
 
 @dataclass(frozen=True)
 class Training:
-    """``global_batch_size``: -1 is one microbatch of ``local_batch_size`` on each data-parallel rank."""
+    """``global_batch_size``: -1 means one microbatch of ``local_batch_size`` on each data-parallel rank."""
 
     steps: int = 10000
     seq_len: int = 2048
@@ -74,7 +74,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """``data_parallel_shard_degree``: -1 is all ranks that the others leave."""
+    """``data_parallel_shard_degree``: -1 means all ranks that the other degrees leave."""
 
     data_parallel_replicate_degree: int = 1
     data_parallel_shard_degree: int = -1
@@ -85,7 +85,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class ActivationCheckpoint:
-    """``mode``: ``"none"``; ``"full"``, all layers; ``"selective"``, one layer of ``selective_ac_option``."""
+    """``mode``: ``"none"``; ``"full"``, all layers; ``"selective"``, one of every ``selective_ac_option`` layers."""
 
     mode: str = "selective"
     selective_ac_option: int = 2
@@ -93,7 +93,7 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    """``backend``: the compiler behind ours."""
+    """``backend``: the inner compiler."""
 
     enable: bool = False
     backend: str = "inductor"
@@ -101,7 +101,7 @@ class Compile:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """``folder``: in the job's; if it has checkpoints, training goes on from the last."""
+    """``folder``: name inside the job's folder. If it contains checkpoints, training resumes from the last one."""
 
     enable: bool = False
     folder: str = "checkpoint"
@@ -111,7 +111,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A section each."""
+    """All sections."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
@@ -128,10 +128,10 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> JobConfig:
     """Read a TOML file.
 
     Args:
-        overrides: by ``"section.key"``, as TOML, or as text where that is what the key takes.
+        overrides: Values by ``"section.key"``, as TOML, or as plain text for keys that take text.
 
     Raises:
-        ValueError: a section or a key is not known, or a value of another type.
+        ValueError: If a section or a key is unknown, or a value has the wrong type.
     """
     try:
         values: dict[str, Any] = tomllib.loads(read_text(path, MOST_BYTES))
@@ -149,10 +149,10 @@ def load(path: Path, overrides: Mapping[str, str] | None = None) -> JobConfig:
 
 
 def parse(words: Sequence[str], default: Path) -> JobConfig:
-    """From the command line: ``--job.config_file path`` and any ``--section.key value``.
+    """Read the command line: ``--job.config_file path`` and any ``--section.key value``.
 
     Raises:
-        ValueError: as :func:`load`; or a word is something else.
+        ValueError: See :func:`load`; also if a word has another form.
     """
     given: dict[str, str] = {}
     for flag, value in zip(words[::2], [*words[1::2], None], strict=False):

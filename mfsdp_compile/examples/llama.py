@@ -22,7 +22,10 @@ from torch.distributed.tensor.parallel import (
 __all__ = ["Attend", "Block", "Llama", "LlamaConfig", "layers_of_stage", "parallelize"]
 
 Attend = Callable[..., Tensor]
-"""Called with queries ``[batch, heads, length, width]``, keys, values (of ``kv_heads``) and ``is_causal=True``."""
+"""An attention function.
+
+Takes queries ``[batch, heads, length, width]``, keys and values (with ``kv_heads``), and ``is_causal=True``.
+"""
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -34,7 +37,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes. ``hidden`` is the width inside the feed-forward part; ``kv_heads`` divides ``heads``."""
+    """Sizes. ``hidden`` is the width inside the feed-forward part; ``heads`` is a multiple of ``kv_heads``."""
 
     vocabulary: int = 256
     width: int = 256
@@ -57,7 +60,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        # By the width of a head, not their number: with tensor parallelism a rank has some of them.
+        # Uses the width of a head and not the number of heads: a tensor-parallel rank has only some of them.
         batch, length, _ = x.shape
         q = _rotate(self.q(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
         k = _rotate(self.k(x).view(batch, length, -1, self.head_width).transpose(1, 2), rotation)
@@ -95,15 +98,17 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Next-token prediction.
 
-    ``forward(tokens)`` gives logits ``[batch, length, vocabulary]``; ``forward(tokens, targets)``, both ``[batch,
-    length]`` of int64, the mean cross entropy in nats, a float32 scalar.
+    ``forward(tokens)`` returns logits ``[batch, length, vocabulary]``. ``forward(tokens, targets)``, both
+    ``[batch, length]`` of int64, returns the mean cross entropy in nats, a float32 scalar.
 
     Args:
-        config: sizes.
-        attend: computes attention; :meth:`mfsdp_compile.context_parallel.ContextParallel.attention` where ranks have parts of
-            sequences. Then each call of ``forward`` takes the ``positions`` of its tokens, int64 ``[length]``.
-        stage, stages: of a pipeline, of which this is one stage. Its layers are :func:`layers_of_stage`; all but the first take
-            what the one before gives, ``[batch, length, width]``, and all but the last give the same.
+        config: Sizes.
+        attend: Computes attention. If sequences are divided over ranks, pass
+            :meth:`mfsdp_compile.context_parallel.ContextParallel.attention`; each call of ``forward`` then takes the
+            ``positions`` of its tokens, int64 ``[length]``.
+        stage, stages: Stage of a pipeline, and number of stages. The model has the layers :func:`layers_of_stage`. All
+            stages except the first take the output of the previous one, ``[batch, length, width]``; all except the last
+            return such a tensor.
     """
 
     def __init__(self, config: LlamaConfig, attend: Attend = _attend, stage: int = 0, stages: int = 1) -> None:
@@ -134,16 +139,18 @@ class Llama(nn.Module):
 
 
 def layers_of_stage(layers: int, stage: int, stages: int) -> range:
-    """Which layers a stage of a pipeline has. Where they cannot be divided, stages in the middle have one more: the first
-    and the last one have the embedding and the head.
+    """Return the layers of a stage of a pipeline.
+
+    If the layers do not divide evenly, the middle stages have one more, because the first and last stages also have the
+    embedding and the head.
 
     Raises:
-        ValueError: there are more stages than layers.
+        ValueError: If there are more stages than layers.
     """
     if stages > layers:
         raise ValueError(f"{layers} layers cannot be divided into {stages} pipeline stages")
     each, more = divmod(layers, stages)
-    first = (stages - more + 1) // 2  # of the stages that have one more
+    first = (stages - more + 1) // 2  # first stage with one more layer
     begins = [each * number + min(max(number - first, 0), more) for number in (stage, stage + 1)]
     return range(*begins)
 
@@ -152,9 +159,9 @@ def parallelize(model: Llama, mesh: DeviceMesh, sequence: bool = False) -> Llama
     """Divide the model over tensor-parallel ranks, in place: heads, the feed-forward part, and the vocabulary.
 
     Args:
-        mesh: of one dimension; its size divides the numbers of heads.
-        sequence: what lies between the divided layers is divided too, by positions; the length of a batch must be a multiple
-            of the mesh's size.
+        mesh: A mesh with one dimension, whose size divides the numbers of heads.
+        sequence: Also divide the activations between these layers, by positions. The length of a batch must be a
+            multiple of the size of the mesh.
     """
     between = Shard(1) if sequence else Replicate()
     ends: dict[str, ParallelStyle] = {}

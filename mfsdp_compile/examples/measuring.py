@@ -1,4 +1,4 @@
-"""What a function does: its collectives, its allocations. Compiled code's too."""
+"""Measures the collectives and allocations of a function, including compiled code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLLECTIVES = (
 
 
 def collectives(function: Callable[[], Any]) -> Counter[str]:
-    """How often each functional collective is started, by its name without namespace.
+    """Count how often each functional collective is started, by name without namespace.
 
     See :func:`~mfsdp_compile.runtime.compat.stand_around_collectives`.
     """
@@ -46,13 +46,13 @@ def collectives(function: Callable[[], Any]) -> Counter[str]:
 
 
 def allocated(function: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes of CPU memory: the most that was allocated at a time beyond what was there before, and what stays.
+    """Return bytes of CPU memory: the peak above what was allocated before, and what stays allocated.
 
-    By torch's profiler. Gloo allocates memory of its own, which belongs to it and not to the schedule: use a fake process
-    group.
+    Measured with torch's profiler. Gloo allocates memory of its own, which does not belong to the schedule, so use a
+    fake process group.
 
     Raises:
-        RuntimeError: the profiler recorded none.
+        RuntimeError: If the profiler recorded no allocations.
     """
     with _silence(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         function()
@@ -68,7 +68,7 @@ def allocated(function: Callable[[], Any]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """The profiler of some builds prints from C++, where Python's own redirection does not reach."""
+    """Suppress output of the profiler, which some builds print from C++, out of reach of Python's redirection."""
     sys.stdout.flush()
     sys.stderr.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,16 +1,18 @@
-"""A mixture-of-experts Llama, and three ways to bring tokens to experts.
+"""A mixture-of-experts Llama, with three ways to dispatch tokens to experts.
 
 ``"balanced"``
-    Every expert gets ``tokens * chosen / experts`` tokens of each rank, as a balanced router would leave them: surplus tokens of
-    an expert are dropped, gaps are filled. All shapes are static: for plans, measurements and tests of schedules.
+    Every expert gets ``tokens * chosen / experts`` tokens of each rank, as if the router were balanced: an expert's
+    surplus tokens are dropped, and gaps are filled. All shapes are static. For plans, measurements and tests of
+    schedules.
 ``"all_to_all"``
-    Dropless: each token goes to its experts, wherever they are, in an all-to-all with as many rows for each rank as there
-    happen to be, and comes back in another one. In one full graph with ``torch._dynamo.config.capture_scalar_outputs``;
-    without it, compiled code breaks where sizes are read.
+    Dropless: an all-to-all sends each token to its experts, with a variable number of rows per rank, and another one
+    sends the results back. Compiles to one graph with ``torch._dynamo.config.capture_scalar_outputs``; without it, the
+    graph breaks where sizes are read.
 ``"all_gather"``
-    Dropless with static shapes: every rank of an expert-parallel group gets all its tokens, and computes its experts on all of
-    them; what was not chosen counts nothing. No size is read, at ``experts / (ranks * chosen)`` times the computation and
-    ``(ranks - 1) / chosen`` times the traffic: for few experts per rank.
+    Dropless with static shapes: every rank of an expert-parallel group gets all tokens of the group, and computes its
+    experts on all of them; tokens that did not choose an expert have weight zero. No size is read. Costs
+    ``experts / (ranks * chosen)`` times the computation and ``(ranks - 1) / chosen`` times the traffic. For few experts
+    per rank.
 
 Experts are parallel over a process group, if one is given: each of its n ranks holds 1/n of them.
 """
@@ -33,8 +35,11 @@ __all__ = ["MoeBlock", "MoeConfig", "MoeLlama"]
 
 @dataclass(frozen=True)
 class MoeConfig(LlamaConfig):
-    """``hidden`` is the width inside one expert; each token goes to ``chosen`` of ``experts``, and through ``shared`` more.
-    ``dispatch`` is one of the ways above."""
+    """Sizes. ``hidden`` is the width inside one expert.
+
+    Each token goes to ``chosen`` of ``experts``, and also through ``shared`` experts. ``dispatch`` is one of the ways
+    above.
+    """
 
     experts: int = 8
     chosen: int = 2
@@ -54,12 +59,12 @@ class Experts(nn.Module):
         self.down = nn.Parameter(_drawn((config.experts, config.hidden, config.width), ranks, rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        """All experts, each on tokens of its own: ``[experts, tokens, width]`` in and out."""
+        """Run every expert on its own tokens: ``[experts, tokens, width]`` in and out."""
         gate, up = torch.bmm(x, self.up).chunk(2, dim=-1)
         return torch.bmm(F.silu(gate) * up, self.down)
 
     def grouped(self, x: Tensor, loads: list[int]) -> Tensor:
-        """Tokens of the first expert, then those of the second, ``[sum(loads), width]`` in and out."""
+        """Run experts on tokens sorted by expert, ``[sum(loads), width]`` in and out."""
         done = []
         for tokens, into, out in zip(x.split(loads), self.up.unbind(), self.down.unbind(), strict=True):
             gate, up = (tokens @ into).chunk(2, dim=-1)
@@ -68,7 +73,7 @@ class Experts(nn.Module):
 
 
 def _drawn(shape: tuple[int, ...], ranks: int, rank: int) -> Tensor:
-    """This rank's part of a random tensor."""
+    """Return this rank's part of a random tensor."""
     whole = torch.empty(shape)
     nn.init.normal_(whole, std=0.02)
     return whole.chunk(ranks)[rank].clone()
@@ -78,11 +83,11 @@ class Mixture(nn.Module):
     """Router and experts. ``forward(x)``, ``[tokens, width]`` in and out.
 
     Args:
-        config: sizes.
-        group: that experts are parallel over; None: all of them are here.
+        config: Sizes.
+        group: Process group of expert parallelism. None: all experts are on this rank.
 
     Raises:
-        ValueError: experts cannot be divided by the group's ranks, or there is no such dispatch.
+        ValueError: If the group's ranks cannot divide the experts, or there is no such dispatch.
     """
 
     def __init__(self, config: MoeConfig, group: dist.ProcessGroup | None) -> None:
@@ -111,12 +116,12 @@ class Mixture(nn.Module):
 
     def _balanced(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         experts = self.router.out_features
-        order = choice.flatten().argsort()  # copies of tokens, expert by expert
+        order = choice.flatten().argsort()  # copies of tokens, sorted by expert
         load = x.shape[0] * self.chosen // experts
         order = order[: load * experts]
         source = order // self.chosen
         copies = x[source]
-        if self.ranks > 1:  # by rank and expert, there; by expert and rank here
+        if self.ranks > 1:  # the receiver's order is by rank, then expert; experts need expert, then rank
             each = [copies.shape[0] // self.ranks] * self.ranks
             copies = compat.all_to_all_autograd(copies, each, each, self.group)
             copies = copies.view(self.ranks, -1, load, x.shape[1]).transpose(0, 1).flatten(1, 2)
@@ -129,14 +134,14 @@ class Mixture(nn.Module):
     def _all_to_all(self, x: Tensor, weights: Tensor, choice: Tensor) -> Tensor:
         experts = self.router.out_features
         wanted = choice.flatten()
-        order = wanted.argsort(stable=True)  # copies of tokens, expert by expert, and so rank by rank
+        order = wanted.argsort(stable=True)  # copies of tokens, sorted by expert and therefore by rank
         source = order // self.chosen
         loads = torch.zeros(experts, dtype=torch.int64, device=x.device).scatter_add(0, wanted, torch.ones_like(wanted))
         copies = x[source]
         if self.ranks == 1:
             y = self.experts.grouped(copies, loads.tolist())
         else:
-            # By rank that sends, and expert of this one.
+            # By sending rank, then by expert of this rank.
             arriving = self._exchange_loads(loads).view(self.ranks, -1)
             sent, received = loads.view(self.ranks, -1).sum(1).tolist(), arriving.sum(1).tolist()
             tokens = compat.all_to_all_autograd(copies, received, sent, self.group)
@@ -166,7 +171,7 @@ class Mixture(nn.Module):
 
 
 class Shared(nn.Module):
-    """Experts that every token goes through, as one."""
+    """Experts that every token goes through, joined into one."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -200,12 +205,14 @@ class MoeBlock(nn.Module):
 
 
 class MoeLlama(nn.Module):
-    """Next-token prediction: ``forward(tokens, targets)``, both ``[batch, length]`` of int64, gives the mean cross entropy.
+    """Next-token prediction.
+
+    ``forward(tokens, targets)``, both ``[batch, length]`` of int64, returns the mean cross entropy.
 
     Args:
-        config: sizes.
-        group: that experts are parallel over; None: all of them are on every rank. Give ``fully_shard_model`` the mesh
-            of the ranks that hold the same experts as ``expt_device_mesh``.
+        config: Sizes.
+        group: Process group of expert parallelism. None: all experts are on every rank. With a group, pass the mesh of
+            the ranks that hold the same experts to ``fully_shard_model`` as ``expt_device_mesh``.
     """
 
     def __init__(self, config: MoeConfig, group: dist.ProcessGroup | None = None) -> None:

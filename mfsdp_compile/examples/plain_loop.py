@@ -1,8 +1,8 @@
-"""A training loop of one's own over a sharded, compiled model, which goes on where it was stopped.
+"""A plain training loop over a sharded, compiled model, which resumes from its last checkpoint.
 
     torchrun --nproc-per-node=2 -m mfsdp_compile.examples.plain_loop --steps 20
 
-On the CPU, or on GPUs where there are some, one for each process.
+Runs on GPUs if there are any, with one process per GPU, otherwise on the CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batch = dict[str, Tensor]
 
 
 def batches(data: Dataset[Batch], batch_size: int) -> DataLoader[Batch]:
-    """This rank's batches: ranks take turns."""
+    """Return this rank's batches: every n-th batch of the data, for n ranks."""
     every = list(BatchSampler(SequentialSampler(data), batch_size, drop_last=True))
     return DataLoader(data, batch_sampler=every[dist.get_rank() :: dist.get_world_size()])
 
@@ -45,10 +45,12 @@ def train(
     save_every: int = 10,
     compile_options: dict[str, Any] | None = None,
 ) -> list[float]:
-    """Train until ``steps`` have been taken, in this run and, if there is a checkpoint in ``folder``, before.
+    """Train until ``steps`` steps have been taken.
+
+    If ``folder`` contains a checkpoint, training resumes from it, and its steps count.
 
     Returns:
-        The mean over ranks of the loss of each step that was taken now.
+        The mean loss over ranks of each step taken in this run.
     """
     model = fully_shard_model(model, fsdp_unit_modules=units)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True))

@@ -1,4 +1,4 @@
-"""Processes of one program's own: started, listened to, stopped."""
+"""Starts processes of a program, receives their messages, and stops them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["join", "open_store", "run_ranks"]
 
 
 def open_store(ranks: int) -> dist.TCPStore:
-    """A store for ranks on this machine, at a port that the system chooses and nobody else can take in between.
+    """Open a store for ranks on this machine, at a port that the system chooses, so that no other program can take it.
 
-    It serves as long as the caller keeps it. Ranks connect to its ``port`` by :func:`join`.
+    It serves as long as the caller keeps it. Ranks connect to its ``port`` with :func:`join`.
     """
     return dist.TCPStore("127.0.0.1", 0, ranks, is_master=True, wait_for_workers=False)
 
 
 def join(backend: str, rank: int, ranks: int, port: int) -> None:
-    """Make the default process group of this process, through a store of :func:`open_store`."""
+    """Create the default process group of this process, through a store of :func:`open_store`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     store = dist.TCPStore("127.0.0.1", port, ranks, wait_for_workers=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
@@ -36,15 +36,15 @@ def run_ranks(
     """Run ``work(rank, say, *arguments)`` on every rank, in a process group.
 
     Args:
-        work: a module's function; what it gives to ``say`` is yielded here.
-        backend: of the process group.
-        threads: of each process.
+        work: A module-level function. What it passes to ``say`` is yielded here.
+        backend: Backend of the process group.
+        threads: Threads per process.
 
     Returns:
-        What rank 0 returned.
+        The result of rank 0.
 
     Raises:
-        RuntimeError: a rank raised (its traceback is in the message) or died. The others are stopped.
+        RuntimeError: If a rank raised (the message contains its traceback) or died. The others are stopped.
     """
     context = mp.get_context("spawn")
     queue = context.SimpleQueue()

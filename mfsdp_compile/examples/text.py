@@ -14,10 +14,10 @@ __all__ = ["ByteText", "Windows", "standard_library"]
 
 
 def standard_library(max_bytes: int = 4 << 20) -> Tensor:
-    """The standard library's modules, one after the other by name, ``[n]`` of uint8, ``n <= max_bytes``.
+    """Return the modules of the standard library, concatenated in order of name: ``[n]`` of uint8, ``n <= max_bytes``.
 
     Raises:
-        FileNotFoundError: this Python comes without sources.
+        FileNotFoundError: If this Python was installed without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: list[bytes] = []
@@ -37,12 +37,12 @@ def standard_library(max_bytes: int = 4 << 20) -> Tensor:
 
 @dataclass(frozen=True)
 class ByteText:
-    """Batches of random windows, a function of the seed and the step alone.
+    """Batches of random windows, determined by the seed and the step alone.
 
     Args:
-        data: bytes, ``[n]`` of uint8.
-        length: of a window, in bytes.
-        seed: of the choice of windows.
+        data: Bytes, ``[n]`` of uint8.
+        length: Bytes per window.
+        seed: Seed for the choice of windows.
     """
 
     data: Tensor
@@ -50,7 +50,7 @@ class ByteText:
     seed: int = 0
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Tokens and next tokens, ``[size, length]`` of int64 each."""
+        """Return tokens and next tokens, each ``[size, length]`` of int64."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(0, len(self.data) - self.length, (size,), generator=generator)
         windows = self.data[starts[:, None] + torch.arange(self.length + 1)].long()
@@ -59,13 +59,13 @@ class ByteText:
 
 @dataclass(frozen=True)
 class Windows(Dataset[dict[str, Tensor]]):
-    """The same, example by example, for data loaders: in order they are as good as shuffled.
+    """Random windows as single examples, for data loaders. Sequential order is as good as shuffled.
 
     Args:
-        data: bytes, ``[n]`` of uint8.
-        length: of a window, in bytes.
-        count: of examples.
-        seed: of the choice of windows.
+        data: Bytes, ``[n]`` of uint8.
+        length: Bytes per window.
+        count: Number of examples.
+        seed: Seed for the choice of windows.
     """
 
     data: Tensor
@@ -77,7 +77,7 @@ class Windows(Dataset[dict[str, Tensor]]):
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """``input_ids`` and ``labels``, the same, ``[length]`` of int64: what models of transformers take."""
+        """Return ``input_ids`` and ``labels``, the same ``[length]`` of int64, as transformers models take them."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         start = int(torch.randint(0, len(self.data) - self.length + 1, (), generator=generator))
         tokens = self.data[start : start + self.length].long()

@@ -1,9 +1,10 @@
-"""A training job as torchtitan describes one: a TOML file says how the model is divided, compiled, trained and saved.
+"""A training job in the style of torchtitan: a TOML file says how the model is divided, compiled, trained and saved.
 
     torchrun --nproc-per-node=2 -m mfsdp_compile.examples.torchtitan_style
     torchrun --nproc-per-node=4 -m mfsdp_compile.examples.torchtitan_style --parallelism.tensor_parallel_degree 2
 
-On the CPU, or on GPUs where there are some, one for each process. ``parallelize`` is what to write for another model.
+Runs on GPUs if there are any, with one process per GPU, otherwise on the CPU. For another model, write another
+``parallelize``.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ FLAVORS = {
 
 
 def build_mesh(parallelism: Parallelism) -> DeviceMesh:
-    """``("dp_replicate", "dp_shard", "tp")``.
+    """Return the mesh ``("dp_replicate", "dp_shard", "tp")``.
 
     Raises:
-        ValueError: the degrees do not make up all ranks.
+        ValueError: If the product of the degrees is not the number of ranks.
     """
     replicate, shard = parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree
     tensor, ranks = parallelism.tensor_parallel_degree, dist.get_world_size()
@@ -56,13 +57,13 @@ def build_mesh(parallelism: Parallelism) -> DeviceMesh:
 
 
 def parallelize(model: llama.Llama, mesh: DeviceMesh, config: JobConfig) -> tuple[MegatronFSDP, nn.Module]:
-    """Tensor parallelism, activation checkpointing, data parallelism, compilation: in this order.
+    """Apply tensor parallelism, activation checkpointing, data parallelism and compilation, in this order.
 
     Returns:
-        The sharded model, and what to call.
+        The sharded model, and the module to call.
 
     Raises:
-        ValueError: a value in the configuration is not known.
+        ValueError: If a value in the configuration is unknown.
     """
     parallelism, ac = config.parallelism, config.activation_checkpoint
     if parallelism.tensor_parallel_degree > 1:
@@ -95,10 +96,10 @@ def parallelize(model: llama.Llama, mesh: DeviceMesh, config: JobConfig) -> tupl
 
 
 def train(config: JobConfig) -> list[float]:
-    """Train until the configured number of steps has been taken, in this run and before.
+    """Train until the configured number of steps has been taken, including those before the checkpoint.
 
     Returns:
-        The mean over data-parallel ranks of the loss of each step that was taken now.
+        The mean loss over data-parallel ranks of each step taken in this run.
     """
     mesh = build_mesh(config.parallelism)
     dp = mesh["dp_replicate", "dp_shard"]
@@ -152,9 +153,10 @@ def train(config: JobConfig) -> list[float]:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """
+    """Return the class of an optimizer by name.
+
     Raises:
-        ValueError: ``torch.optim`` has no optimizer of this name.
+        ValueError: If ``torch.optim`` has no optimizer of this name.
     """
     kinds = {
         key: kind
@@ -165,10 +167,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def lr_factor(config: LRScheduler, steps: int, step: int) -> float:
-    """Of the learning rate: linear warm-up, stable, then decay to ``min_lr_factor``.
+    """Return the factor of the learning rate: linear warmup, stable, then decay to ``min_lr_factor``.
 
     Raises:
-        ValueError: ``decay_type`` is not known.
+        ValueError: If ``decay_type`` is unknown.
     """
     decay = round(steps * config.decay_ratio) if config.decay_ratio is not None else steps - config.warmup_steps
     if step < config.warmup_steps:

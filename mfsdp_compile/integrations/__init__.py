@@ -1,4 +1,4 @@
-"""Other people's training loops over sharded models: Hugging Face's ``Trainer``, accelerate, and torchtitan.
+"""Third-party training loops over sharded models: Hugging Face's ``Trainer``, accelerate, and torchtitan.
 
-Each module needs the library of its name, and nothing else in the package imports it.
+Each module needs the library of its name. Nothing else in the package imports these modules.
 """

@@ -1,8 +1,8 @@
-"""accelerate: an ``Accelerator`` that takes models as :func:`~mfsdp_compile.fully_shard_model` returns them.
+"""accelerate: an ``Accelerator`` for models that :func:`~mfsdp_compile.fully_shard_model` has sharded.
 
-With accelerate's own one, everything but the model can be prepared: ``accumulate``, ``backward``, ``clip_grad_norm_`` and the
-optimizer's wrapper do what they should. What it lacks is here: it would put DistributedDataParallel around the model, and write
-the first rank's rows as if they were all.
+accelerate's own Accelerator can prepare everything except the model: ``accumulate``, ``backward``, ``clip_grad_norm_``
+and the optimizer's wrapper work. This one adds what is missing: the original would wrap the model in
+DistributedDataParallel, and save the first rank's rows as if they were the whole model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mfsdp_compile.wrapper import MegatronFSDP
 __all__ = ["FOLDER", "MfsdpAccelerator", "sharded_model"]
 
 FOLDER = "mfsdp"
-"""In a folder that a trainer saves to: shards of the model and of its optimizer."""
+"""Subfolder, in the folder that a trainer saves to, for the shards of the model and its optimizer."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MfsdpAccelerator(accelerate.Accelerator):
-    """``accelerate.Accelerator`` for one sharded model and its optimizer, beside what else a program prepares.
+    """``accelerate.Accelerator`` for one sharded model and its optimizer, and anything else that a program prepares.
 
     ::
 
@@ -39,9 +39,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard and compile before ``prepare``, which leaves the model as it is. ``mixed_precision`` is the dtype that the model was
-    in when it was sharded; there is no autocast. ``save_state`` writes shards, for any number of ranks, to
-    :data:`FOLDER`; ``get_state_dict`` and ``save_model`` are of the whole model, on the first rank.
+    Shard and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be the dtype that
+    the model had when it was sharded; there is no autocast. ``save_state`` writes shards to :data:`FOLDER`, which can
+    be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return and write the whole model, on the
+    first rank.
     """
 
     _models: list[nn.Module]
@@ -50,10 +51,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Leaves a sharded model alone, and takes note of it.
+        """Register a sharded model, and leave it unchanged. Prepares other models as accelerate does.
 
         Raises:
-            ValueError: what accelerate was asked to do with models cannot be done to this one any more.
+            ValueError: If accelerate is configured to do something to the model that is impossible after sharding.
         """
         sharded = sharded_model(model)
         if sharded is None:
@@ -78,13 +79,13 @@ class MfsdpAccelerator(accelerate.Accelerator):
         return model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """The module that was sharded; of other models what accelerate takes for it."""
+        """Return the module that was sharded. For other models, returns what accelerate does."""
         sharded = sharded_model(model)
         unwrapped: nn.Module = super().unwrap_model(sharded.module if sharded else model, *args, **kwargs)
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Of a sharded model: whole tensors in the CPU's memory of the first rank, nothing on others. Collective."""
+        """Return a sharded model's full tensors in CPU memory on the first rank, and nothing on others. Collective."""
         sharded = sharded_model(model)
         if sharded is not None:
             return full_state_dict(sharded)
@@ -92,8 +93,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
         return state
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate does; of the sharded model and its optimizer shards, see :class:`~mfsdp_compile.checkpoint.Checkpoints`.
-        Collective."""
+        """Save as accelerate does, with shards for the sharded model and its optimizer. Collective.
+
+        Shards are written by :class:`~mfsdp_compile.checkpoint.Checkpoints`.
+        """
         with self._put_aside() as held:
             folder = super().save_state(output_dir, *args, **kwargs)
         if held is not None:
@@ -102,12 +105,12 @@ class MfsdpAccelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """What :meth:`save_state` has written, at any number of ranks. Collective.
+        """Load what :meth:`save_state` has written, on any number of ranks. Collective.
 
         Raises:
-            CheckpointError: there are no shards in the folder, or they do not fit.
+            CheckpointError: If there are no shards in the folder, or they do not match.
         """
-        folders: list[Path] = []  # accelerate may choose it
+        folders: list[Path] = []  # accelerate may choose the folder
         hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
         try:
             with self._put_aside() as held:
@@ -125,10 +128,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _put_aside(self) -> Iterator[tuple[MegatronFSDP, torch.optim.Optimizer | None] | None]:
-        """Without the sharded model and its optimizer, of which accelerate would save one rank's.
+        """Hide the sharded model and its optimizer, of which accelerate would save one rank's part.
 
         Raises:
-            ValueError: there are several.
+            ValueError: If there are several.
         """
         models, optimizers = self._models, self._optimizers
         ours = [model for model in map(sharded_model, models) if model is not None]
@@ -148,6 +151,6 @@ class MfsdpAccelerator(accelerate.Accelerator):
 
 
 def sharded_model(model: Any) -> MegatronFSDP | None:
-    """What ``fully_shard_model`` returned, compiled or not; None: it is something else."""
+    """Return the model that ``fully_shard_model`` returned, compiled or not, or None for any other object."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, MegatronFSDP) else None

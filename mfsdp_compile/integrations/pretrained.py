@@ -1,4 +1,4 @@
-"""Weights of sharded Hugging Face models, as ``save_pretrained`` writes them, without the whole model in one place."""
+"""Writes weights of sharded Hugging Face models as ``save_pretrained`` does, without the whole model in one place."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from mfsdp_compile.wrapper import MegatronFSDP
 __all__ = ["WRITING", "can_stream", "save_weights"]
 
 WRITING = ("Writing weights", timedelta(hours=2))
-"""What ranks wait for the one that writes for, and how long."""
+"""What ranks wait for while the first rank writes, and the timeout."""
 
 
 def can_stream(module: nn.Module) -> bool:
-    """Whether each tensor can be written by itself: what transformers stores a model as may be other tensors than the model has,
-    and each of them made of one, as experts are of stacked experts, or of several."""
+    """Return whether the tensors of a model can be written one at a time.
+
+    The tensors that transformers stores may differ from those of the model. They must each be made from a single one,
+    as experts are from stacked experts, and not from several.
+    """
     state = _meta(module, {})
     together = revert_weight_conversion(module, dict(state))
     return _layouts(together) == _layouts(_converted_apart(module, state))
@@ -41,17 +44,19 @@ def save_weights(
     beside: Callable[[], None] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write ``.safetensors`` files that ``from_pretrained`` reads, for what is in ``folder`` already. Collective; the first rank
-    writes, a tensor at a time as they are gathered: memory for one bucket.
+    """Write ``.safetensors`` files for ``from_pretrained`` to a folder. Collective.
+
+    The first rank writes tensors one at a time, as they are gathered. Memory: one bucket.
 
     Args:
-        model: its module is a ``PreTrainedModel`` for which :func:`can_stream` is true.
-        dtypes: to write parameters in, by their names in ``model.module``; others as they are.
-        beside: called on the first rank before, to write what else belongs there.
-        max_shard_bytes: of a file, unless a tensor by itself is larger.
+        model: A model whose module is a ``PreTrainedModel`` for which :func:`can_stream` is true.
+        folder: Folder to write to.
+        dtypes: Dtypes to write parameters in, by their names in ``model.module``. Others keep their dtypes.
+        beside: Called on the first rank before weights are written, to write the other files of the folder.
+        max_shard_bytes: Maximum size of a file, unless a single tensor is larger.
 
     Raises:
-        RuntimeError, OSError: on every rank: the first one could not write.
+        RuntimeError, OSError: On every rank, if the first one could not write.
     """
     wholes = model.full_parameters()
     with errors_for_all(model.sharded.everyone, *WRITING):
@@ -61,7 +66,7 @@ def save_weights(
                     beside()
                 _write(model, folder, dtypes, max_shard_bytes, wholes)
         finally:
-            deque(wholes, maxlen=0)  # every rank takes part in every gather
+            deque(wholes, maxlen=0)  # every rank must take part in every gather
 
 
 def _write(
@@ -93,14 +98,14 @@ def _write(
 def _tensors(
     model: MegatronFSDP, dtypes: Mapping[str, torch.dtype], wholes: Iterator[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What is written, with its name in the files: parameters as they are gathered, then buffers."""
+    """Yield what is written, with its name in the files: parameters as they are gathered, then buffers."""
     module = model.module
     state = _meta(module, dtypes)
     names = _gathered_names(model, state)
     for name, whole in wholes:
         if name in names:
             yield from _convert(module, names[name], whole.to("cpu", dtypes.get(name, whole.dtype))).items()
-        del whole  # with its bucket, before the next is gathered
+        del whole  # frees its bucket before the next one is gathered
     parameters = set(names.values())
     values = module.state_dict()
     for name in state:
@@ -109,7 +114,7 @@ def _tensors(
 
 
 def _meta(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """The module's state without values, by the names that are saved: each tied parameter once."""
+    """Return the module's state without values, by the names that are saved: each tied parameter once."""
     state = {
         name: torch.empty(value.shape, dtype=dtypes.get(name, value.dtype), device="meta")
         for name, value in module.state_dict().items()
@@ -120,7 +125,7 @@ def _meta(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Ten
 
 
 def _gathered_names(model: MegatronFSDP, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of parameters as they are gathered, in this order, with those under which they are in ``state``."""
+    """Return the names of parameters in the order in which they are gathered, mapped to their names in ``state``."""
     saved_as = {
         id(param): name for name, param in model.module.named_parameters(remove_duplicate=False) if name in state
     }

@@ -1,13 +1,14 @@
-"""torchtitan: a ``parallelize_fn`` that shards with this package in the place of FSDP2.
+"""torchtitan: a ``parallelize_fn`` that shards with this package instead of FSDP2.
 
 ::
 
     spec = dataclasses.replace(model_registry("8B"), parallelize_fn=parallelize)
     Trainer.Config(model_spec=spec, ...)
 
-Data-parallel and hybrid sharding, activation checkpointing, compilation and mixed precision are as the job's sections say;
-torchtitan's trainer, optimizers and checkpoints need nothing else, but for the loss: ``ChunkedLossWrapper`` calls the model's
-head outside of the model's forward, where it is sharded. Use ``CrossEntropyLoss``. Written for torchtitan 0.3.
+Data-parallel and hybrid sharding, activation checkpointing, compilation and mixed precision follow the job's
+configuration. torchtitan's trainer, optimizers and checkpoints need no changes. The loss may: ``ChunkedLossWrapper``
+calls the model's head outside of the model's forward, where its parameters are sharded. Use ``CrossEntropyLoss``.
+Written for torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def parallelize(
     ac_config: Any,
     dump_folder: str,
 ) -> nn.Module:
-    """What torchtitan calls for a decoder on the meta device, before it calls ``init_weights``.
+    """Shard and compile a decoder on the meta device. torchtitan calls this before ``init_weights``.
 
     Returns:
-        ``model``, whose parameters are shards, without values yet; compiled in place. Its names are as before.
+        ``model``, compiled in place. Its parameters are shards without values; names are unchanged.
 
     Raises:
-        ValueError: the job asks for what is not supported; all of it is named.
+        ValueError: If the job asks for anything that is not supported. The message lists all of it.
     """
     _refuse(parallel_dims, training, parallelism, compile_config)
     if ac_config is not None:
@@ -52,7 +53,7 @@ def parallelize(
         for name in (training.mixed_precision_param, training.dtype, training.mixed_precision_reduce)
     )
     for param in model.parameters():
-        param.data = param.data.to(compute_dtype)  # without values: shards get those of init_weights, in the main dtype
+        param.data = param.data.to(compute_dtype)  # has no values yet: init_weights fills the shards, in the main dtype
     fully_shard_model(
         model,
         **_mesh(parallel_dims),

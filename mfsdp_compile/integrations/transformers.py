@@ -1,14 +1,15 @@
 """Hugging Face's ``Trainer`` over sharded, compiled models.
 
-``MfsdpTrainer`` is ``transformers.Trainer`` with its data, schedule, callbacks and logs. What is here is what it leaves to
-those who distribute models: when the model is sharded, which dtypes it has, what is written and read again.
+``MfsdpTrainer`` is ``transformers.Trainer`` with its data handling, schedule, callbacks and logs. This module
+implements what Trainer leaves to the distribution of models: when the model is sharded, its dtypes, and what is saved
+and loaded.
 
-    self.model          the Hugging Face model; once training or evaluation has begun, its parameters are shards
-    self.sharded        what ``fully_shard_model`` returned, around it
-    self.model_wrapped  that, compiled: what is called
+    self.model          the Hugging Face model; its parameters are shards once training or evaluation has begun
+    self.sharded        what ``fully_shard_model`` returned for it
+    self.model_wrapped  the compiled form of that, which is called
 
-A checkpoint is the folder ``checkpoint-100`` that Trainer makes, with the weights as ``from_pretrained`` reads them, and with
-the subfolder ``mfsdp``: weights in full precision, optimizer, learning-rate schedule and random numbers as shards, for any
+A checkpoint is the folder ``checkpoint-100`` that Trainer creates. It contains weights for ``from_pretrained``, and a
+subfolder ``mfsdp`` with full-precision weights, optimizer, learning-rate schedule and random state as shards, for any
 number of ranks.
 """
 
@@ -51,21 +52,21 @@ if int(transformers.__version__.partition(".")[0]) < 5:
 
 @dataclass
 class ShardingArguments:
-    """How to shard and compile, beside ``TrainingArguments``. ``HfArgumentParser`` takes it too.
+    """How to shard and compile. Complements ``TrainingArguments``, and works with ``HfArgumentParser``.
 
     Args:
-        units: names or import paths of classes whose instances are gathered and released as one. None: those that the model
-            names in ``_no_split_modules``, or its repeated blocks if it names none.
+        units: Names or import paths of the classes whose instances are units. None: the classes that the model names in
+            ``_no_split_modules``, or its repeated blocks if it names none.
         zero_dp_strategy: ``"optim_grads_params"``, ``"optim_grads"``, ``"optim"`` or ``"no_shard"``.
-        replicas: ranks are divided into so many groups, each with all shards (HSDP).
-        outer_dp_sharding_strategy: over replicas: ``"no_shard"``, or ``"optim"``, which divides the optimizer's state.
-        main_params_dtype: of shards and of what the optimizer has. ``"model"``: that of the model.
-        main_grads_dtype: that gradients are summed in; None: as shards.
-        grad_comm_dtype: that gradients are reduced in; None: what the model computes in.
-        flat_optimizer: step over flat tensors, see ``fully_shard_optimizer``.
-        compile: run through ``torch.compile(backend="mfsdp")``; if False, with eager hooks and the same numbers.
-        compile_options: of that backend; a dictionary, or one as JSON.
-        sharding_options: more arguments of ``fully_shard_model`` (``unit_bytes`` and so on); a dictionary, or one as JSON.
+        replicas: Number of groups of ranks that each hold all shards (HSDP).
+        outer_dp_sharding_strategy: What to shard over replicas: ``"no_shard"``, or ``"optim"``, the optimizer state.
+        main_params_dtype: Dtype of shards and optimizer state. ``"model"``: the model's.
+        main_grads_dtype: Dtype in which gradients are summed. None: that of the shards.
+        grad_comm_dtype: Dtype in which gradients are reduced. None: the dtype that the model computes in.
+        flat_optimizer: Step over flat tensors; see ``fully_shard_optimizer``.
+        compile: Run through ``torch.compile(backend="mfsdp")``. If False, run with eager hooks, with the same numbers.
+        compile_options: Options of that backend, as a dictionary or JSON.
+        sharding_options: More arguments of ``fully_shard_model`` (such as ``unit_bytes``), as a dictionary or JSON.
     """
 
     units: list[str] | None = field(default=None, metadata={"help": "Classes that are gathered as one."})
@@ -86,10 +87,12 @@ class ShardingArguments:
             setattr(self, name, json.loads(given) if isinstance(given, str) else dict(given or {}))
 
     def arguments(self, model: nn.Module, device_type: str) -> dict[str, Any]:
-        """Of ``fully_shard_model``, for ``model``. Makes process groups if there are replicas: collective.
+        """Return the arguments of ``fully_shard_model`` for ``model``.
+
+        Collective if there are replicas, because it creates process groups.
 
         Raises:
-            ValueError: a dtype is not known, or the number of replicas does not divide that of ranks.
+            ValueError: If a dtype is unknown, or the number of replicas does not divide the number of ranks.
         """
         main_params = None if self.main_params_dtype == "model" else _dtype(self.main_params_dtype, "main_params_dtype")
         policy = MixedPrecisionPolicy(
@@ -129,17 +132,18 @@ else:
 
 
 class MfsdpTrainerMixin(_Base):
-    """Goes before a class that is made like ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
+    """Adds sharding to a subclass of ``transformers.Trainer``: ``class MyTrainer(MfsdpTrainerMixin, SFTTrainer)``.
 
-    The model is sharded when training or evaluation begins, with the optimizer if one was given. ``bf16`` and ``fp16`` are the
-    dtypes that it is gathered and computes in, while shards keep the values that they had (accelerate does the same with FSDP2);
-    there is no autocast. ``torch_compile_backend`` may be ``"inductor"`` or ``"aot_eager"``, the compiler behind ours.
+    The model is sharded when training or evaluation begins, together with the optimizer if one was passed. ``bf16`` and
+    ``fp16`` set the dtype that the model is gathered and computes in. Shards keep their values without rounding, as
+    with accelerate and FSDP2; there is no autocast. ``torch_compile_backend`` selects the inner compiler:
+    ``"inductor"`` or ``"aot_eager"``.
 
     Args:
-        sharding: how to shard and compile.
+        sharding: How to shard and compile.
 
     Raises:
-        ValueError: arguments of the trainer are set that cannot be honoured; all of them are named.
+        ValueError: If arguments of the trainer cannot be honored. The message lists all of them.
     """
 
     sharded: MegatronFSDP | None = None
@@ -158,21 +162,21 @@ class MfsdpTrainerMixin(_Base):
                 "mfsdp_compile. Start the program with torchrun, or choose plain multi-GPU training in accelerate's "
                 "configuration."
             )
-        # It is made by name in there. Nothing but methods is different.
+        # Trainer creates the accelerator by name. This class differs only in its methods.
         self.accelerator.__class__ = MfsdpAccelerator
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is moved as it is sharded: no device ever holds all of it."""
+        """Do nothing: sharding moves the model, so that no device ever holds all of it."""
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
-        """None: that of the model as it comes."""
+        """Dtype to compute in. None: the model's own."""
         return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
 
     def _shard(self) -> MegatronFSDP:
-        """Shard the model, and the optimizer that was given for it, unless they are."""
+        """Shard the model and, if one was passed, its optimizer, unless that is already done."""
         if self.sharded is not None and self.sharded.module is self.model:
             return self.sharded
         self._saved_dtypes = {name: param.dtype for name, param in self.model.named_parameters(remove_duplicate=False)}
@@ -193,7 +197,7 @@ class MfsdpTrainerMixin(_Base):
         return self.sharded
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Of shards. Parameter groups are Trainer's."""
+        """Create the optimizer of the shards, with Trainer's parameter groups."""
         self._shard()
         is_given = self.optimizer is not None
         optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)
@@ -202,7 +206,7 @@ class MfsdpTrainerMixin(_Base):
         return optimizer
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Trainer prepares only the optimizer when this is another model than its own."""
+        """Return the wrapped model. If it is not Trainer's own model, Trainer prepares only the optimizer."""
         self._shard()
         return self.model_wrapped
 
@@ -215,10 +219,10 @@ class MfsdpTrainerMixin(_Base):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Tensor] | None = None) -> None:
-        """Weights, in the dtypes that the model came with, and what ``from_pretrained`` needs beside them. Collective.
+        """Save weights in the model's original dtypes, and the other files that ``from_pretrained`` needs. Collective.
 
         Raises:
-            RuntimeError, OSError: on every rank: the first one could not write.
+            RuntimeError, OSError: On every rank, if the first one could not write.
         """
         if self.sharded is None or self.sharded.module is not self.model or state_dict is not None:
             super()._save(output_dir, state_dict)
@@ -237,23 +241,26 @@ class MfsdpTrainerMixin(_Base):
         self.model.config.save_pretrained(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Everything that training needs to go on. Collective."""
+        """Save everything that is needed to continue training. Collective."""
         extra = {"scheduler": self.lr_scheduler.state_dict()}
         checkpoints = Checkpoints(Path(output_dir) / FOLDER, keep=1)
         checkpoints.save(self.state.global_step, self._shard(), self.optimizer.optimizer, extra=extra)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """With the shards."""
+        """Do nothing: random state is saved with the shards."""
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights of a checkpoint without optimizer; others are loaded with their optimizer, when there is one here."""
+        """Load the weights of a checkpoint without optimizer state.
+
+        Other checkpoints are loaded together with their optimizer state, once the optimizer exists.
+        """
         self._shard()
         folder = Path(resume_from_checkpoint)
         if Checkpoints(folder / FOLDER).latest() is not None:
             return
-        if not (folder / "trainer_state.json").is_file():  # Trainer writes it last
+        if not (folder / "trainer_state.json").is_file():  # the last file that Trainer writes
             raise CheckpointError(f"{folder} is not complete: a save was interrupted. Resume from an earlier one.")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -266,13 +273,13 @@ class MfsdpTrainerMixin(_Base):
             self._generators = get_generators() if restored.generators else None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """To where it was when the checkpoint was written; Trainer asks when it has passed the batches of before."""
+        """Restore the random state of the checkpoint. Trainer calls this after it has skipped earlier batches."""
         if self._generators is not None:
             set_generators(self._generators)
 
     def _load_best_model(self) -> None:
         best = Checkpoints(Path(self.state.best_model_checkpoint) / FOLDER).latest()
-        if best is None:  # save_only_model
+        if best is None:  # saved with save_only_model
             super()._load_best_model()
         else:
             load(best, self._shard(), generators=False)
@@ -283,7 +290,8 @@ class MfsdpTrainer(MfsdpTrainerMixin, Trainer):
 
     ::
 
-        trainer = MfsdpTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data, sharding=ShardingArguments())
+        trainer = MfsdpTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data,
+        sharding=ShardingArguments())
         trainer.train()
     """
 
@@ -296,7 +304,7 @@ class MfsdpSeq2SeqTrainer(MfsdpTrainerMixin, Seq2SeqTrainer):
 
 
 def _synced(generate: Callable[..., Any], topology: Topology) -> Callable[..., Any]:
-    """Where forwards gather, ranks whose sequences have ended go on taking part in those of others."""
+    """Make ``generate`` keep running forwards on ranks whose sequences have ended, if forwards gather."""
 
     @functools.wraps(generate)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -306,7 +314,7 @@ def _synced(generate: Callable[..., Any], topology: Topology) -> Callable[..., A
 
 
 def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> None:
-    """Raise ValueError for arguments that cannot be honoured, all of them at once."""
+    """Raise ValueError for all arguments that cannot be honored."""
     backend = args.torch_compile_backend
     optim = getattr(args.optim, "value", args.optim)
     refused = {
@@ -386,8 +394,10 @@ def _dtype(name: str | None, argument: str) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def _computing_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, where the model is sharded, its parameters have ``dtype``, but for those that it keeps in float32. Shards get the
-    values of before, unrounded."""
+    """Give parameters the dtype ``dtype`` while the model is sharded, except those that the model keeps in float32.
+
+    Shards get the original values, unrounded.
+    """
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == torch.float16 else [])]
     kept = [module for attribute in lists for module in getattr(model, attribute, None) or ()]
     before: dict[str, Tensor] = {}

@@ -1,9 +1,9 @@
-"""What programs for Megatron-LM and Megatron-Bridge have in them, on this engine. Megatron need not be installed.
+"""Drop-in replacements for Megatron-LM's and Megatron-Bridge's FSDP classes. Megatron need not be installed.
 
-:class:`FullyShardedDataParallel` and :func:`DistributedOptimizer` take the place of Megatron-Core's; configurations are
-Megatron's own objects, or the dataclasses of the same names here; :func:`validate` checks and adjusts them as Megatron-Bridge
-does, :func:`add_megatron_fsdp_arguments` and :func:`config_from_arguments` are for Megatron-LM's command line.
-``docs/megatron.md`` goes through all settings.
+:class:`FullyShardedDataParallel` and :func:`DistributedOptimizer` replace those of Megatron-Core. Configurations are
+Megatron's own objects, or the dataclasses of the same names here. :func:`validate` checks and adjusts them as
+Megatron-Bridge does. :func:`add_megatron_fsdp_arguments` and :func:`config_from_arguments` support Megatron-LM's
+command line. ``docs/megatron.md`` describes all settings.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron-LM's command line: the flags that concern sharded data parallelism."""
+"""The flags of Megatron-LM's command line that concern sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["add_megatron_fsdp_arguments", "config_from_arguments"]
 
 
 def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add a group of flags. Those that the parser has already are left to it.
+    """Add a group of flags to a parser. Flags that the parser already has are left unchanged.
 
     Returns:
         The parser.
@@ -37,14 +37,14 @@ def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
 
 
 def config_from_arguments(arguments: argparse.Namespace) -> ConfigContainer:
-    """Settings of a command line, checked and adjusted by :func:`~.validation.validate`.
+    """Return the settings of a command line, checked and adjusted by :func:`~.validation.validate`.
 
     Args:
-        arguments: parsed with :func:`add_megatron_fsdp_arguments`, or by Megatron-LM. Attributes that are not there, or None,
-            leave settings at their defaults.
+        arguments: Parsed with :func:`add_megatron_fsdp_arguments`, or by Megatron-LM. Settings whose attributes are
+            missing or None keep their defaults.
 
     Raises:
-        ValueError, NotImplementedError: as :func:`~.validation.validate`.
+        ValueError, NotImplementedError: See :func:`~.validation.validate`.
     """
     sections = {}
     for section, cls in SECTIONS.items():
@@ -61,7 +61,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> ConfigContainer:
         sections[section] = cls(**values)
     ddp = sections["ddp"]
     if ddp.megatron_fsdp_main_grads_dtype is not None or ddp.megatron_fsdp_grad_comm_dtype is not None:
-        ddp.grad_reduce_in_fp32 = False  # nobody asked for it, and these say what is to be
+        ddp.grad_reduce_in_fp32 = False  # not requested explicitly, and these dtypes take precedence
     config = ConfigContainer(**sections)
     config.validate()
     return config

@@ -1,4 +1,4 @@
-"""Device meshes of Megatron's process groups."""
+"""Device meshes from Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expe
 
 
 def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> dict[str, Any]:
-    """Which ranks a model is sharded over, as arguments of ``fully_shard_model``.
+    """Return which ranks a model is sharded over, as arguments of ``fully_shard_model``.
 
     Args:
         config: Megatron's model configuration.
-        instances: parts of the data-parallel ranks that each hold everything; more than one is hybrid sharding.
-        pg_collection: Megatron's ``ProcessGroupCollection``, or anything with its attributes. Used are ``dp_cp``; with several
-            instances ``intra_dp_cp`` and ``inter_dist_opt``; ``tp``; and with ``ep``, ``expt_dp`` or ``intra_expt_dp``. None: all
-            ranks share the model.
+        instances: Number of groups of data-parallel ranks that each hold the whole model. More than one is hybrid
+            sharding.
+        pg_collection: Megatron's ``ProcessGroupCollection``, or an object with its attributes. These are used:
+            ``dp_cp``; with several instances, ``intra_dp_cp`` and ``inter_dist_opt``; ``tp``; and with ``ep``,
+            ``expt_dp`` or ``intra_expt_dp``. None: all ranks share the model.
 
     Raises:
-        ValueError: ranks do not share a model and ``pg_collection`` does not say which do, or ranks cannot be divided.
-        NotImplementedError: experts are divided over tensor-parallel ranks.
+        ValueError: If not all ranks share the model and ``pg_collection`` does not say which do, or if ranks cannot be
+            divided.
+        NotImplementedError: If experts are divided over tensor-parallel ranks.
     """
     if pg_collection is None:
         for name in _PARALLEL:
@@ -55,7 +57,7 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
 def _hybrid(instances: int) -> dict[str, Any]:
     ranks = (
         dist.get_world_size() if dist.is_initialized() else instances
-    )  # without a process group there is another error
+    )  # without a process group, another error is raised
     if ranks % instances:
         raise ValueError(
             f"num_distributed_optimizer_instances={instances} must divide the number of data-parallel ranks, {ranks}."
@@ -98,7 +100,7 @@ def _group(pg_collection: Any, name: str) -> dist.ProcessGroup:
 
 
 def _mesh(groups: dict[str, dist.ProcessGroup]) -> DeviceMesh:
-    """Of dimensions of which each rank knows its own group, outermost first. Collective, over these groups."""
+    """Build a mesh from the groups that this rank is in, outermost first. Collective over these groups."""
     names, members = tuple(groups), list(groups.values())
     ranks: Any = dist.get_process_group_ranks(members[-1])
     for group in reversed(members[:-1]):

@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` as Megatron-Core's page on its FSDP uses it."""
+"""A replacement for ``DistributedOptimizer``, as documented on Megatron-Core's FSDP page."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ def DistributedOptimizer(
     model_chunks: Sequence[nn.Module],
     per_model_buffers: Sequence[Any] | None = None,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer of torch's one that knows of sharding, in place: :func:`~mfsdp_compile.fully_shard_optimizer`, and
-    ``optimizer.sharded_state_dict()``.
+    """Extend a torch optimizer for sharded parameters, in place.
+
+    Does the same as :func:`~mfsdp_compile.fully_shard_optimizer`, and adds ``optimizer.sharded_state_dict()``.
 
     Args:
-        optimizer: built from the models' parameters after they were sharded.
-        model_chunks: the sharded models, compiled or not.
-        per_model_buffers: their ``param_and_grad_buffer``, in the same order; None: these.
+        optimizer: Built from the models' parameters after they were sharded.
+        model_chunks: The sharded models, compiled or not.
+        per_model_buffers: Their ``param_and_grad_buffer``, in the same order. None: taken from the models.
 
     Returns:
-        The same optimizer. Learning-rate schedulers and ``torch.distributed.checkpoint`` take it as the one that it is.
+        The same optimizer. Learning-rate schedulers and ``torch.distributed.checkpoint`` accept it as before.
 
     Raises:
-        TypeError: ``optimizer`` is none of torch's (Megatron's own class begins with a configuration), or a model is not sharded.
-        ValueError: the optimizer holds parameters of other models, or buffers are not those of the models.
+        TypeError: If ``optimizer`` is not a torch optimizer (Megatron's own class takes a configuration first), or a
+            model is not sharded.
+        ValueError: If the optimizer holds parameters of other models, or the buffers do not belong to the models.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -50,7 +52,7 @@ def DistributedOptimizer(
         )
     for group in optimizer.param_groups:
         for param in group["params"]:
-            home = getattr(param, "mfsdp_home", None)  # of one that is not sharded fully_shard_optimizer speaks
+            home = getattr(param, "mfsdp_home", None)  # fully_shard_optimizer reports parameters that are not sharded
             if home is not None and not any(home.bucket.owner is owner for owner in owners):
                 raise ValueError(
                     f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that is of none of the "
@@ -64,6 +66,9 @@ def DistributedOptimizer(
 def _sharded_state_dict(
     optimizer: torch.optim.Optimizer, model_sharded_state_dict: Any = None, is_loading: bool = False
 ) -> dict[str, Any]:
-    """``optimizer.state_dict()``, for ``torch.distributed.checkpoint``; what it holds can be loaded into, also before the first
-    step. Megatron's arguments are not looked at: state is by the names of parameters, and complete in any case."""
+    """Return ``optimizer.state_dict()``, for ``torch.distributed.checkpoint``.
+
+    The result can be loaded into, even before the first step. Megatron's arguments are ignored: state is keyed by
+    parameter name, and always complete.
+    """
     return optimizer.state_dict()

@@ -1,9 +1,9 @@
-"""Megatron's settings that concern sharded data parallelism, by Megatron's names, and what each of them does here.
+"""Megatron's settings for sharded data parallelism, under Megatron's names, and what each of them does here.
 
-Programs that have Megatron's own configuration objects pass those: they are read by attribute. These classes are for programs
-without Megatron, and say which attributes are read. Every field says what it does here (``docs/megatron.md`` is made of that),
-and is of one :class:`Kind`. Defaults are Megatron's, but for those that Megatron-FSDP overrides in any case: they are what it
-sets them to.
+Programs with Megatron's own configuration objects pass those; they are read by attribute. The classes here are for
+programs without Megatron, and define which attributes are read. Every field says what it does here
+(``docs/megatron.md`` is generated from that), and has a :class:`Kind`. Defaults are Megatron's, except for settings
+that Megatron-FSDP always overrides: those default to the value that it sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Kind(Enum):
-    """What becomes of a setting."""
+    """How a setting is treated."""
 
     USED = "used"
     IDLE = "accepted, and has no effect: there is nothing here that it would change; said once if it is set"
@@ -41,12 +41,12 @@ class Flag:
     """A flag of Megatron-LM's command line.
 
     Args:
-        name: of the flag.
-        dest: the attribute of the parsed arguments.
-        type: of its value; None for switches.
-        choices: its values.
-        opposite: what is parsed is the opposite of the setting.
-        absent: what the setting is without the flag; None: the field's default.
+        name: Name of the flag.
+        dest: Attribute of the parsed arguments.
+        type: Type of its value. None for switches.
+        choices: Allowed values.
+        opposite: Whether the setting is the negation of the parsed value.
+        absent: Value of the setting without the flag. None: the field's default.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Setting:
     """What a field means.
 
     Args:
-        here: what it does here.
-        kind: whether it does anything.
-        flag: that sets it.
+        here: What it does here.
+        kind: How it is treated.
+        flag: The flag that sets it.
     """
 
     here: str
@@ -73,13 +73,13 @@ class Setting:
 
 
 def setting_of(of: Field[Any]) -> Setting:
-    """Of a field of the classes here."""
+    """Return the setting of a field of the classes here."""
     setting: Setting = of.metadata["setting"]
     return setting
 
 
 def known(section: type) -> dict[str, Field[Any]]:
-    """Settings of one of the classes here, by name."""
+    """Return the settings of one of the classes here, by name."""
     return {of.name: of for of in fields(section)}
 
 
@@ -98,7 +98,7 @@ _DTYPES = ("fp32", "bf16", "fp16", "auto")
 
 @dataclass
 class DistributedInitConfig:
-    """``dist``: which data parallelism, and how ranks are numbered."""
+    """``dist``: the kind of data parallelism, and the order of ranks."""
 
     use_megatron_fsdp: bool = field(
         default=False,
@@ -119,7 +119,7 @@ class DistributedInitConfig:
 
 @dataclass
 class TransformerConfig:
-    """``model``: what of Megatron's model configuration concerns sharding."""
+    """``model``: the part of Megatron's model configuration that concerns sharding."""
 
     calculate_per_token_loss: bool = field(
         default=False,
@@ -366,7 +366,7 @@ class DistributedDataParallelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """``optimizer``: what of Megatron's optimizer configuration concerns sharding."""
+    """``optimizer``: the part of Megatron's optimizer configuration that concerns sharding."""
 
     use_distributed_optimizer: bool = field(
         default=True, metadata=_said("set to True, as in ddp", "--use-distributed-optimizer")
@@ -385,7 +385,7 @@ class OptimizerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """``checkpoint``: where checkpoints are, and their format. It is checked, and for the program to use."""
+    """``checkpoint``: location and format of checkpoints. It is checked here, and used by the program."""
 
     save: str | None = field(default=None, metadata=_said("checkpoints are saved there", "--save", type=str))
     load: str | None = field(default=None, metadata=_said("a checkpoint is loaded from there", "--load", type=str))

@@ -1,4 +1,4 @@
-"""Megatron's settings as arguments of ``fully_shard_model``."""
+"""Translation of Megatron's settings to arguments of ``fully_shard_model``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 def sharding_arguments(config: Any, ddp_config: Any) -> dict[str, Any]:
-    """What settings say to ``fully_shard_model``, but for ranks and units.
+    """Return the arguments of ``fully_shard_model`` that settings determine, except for ranks and units.
 
     Args:
         config: Megatron's model configuration, or a :class:`~.settings.TransformerConfig`.
-        ddp_config: Megatron's, or a :class:`~.settings.DistributedDataParallelConfig`; validated.
+        ddp_config: Megatron's, or a :class:`~.settings.DistributedDataParallelConfig`. Already validated.
 
     Raises:
-        ValueError: two settings name different dtypes for one thing.
+        ValueError: If two settings give different dtypes for the same thing.
     """
 
     def ddp(name: str) -> Any:
@@ -53,7 +53,7 @@ def sharding_arguments(config: Any, ddp_config: Any) -> dict[str, Any]:
         "cuda_graph_mode": ddp("megatron_fsdp_cuda_graph_mode"),
         "enable_fine_grained_param_gather": ddp("megatron_fsdp_enable_fine_grained_param_gather"),
         "maxpool_double_buffer": ddp("megatron_fsdp_max_pool_double_buffer"),
-        "sync_model_each_microbatch": False,  # Megatron's training loops say when a step ends
+        "sync_model_each_microbatch": False,  # Megatron's training loops mark the end of a step
         **{name: ddp(name) for name in _SAME_NAME},
     }
 

@@ -1,4 +1,4 @@
-"""Check Megatron's settings before anything is built, with Megatron's errors, and adjust what Megatron adjusts."""
+"""Validation of Megatron's settings before anything is built, with Megatron's errors and adjustments."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SECTIONS: dict[str, type] = {
     "optimizer": OptimizerConfig,
     "checkpoint": CheckpointConfig,
 }
-"""Attributes of a :class:`ConfigContainer`, and which settings are read there."""
+"""Attributes of a :class:`ConfigContainer`, and the settings that are read from each."""
 
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A setting that does not stay what it was, or that has no effect (``after`` is ``before`` then).
+    """A setting that was changed, or that has no effect (``after`` then equals ``before``).
 
     Args:
-        setting: with its section: ``"ddp.average_in_collective"``.
+        setting: Name with its section: ``"ddp.average_in_collective"``.
     """
 
     setting: str
@@ -63,9 +63,9 @@ class ConfigContainer:
     """All settings, as in Megatron-Bridge.
 
     Args:
-        model, dist, ddp, optimizer, checkpoint: of the classes in :mod:`.settings`, Megatron's, or others with the same
-            attributes.
-        scheduler, train: for the program; nothing here concerns them.
+        model, dist, ddp, optimizer, checkpoint: Objects of the classes in :mod:`.settings`, Megatron's, or others with
+            the same attributes.
+        scheduler, train: For the program; not read here.
     """
 
     model: Any = field(default_factory=TransformerConfig)
@@ -82,21 +82,23 @@ class ConfigContainer:
 
 
 def validate(config: Any) -> list[Adjustment]:
-    """Check settings and adjust them in place, before the model is built. Without ``use_megatron_fsdp`` only that is checked.
+    """Check settings and adjust them in place, before the model is built.
+
+    If ``use_megatron_fsdp`` is off, only the settings that enable it are checked.
 
     Args:
-        config: a :class:`ConfigContainer`, Megatron-Bridge's, or anything with some of its attributes. Attributes that are not
-            there, or None, are at their defaults, and are not adjusted.
+        config: A :class:`ConfigContainer`, Megatron-Bridge's, or any object with some of its attributes. Attributes
+            that are missing or None count as defaults, and are not adjusted.
 
     Returns:
-        What was adjusted, and what has no effect; each is logged too (``mfsdp_compile.megatron``), on the first rank.
+        What was adjusted, and what has no effect. The first rank also logs each (``mfsdp_compile.megatron``).
 
     Raises:
-        ValueError: settings that contradict each other, or that Megatron FSDP does not support.
-        NotImplementedError: a setting that there is nothing for here.
+        ValueError: If settings contradict each other, or Megatron FSDP does not support them.
+        NotImplementedError: If a setting is not implemented here.
 
     Warns:
-        ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1.
+        If ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1.
     """
     settings = _Settings(config)
     if not _is_enabled(settings):
@@ -110,13 +112,13 @@ def validate(config: Any) -> list[Adjustment]:
 
 
 def log_adjustment(adjustment: Adjustment) -> None:
-    """On the first rank."""
+    """Log an adjustment on the first rank."""
     if dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0":
         _log.warning("%s", adjustment)
 
 
 class _Settings:
-    """Settings by section and name, whoever's they are."""
+    """Access to settings by section and name, whatever the classes of the sections."""
 
     def __init__(self, config: Any) -> None:
         self._config = config
@@ -130,7 +132,7 @@ class _Settings:
         return getattr(self.section(section), name, known(SECTIONS[section])[name].default)
 
     def adjust(self, path: str, after: Any, reason: str) -> None:
-        """Where it is there, and something else."""
+        """Change a setting if it exists and has another value."""
         section, _, name = path.partition(".")
         held = self.section(section)
         before = getattr(held, name, after)
@@ -139,7 +141,7 @@ class _Settings:
             self.adjustments.append(Adjustment(path, before, after, reason))
 
     def of_kind(self, kind: Kind) -> Iterator[tuple[str, Any, Any, str]]:
-        """Path, value, default and meaning of settings that are not at their defaults."""
+        """Yield path, value, default and meaning of the settings of a kind that differ from their defaults."""
         for section, cls in SECTIONS.items():
             for name, of in known(cls).items():
                 value = self[f"{section}.{name}"]

@@ -1,4 +1,4 @@
-"""``FullyShardedDataParallel`` as Megatron-Core has it."""
+"""A replacement for Megatron-Core's ``FullyShardedDataParallel``."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from .validation import Adjustment, log_adjustment, validate
 __all__ = ["FullyShardedDataParallel"]
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
-"""Attributes of Transformer Engine's and Megatron's modules that write gradients to ``parameter.main_grad``."""
+"""Attributes of modules of Transformer Engine and Megatron that write gradients to ``parameter.main_grad``."""
 
 
 class FullyShardedDataParallel(MegatronFSDP):
-    """Shard a model as Megatron's settings say. Collective: every rank that shares the model calls it.
+    """A model sharded according to Megatron's settings. Collective: every rank that shares the model creates it.
 
-    It is a :class:`~mfsdp_compile.MegatronFSDP`: it trains as it is or through ``torch.compile(model, backend="mfsdp")``, and
-    all of that class is there. ``module`` is the model that was given (in Megatron it is another wrapper around it). Gradients
-    that can wait for the end of a step do: for an optimizer that :func:`~.optimizer.DistributedOptimizer` or
-    ``fully_shard_optimizer`` has extended, or for ``finish_grad_sync()``.
+    This is a :class:`~mfsdp_compile.MegatronFSDP`, with all of its methods: it trains eagerly or through
+    ``torch.compile(model, backend="mfsdp")``. ``module`` is the model that was passed in (in Megatron, it is another
+    wrapper around it). Gradient reductions are deferred to the end of a step where possible. They run in ``step`` of an
+    optimizer that :func:`~.optimizer.DistributedOptimizer` or ``fully_shard_optimizer`` has extended, or in
+    ``finish_grad_sync()``.
 
     Args:
-        config: of the model: Megatron's ``TransformerConfig``, or one of :mod:`mfsdp_compile.megatron`.
-        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. Checked and adjusted by
-            :func:`~.validation.validate`, in a copy.
-        module: the model. The order ``(config, module, ddp_config)`` of older versions works too.
-        fsdp_unit_modules: classes whose instances are gathered and released as one; None: the model's repeated blocks.
-        disable_bucketing: no effect: what lies outside of units is one bucket.
-        device: where shards live.
-        pg_collection: Megatron's process groups, see :func:`~.groups.mesh_arguments`; None: all ranks share the model.
-        sharding: other arguments of :func:`~mfsdp_compile.fully_shard_model`, such as ``bucket_bytes``, ``init_fn`` or
+        config: The model's configuration: Megatron's ``TransformerConfig``, or that of :mod:`mfsdp_compile.megatron`.
+        ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is
+            checked and adjusted by :func:`~.validation.validate`.
+        module: The model. The argument order ``(config, module, ddp_config)`` of older versions also works.
+        fsdp_unit_modules: Classes whose instances are units. None: the model's repeated blocks.
+        disable_bucketing: Has no effect: parameters outside of units are one bucket.
+        device: Device that holds the shards.
+        pg_collection: Megatron's process groups; see :func:`~.groups.mesh_arguments`. None: all ranks share the model.
+        sharding: Other arguments of :func:`~mfsdp_compile.fully_shard_model`, such as ``bucket_bytes``, ``init_fn`` or
             ``device_mesh``.
 
     Raises:
-        ValueError: settings that do not fit together or to the ranks; FSDP is not enabled in ``ddp_config``; a module writes
-            gradients past autograd.
-        TypeError: arguments in another order, or an argument that a setting decides.
-        NotImplementedError: a setting that there is nothing for here.
+        ValueError: If settings contradict each other or do not suit the ranks, if FSDP is not enabled in
+            ``ddp_config``, or if a module writes gradients without autograd.
+        TypeError: If arguments are in another order, or a setting determines an argument that is also passed.
+        NotImplementedError: If a setting is not implemented here.
     """
 
     def __init__(
@@ -86,14 +87,14 @@ class FullyShardedDataParallel(MegatronFSDP):
         self.config = config
         self.ddp_config = ddp_config
 
-    # -- what Megatron's schedules and training loops call ------------------------------------------------------------
+    # -- called by Megatron's schedules and training loops ------------------------------------------------------------
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """As :meth:`MegatronFSDP.start_param_sync`; Megatron's schedules give parameters, which are not looked at."""
+        """See :meth:`MegatronFSDP.start_param_sync`. Ignores the parameters that Megatron's schedules pass."""
         super().start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """As :meth:`MegatronFSDP.start_grad_sync`; Megatron's schedules give parameters, which are not looked at."""
+        """See :meth:`MegatronFSDP.start_grad_sync`. Ignores the parameters that Megatron's schedules pass."""
         super().start_grad_sync()
 
     def stop_communication(self) -> None:
@@ -102,8 +103,10 @@ class FullyShardedDataParallel(MegatronFSDP):
         self.synchronize_param_gather()
 
     def set_is_first_microbatch(self) -> None:
-        """Tell modules that keep something from one microbatch to the next (Transformer Engine's, of fp8 weights) that a step
-        begins: those with an attribute ``is_first_microbatch``."""
+        """Tell modules that a step begins, by setting their attribute ``is_first_microbatch``.
+
+        For modules that keep state between microbatches, such as Transformer Engine's fp8 weights.
+        """
         for part in self.module.modules():
             if hasattr(part, "is_first_microbatch"):
                 part.is_first_microbatch = True  # type: ignore[assignment]
@@ -113,15 +116,15 @@ class FullyShardedDataParallel(MegatronFSDP):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """``state_dict()``, for ``torch.distributed.checkpoint`` (``fsdp_dtensor``). Communicates nothing.
+        """Return ``state_dict()``, for ``torch.distributed.checkpoint`` (``fsdp_dtensor``). Communicates nothing.
 
         Args:
-            prefix: of all names.
-            sharded_offsets: none; Megatron's ``torch_dist`` format has them.
-            metadata: not looked at: there is one format.
+            prefix: Prefix of all names.
+            sharded_offsets: Must be empty. Megatron's ``torch_dist`` format uses them.
+            metadata: Ignored: there is only one format.
 
         Raises:
-            ValueError: ``sharded_offsets``.
+            ValueError: If ``sharded_offsets`` is not empty.
         """
         if sharded_offsets:
             raise ValueError(
@@ -131,7 +134,7 @@ class FullyShardedDataParallel(MegatronFSDP):
         return self.state_dict(prefix=prefix)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """``state_dict()``."""
+        """Return ``state_dict()``."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
@@ -146,7 +149,7 @@ def _check_kinds(config: Any, ddp_config: Any, module: Any) -> None:
 
 
 def _validated(config: Any, ddp_config: Any) -> tuple[Any, Any]:
-    """Copies, adjusted."""
+    """Return adjusted copies of the settings."""
     model, ddp = copy.copy(config), copy.copy(ddp_config)
     if not getattr(ddp, "use_megatron_fsdp", True):
         raise ValueError(
@@ -159,7 +162,7 @@ def _validated(config: Any, ddp_config: Any) -> tuple[Any, Any]:
 
 
 def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[str, Any]) -> dict[str, Any]:
-    """Which ranks to shard over, where ``sharding`` does not say."""
+    """Return which ranks to shard over, unless ``sharding`` says so."""
     instances = getattr(ddp_config, "num_distributed_optimizer_instances", 1)
     if not {"device_mesh", "expt_device_mesh"} & sharding.keys():
         return mesh_arguments(config, instances, pg_collection)

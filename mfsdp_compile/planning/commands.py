@@ -1,4 +1,4 @@
-"""``mfsdp plan``: a training run on paper, for any number of ranks, on a laptop."""
+"""``mfsdp plan``: plan a training run for any number of ranks, on a laptop."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """For the command line. Returns the process's exit code: 0; 1 if nothing fits; 2 if the arguments are wrong."""
-    gc.disable()  # what is made here is needed to the end, and looking through it takes a fifth of the time
+    """Run the command line. Returns the exit code: 0, 1 if nothing fits, or 2 if the arguments are wrong."""
+    gc.disable()  # everything made here is needed to the end, and scanning it takes a fifth of the time
     try:
         return _run(given, Console())
     finally:
-        gc.freeze()  # nor need it be looked through when Python ends
+        gc.freeze()  # avoids scanning it when Python exits
 
 
 def _run(given: argparse.Namespace, console: Console) -> int:
@@ -243,7 +243,7 @@ def _show(console: Console, forecast: Forecast) -> None:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """Whole, however narrow the terminal is."""
+    """Print a table in full width, however narrow the terminal is."""
     width = console.width
     console.width = max(width, Measurement.get(console, console.options.update_width(1000), table).maximum)
     console.print(table)
@@ -299,14 +299,14 @@ def _cells(forecast: Forecast, row: Planned, pipelined: bool) -> list[str]:
 
 
 def _portions(row: Planned) -> str:
-    """`` + 80/8``: of 80 buckets an eighth stays."""
+    """Return text such as `` + 80/8``: an eighth of each of 80 buckets stays."""
     assert row.decisions is not None
     found = row.decisions.portions
     return f" + {len(found)}/{row.portion_size}" if found else ""
 
 
 def report_of(forecast: Forecast, row: Planned) -> Report:
-    """The report of one of a forecast's rows, with its timeline in full."""
+    """Return the report of one of a forecast's rows, with its full timeline."""
     job, traced = forecast.job, forecast.trace_of(row)
     assert row.timeline is not None
     assert row.decisions is not None

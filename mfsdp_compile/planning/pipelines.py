@@ -1,5 +1,7 @@
-"""When the stages of a pipeline compute: the one-forward-one-backward schedule (https://arxiv.org/abs/1806.03377,
-https://arxiv.org/abs/2104.04473), which torch calls Schedule1F1B."""
+"""Timing of the stages of a pipeline under the one-forward-one-backward schedule, torch's Schedule1F1B.
+
+Sources: https://arxiv.org/abs/1806.03377 and https://arxiv.org/abs/2104.04473.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ __all__ = ["begins", "order"]
 
 
 def order(stage: int, stages: int, microbatches: int) -> list[Phase]:
-    """Forwards and backwards of a stage, of at least as many microbatches as stages. Of ``stages - stage`` microbatches what their backwards need is in
-    memory at the most."""
+    """Return the forwards and backwards of a stage, in order.
+
+    There must be at least as many microbatches as stages. Activations of at most ``stages - stage`` microbatches are in
+    memory at a time.
+    """
     ahead = stages - stage - 1
     alternating = [Phase.FORWARD, Phase.BACKWARD] * (microbatches - ahead)
     return [Phase.FORWARD] * ahead + alternating + [Phase.BACKWARD] * ahead
@@ -21,15 +26,15 @@ def order(stage: int, stages: int, microbatches: int) -> list[Phase]:
 def begins(
     orders: Sequence[Sequence[Phase]], seconds: Sequence[Mapping[Phase, Sequence[float]]], hop: float
 ) -> list[list[float]]:
-    """When each forward and backward can begin: what comes before it on its rank is over, and what it needs has arrived.
+    """Return when each forward and backward can begin: when its rank is free, and its input has arrived.
 
     Args:
-        orders: of each stage.
-        seconds: that they take, of each stage, by microbatch.
-        hop: seconds from a stage to the next.
+        orders: Forwards and backwards of each stage, in order.
+        seconds: Their durations: for each stage, by microbatch.
+        hop: Seconds from a stage to the next.
 
     Returns:
-        Of each stage, in its order.
+        Start times for each stage, in its order.
     """
     last = len(orders) - 1
     over: dict[tuple[int, Phase, int], float] = {}

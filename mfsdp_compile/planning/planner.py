@@ -1,7 +1,7 @@
-"""Strategies, meshes and numbers of ranks, tried on paper.
+"""Planning: evaluates strategies, meshes and numbers of ranks without running them.
 
-A model is traced once (:mod:`.tracing`); everything else is arithmetic in closed form: layouts, collectives, a schedule within
-the memory budget, and its simulation.
+A model is traced once (:mod:`.tracing`). Everything else is closed-form arithmetic: layouts, collectives, a schedule
+within the memory budget, and its simulation.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to shard over some ranks.
+    """A way to shard a model over a number of ranks.
 
     Args:
-        strategy: over the inner ranks.
-        inner, outer: numbers of ranks; ``outer`` > 1 is HSDP.
-        outer_shards: whether outer ranks divide the optimizer's state further: HFSDP.
-        degrees: expert-parallel and context-parallel ranks are neighbours among the inner ones; experts are sharded over the
-            inner ranks that hold the same. Tensor-parallel ranks are neighbours, and stages of a pipeline are far from each
-            other; for both there are so many times more ranks.
-        keep_gathered: a pipeline gathers parameters once per step, and keeps them.
+        strategy: Strategy over the inner ranks.
+        inner, outer: Numbers of ranks. ``outer`` > 1 is HSDP.
+        outer_shards: Whether outer ranks shard the optimizer state further (HFSDP).
+        degrees: Other parallelism. Expert-parallel and context-parallel ranks are neighbors among the inner ranks;
+            experts are sharded over the inner ranks that hold the same ones. Tensor-parallel ranks are neighbors, and
+            the stages of a pipeline are far apart; both multiply the number of ranks.
+        keep_gathered: Whether a pipeline gathers parameters once per step, and keeps them gathered.
 
     Raises:
-        ValueError: so many ranks do not divide the inner ones, or what is asked for does not exist with this strategy.
+        ValueError: If the degrees do not divide the inner ranks, or the strategy does not support an argument.
     """
 
     strategy: ShardingStrategy
@@ -91,22 +91,22 @@ class Candidate:
         return self.inner * self.outer * self.degrees.tensor * self.degrees.pipeline
 
     def topology(self, portions: int = 0) -> Topology:
-        """The ranks as passes know them: inner ranks are neighbours.
+        """Return the ranks as passes see them. Inner ranks are neighbors.
 
         Args:
-            portions: ranks that backwards gather over, if that is possible with this way to shard.
+            portions: Number of ranks that backwards gather over, if this way to shard supports it.
         """
         return self._topology(1, portions)
 
     def experts(self, portions: int = 0) -> Experts | None:
-        """The ranks that share experts; None: all of them do."""
+        """Return the ranks that share experts, or None if all ranks do."""
         if self.degrees.expert == 1:
             return None
         mesh: Any = None
         return Experts(mesh, self._topology(self.degrees.expert, portions), is_expert, True, None)
 
     def _topology(self, apart: int, portions: int) -> Topology:
-        """Over every ``apart``-th of the ranks."""
+        """Return the topology of every ``apart``-th rank."""
         size, step = self.inner // apart, apart * self.degrees.tensor
         inner = Group("inner", size, 0, step)
         outer = Group("outer", self.outer, 0, self.inner * self.degrees.tensor) if self.outer > 1 else None
@@ -133,24 +133,25 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned for.
+    """What to plan for.
 
     Args:
-        work: the model and one rank's batch.
-        hardware: of the machines.
-        budget: bytes of a rank's memory; None: the device's, but for a reserve.
-        optimizer: whose state is in memory.
-        precision: dtypes of shards and gradients.
-        prefetch, reshard: fixed parts of the schedule, as the options ``prefetch`` and ``reshard_after_forward``; None: as is
-            best. A number of ranks to reshard over means True for candidates that it does not divide further.
-        fused: whether the inner compiler fuses kernels.
+        work: The model and one rank's batch.
+        hardware: Hardware of the machines.
+        budget: Bytes of a rank's memory. None: the device's memory, except for a reserve.
+        optimizer: The optimizer whose state and step are counted.
+        precision: Dtypes of shards and gradients.
+        prefetch, reshard: Fixed values for the options ``prefetch`` and ``reshard_after_forward``. None: the planner
+            chooses. A number of ranks to reshard over means True for candidates whose ranks it does not divide.
+        fused: Whether the inner compiler fuses kernels.
         overlap: Kinds of collectives that may overlap with computation.
-        solved: False: the schedule that a model has without a budget, each gather one unit ahead.
-        bucket_bytes: units that are larger are parted into several buckets; see
-            :func:`~mfsdp_compile.fully_shard_model`. None: a unit is one bucket.
-        unit_bytes: neighbouring units that are smaller are joined until they are as large; see there. None: none are.
-        microbatches: of a step of a pipeline, each of the workload's batch; None: four times as many as stages. Without a
-            pipeline a step has one.
+        solved: Use the solver. False: the schedule of a model without a budget, with each gather one unit ahead.
+        bucket_bytes: Split larger units into several buckets; see :func:`~mfsdp_compile.fully_shard_model`. None: one
+            bucket per unit.
+        unit_bytes: Join smaller neighboring units up to this size; see :func:`~mfsdp_compile.fully_shard_model`. None:
+            units are not joined.
+        microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
+            of stages. Without a pipeline, a step has one.
     """
 
     work: Workload
@@ -168,10 +169,10 @@ class Job:
     microbatches: int | None = None
 
     def microbatches_of(self, candidate: Candidate) -> int:
-        """In a step.
+        """Return the number of microbatches in a step.
 
         Raises:
-            ValueError: fewer than stages.
+            ValueError: If there are fewer microbatches than stages.
         """
         stages = candidate.degrees.pipeline
         if stages == 1:
@@ -183,28 +184,29 @@ class Job:
 
     @property
     def usable(self) -> int:
-        """Bytes that schedules are made for."""
+        """Bytes that schedules may use."""
         reserve = SchedulePolicy().budget_reserve if self.budget is not None else DEVICE_RESERVE
         return int((self.budget or self.hardware.memory_bytes) * (1 - reserve))
 
 
 DEVICE_RESERVE = 0.08
-"""Of a device's memory: the CUDA context, NCCL's buffers, fragmentation. 6 GiB of an H100."""
+"""Fraction of a device's memory for the CUDA context, NCCL's buffers and fragmentation. 6 GiB of an H100."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What comes of a candidate.
+    """The plan for one candidate.
 
     Args:
-        candidate: the way to shard.
-        context: buckets on these ranks.
-        timeline: of a step of one rank; None if it does not fit.
-        decisions: about the schedule; None if it does not fit.
-        needed: bytes at the peak; of the smallest schedule if it does not fit.
-        refusal: why it does not fit.
-        stage: of a pipeline: which all of this is about, but for the step's time; that which needs most memory.
-        idle: seconds that it waits for other stages.
+        candidate: The way to shard.
+        context: Buckets on these ranks.
+        timeline: Timeline of one rank's step. None if it does not fit.
+        decisions: Decisions about the schedule. None if it does not fit.
+        needed: Bytes at the peak. If it does not fit, those of the smallest schedule.
+        refusal: Why it does not fit.
+        stage: Stage of a pipeline that these results describe, except for the step time; the one that needs most
+            memory.
+        idle: Seconds that this stage waits for other stages.
     """
 
     candidate: Candidate
@@ -222,20 +224,21 @@ class Planned:
 
     @property
     def portion_size(self) -> int:
-        """Ranks that the backward gathers portions over; 0: it gathers none."""
+        """Number of ranks that the backward gathers portions over. 0: it gathers none."""
         return max(info.portion_size for info in self.context.buckets)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A plan.
+    """A plan for all candidates.
 
     Args:
-        job: what was planned for.
-        rows: of the candidates.
-        best: the fastest that fits, by tokens per second and rank; None if none does.
-        smallest_world: ranks of the smallest job that fits, a power of two times a node; None if not even the largest does.
-        traces: of the model, or of the stages of a pipeline, by numbers of ranks that divide it.
+        job: What was planned for.
+        rows: The plan for each candidate.
+        best: The fastest one that fits, by tokens per second and rank. None if none fits.
+        smallest_world: Number of ranks of the smallest job that fits, a power of two times the smallest possible
+            number. None if not even the largest fits.
+        traces: Traces of the model, or of the stages of a pipeline, by the degrees that divide it.
     """
 
     job: Job
@@ -250,18 +253,21 @@ class Forecast:
         return self.traces[self.best.candidate.degrees] if self.best is not None else next(iter(self.traces.values()))
 
     def trace_of(self, row: Planned) -> Trace:
-        """The model, as a plan has it on a rank."""
+        """Return the trace that a plan uses for one rank."""
         return self.traces[row.candidate.degrees][row.stage]
 
     def tokens_per_second(self, row: Planned) -> float:
-        """Of one rank; those that compute a batch together share its tokens."""
+        """Return tokens per second of one rank. Ranks that compute a batch together share its tokens."""
         if row.timeline is None:
             return 0.0
         return self.stages[0].tokens / row.timeline.seconds * _batches_per_rank(self.job, row.candidate)
 
     def mfu(self, row: Planned) -> float:
-        """Model floating-point operations utilisation: of three times the forward's matrix products and attention, masked
-        parts of attention not counted, and nothing that is computed again."""
+        """Return the model FLOPs utilization.
+
+        Counts three times the forward's matrix products and attention. Masked parts of attention and recomputation do
+        not count.
+        """
         if row.timeline is None:
             return 0.0
         dtype = str(self.job.work.dtype).removeprefix("torch.")
@@ -271,17 +277,17 @@ class Forecast:
 
 
 def _batches_per_rank(job: Job, candidate: Candidate) -> float:
-    """In a step."""
+    """Return batches per rank in a step."""
     return job.microbatches_of(candidate) / candidate.degrees.together
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What comes of units and buckets of some size.
+    """The plan for given sizes of units and buckets.
 
     Args:
-        unit_bytes, bucket_bytes: as in :class:`Job`.
-        planned: what comes of it.
+        unit_bytes, bucket_bytes: As in :class:`Job`.
+        planned: The plan.
     """
 
     unit_bytes: int | None
@@ -290,16 +296,17 @@ class Sizes:
 
 
 def sizes(job: Job, traced: Trace | Sequence[Trace], candidate: Candidate) -> list[Sizes]:
-    """What comes of joining small units, and of parting large ones.
+    """Plan with small units joined, and with large units split.
 
-    Where units are below the knee of the network (:func:`knee_bytes`), two, four and so on of them are joined, until they are
-    above it. Units are parted into buckets of a half, a quarter and so on of the largest one, as long as these are above it.
+    If units are below the knee of the network (:func:`knee_bytes`), two, four and so on are joined, until they are
+    above it. Units are split into buckets of a half, a quarter and so on of the largest one, as long as these are above
+    the knee.
 
     Args:
-        traced: with ``parts``.
+        traced: Traced with ``parts``.
 
     Returns:
-        The first is without; then units that grow, then buckets that shrink.
+        First the plan without either, then with growing units, then with shrinking buckets.
     """
     job = replace(job, unit_bytes=None, bucket_bytes=None)
     knee = knee_bytes(candidate, job.hardware)
@@ -312,7 +319,7 @@ def sizes(job: Job, traced: Trace | Sequence[Trace], candidate: Candidate) -> li
         if together >= min(knee, longest):
             break
         together *= 2
-        least = together - small // 2  # one neighbour less does not reach it
+        least = together - small // 2  # one neighbor fewer does not reach it
         rows.append(Sizes(least, None, planned(replace(job, unit_bytes=least), traced, candidate)))
     most = max(info.gathered_bytes for info in rows[0].planned.context.buckets) // 2
     for _ in range(_HALVINGS):
@@ -327,13 +334,15 @@ _DOUBLINGS = _HALVINGS = 4
 
 
 def best_size(rows: Sequence[Sizes]) -> Sizes | None:
-    """The one with the fastest step; of equally fast ones, the one that sends least, then the one that takes least memory."""
+    """Return the sizes with the fastest step. Ties go to the least communication, then to the least memory."""
     return min((row for row in rows if row.planned.fits), key=lambda row: _preference(row.planned, 1.0), default=None)
 
 
 def knee_bytes(candidate: Candidate, hardware: Hardware) -> int:
-    """Bytes that a gather must have to reach nine tenths of the network's bandwidth: below the knee, merge units; far above
-    it, parting them costs little."""
+    """Return the bytes from which on a gather reaches nine tenths of the network's bandwidth.
+
+    Units below this knee are better joined. Far above it, splitting them costs little.
+    """
     ring = Ring(candidate.inner)
     fixed = collective_seconds("all_gather", 0, ring, hardware)
     by_byte = (collective_seconds("all_gather", 1 << 30, ring, hardware) - fixed) / (1 << 30)
@@ -344,8 +353,10 @@ MAX_WORLD = 65_536
 
 
 def candidates(world: int, hardware: Hardware, degrees: Degrees = UNDIVIDED) -> Iterator[Candidate]:
-    """Ways to shard over ``world`` ranks: each strategy over all of them, and HSDP and HFSDP with inner groups from one node
-    upwards; those that so many ranks divide the model by."""
+    """Yield ways to shard over ``world`` ranks whose numbers divide the model.
+
+    These are each strategy over all ranks, and HSDP and HFSDP with inner groups from one node upwards.
+    """
     ranks, left = divmod(world, degrees.tensor * degrees.pipeline)
     if left or not ranks:
         return
@@ -366,7 +377,7 @@ def _possible(
     if inner % degrees.expert or inner % degrees.context:
         return
     if degrees.pipeline > 1 and strategy is ShardingStrategy.OPTIM_GRADS:
-        return  # gradients are whole until a step's last microbatch: the same as ZeRO-1
+        return  # gradients stay unsharded until a step's last microbatch, as in ZeRO-1
     yield Candidate(strategy, inner, outer, outer_shards, degrees)
     if degrees.pipeline > 1 and strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not outer_shards:
         yield Candidate(strategy, inner, outer, outer_shards, degrees, keep_gathered=True)
@@ -383,15 +394,16 @@ def plan(
     """Plan a job.
 
     Args:
-        job: what is planned for.
-        worlds: numbers of ranks to try.
-        chosen: ways to shard; None: see :func:`candidates`.
-        parts: trace so that :func:`sizes` can be asked afterwards.
-        degrees: numbers of ranks that divide the model otherwise, to try each; of ``chosen`` that is known.
+        job: What to plan for.
+        worlds: Numbers of ranks to try.
+        chosen: Ways to shard. None: see :func:`candidates`.
+        parts: Trace in the way that :func:`sizes` needs.
+        degrees: Numbers of ranks that divide the model in other ways; each is tried. ``chosen`` candidates have their
+            own.
 
     Raises:
-        ValueError: a number of ranks is below 1, none of them can be divided like that, or the model cannot.
-        RuntimeError: the model cannot be traced; see :func:`.tracing.trace`.
+        ValueError: If a number of ranks is below 1, none can be divided like that, or the model cannot.
+        RuntimeError: If the model cannot be traced; see :func:`.tracing.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
@@ -418,10 +430,10 @@ def plan(
 def traced_stages(
     work: Workload, hardware: Hardware, fused: bool, *, parts: bool = False, degrees: Degrees = UNDIVIDED
 ) -> list[Trace]:
-    """Traces of the stages of a pipeline, each kind of them traced once; without a pipeline, of the model.
+    """Return the traces of a pipeline's stages, tracing each kind of stage once. Without a pipeline, of the model.
 
     Raises:
-        ValueError, RuntimeError: as :func:`.tracing.trace`.
+        ValueError, RuntimeError: See :func:`.tracing.trace`.
     """
     alike: Sequence[int] = [0]
     if degrees.pipeline > 1 and work.divided is not None and work.divided.alike is not None:
@@ -431,8 +443,7 @@ def traced_stages(
 
 
 def _preference(row: Planned, batches: float) -> tuple[float, float, int]:
-    """Fast, by batches that a rank has computed; of those within a thousandth of the same time, the one that communicates
-    least, then that takes least memory."""
+    """Return a sort key: time per batch to three digits, then communication per batch, then peak memory."""
     assert row.timeline is not None
     sent = sum(exposure.seconds for exposure in row.timeline.exposures)
     return float(f"{row.timeline.seconds / batches:.3g}"), sent / batches, row.timeline.peak_bytes
@@ -450,12 +461,12 @@ def planned(
     details: bool = False,
     stage: int | None = None,
 ) -> Planned:
-    """What comes of one way to shard.
+    """Plan one way to shard.
 
     Args:
-        traced: the model; of a pipeline, each stage.
-        details: spans and memory over time too.
-        stage: of a pipeline, whose memory and timeline are wanted; None: that which needs most memory.
+        traced: The model, or each stage of a pipeline.
+        details: Also record spans and memory over time.
+        stage: Stage of a pipeline to return memory and timeline of. None: the one that needs most memory.
     """
     if candidate.degrees.pipeline > 1:
         return _Pipelined(job, _stages(traced), candidate).planned(stage, details)
@@ -478,10 +489,10 @@ def planned(
 
 
 def _solved(job: Job, problem: Plan, usable: int, reshard: bool | int | None) -> Solution:
-    """The best schedule within ``usable`` bytes.
+    """Return the best schedule within ``usable`` bytes.
 
     Raises:
-        BudgetError: there is none.
+        BudgetError: If there is none.
     """
     return solve(
         problem,
@@ -501,7 +512,7 @@ def _too_small(job: Job) -> str:
 
 
 def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int | None:
-    """By memory alone, with parameters sharded over all ranks."""
+    """Return the smallest number of ranks that fits, by memory alone, with parameters sharded over all ranks."""
     inner = math.lcm(degrees.expert, degrees.context)
     while inner * degrees.tensor * degrees.pipeline <= MAX_WORLD:
         candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, degrees=degrees)
@@ -512,7 +523,7 @@ def _smallest_world(job: Job, stages: Sequence[Trace], degrees: Degrees) -> int 
 
 
 def _fits(job: Job, stages: Sequence[Trace], candidate: Candidate) -> bool:
-    """With whichever schedule takes least memory."""
+    """Return whether the schedule that takes least memory fits."""
     if candidate.degrees.pipeline > 1:
         return planned(replace(job, prefetch=0, reshard=True), stages, candidate).fits
     problem = problem_of(job, stages[0], candidate)
@@ -529,7 +540,8 @@ def _fits(job: Job, stages: Sequence[Trace], candidate: Candidate) -> bool:
 class _Pipelined:
     """A pipeline whose stages are all sharded in the same way.
 
-    Each kind of stages is simulated by itself, with all its microbatches; then the stages wait for each other.
+    Each kind of stage is simulated separately, with all its microbatches. Then the waits of stages for each other are
+    added.
     """
 
     def __init__(self, job: Job, stages: Sequence[Trace], candidate: Candidate) -> None:
@@ -537,14 +549,14 @@ class _Pipelined:
         microbatches = job.microbatches_of(candidate)
         self.orders = [pipelines.order(stage, len(stages), microbatches) for stage in range(len(stages))]
         self.kinds = [next(i for i, other in enumerate(stages) if other is stage) for stage in stages]
-        """For each stage the first one that is like it, which has more microbatches in memory than those behind it."""
+        """For each stage, the first stage of the same kind, which has the most microbatches in memory."""
 
     def planned(self, wanted: int | None, details: bool) -> Planned:
         found: dict[int, tuple[Plan, Decisions, Timeline]] = {}
         for stage in dict.fromkeys(self.kinds):
             problem = problem_of(self.job, self.stages[stage], self.candidate)
             by_policy = problem.decisions_by_policy()
-            # What other microbatches have in memory is no matter of the schedule.
+            # The schedule does not control the memory of other microbatches.
             alone = problem.timeline(by_policy, self.job.optimizer).peak_bytes
             timeline = self.simulated(stage, problem, by_policy)
             others = timeline.peak_bytes - alone
@@ -563,7 +575,7 @@ class _Pipelined:
         shown = max(found, key=lambda stage: found[stage][2].peak_bytes) if wanted is None else wanted
         begins = self.begins({kind: timeline for kind, (_, _, timeline) in found.items()})
         ends = [
-            start[-1] + timeline.seconds - timeline.turns[-1][0]  # the last backward, and the optimizer's step
+            start[-1] + timeline.seconds - timeline.turns[-1][0]  # the last backward, and the optimizer step
             for start, kind in zip(begins, self.kinds, strict=True)
             for timeline in [found[kind][2]]
         ]
@@ -583,7 +595,7 @@ class _Pipelined:
         begins: Sequence[float] | None = None,
         details: bool = False,
     ) -> Timeline:
-        """All microbatches of a step, on a stage."""
+        """Simulate all microbatches of a step on a stage."""
         traced, optimizer = self.stages[stage], self.job.optimizer
         messages = traced.received_bytes, traced.sent_bytes, compat.PIPELINES_HOLD_MESSAGES
         turns = problem.turns(decisions, self.orders[stage], *messages)
@@ -593,13 +605,13 @@ class _Pipelined:
         return simulate(turns, problem.context, problem.costs, resting, optimizer, details=details)
 
     def begins(self, timelines: Mapping[int, Timeline]) -> list[list[float]]:
-        """Of each stage's forwards and backwards, from the timelines of each kind of stages by itself."""
+        """Return when each stage's forwards and backwards begin, from separate timelines of each kind of stage."""
         seconds: dict[int, dict[Phase, list[float]]] = {}
         for kind, timeline in timelines.items():
             seconds[kind] = {Phase.FORWARD: [], Phase.BACKWARD: []}
             for phase, (begin, end) in zip(self.orders[kind], timeline.turns, strict=True):
                 seconds[kind][phase].append(end - begin)
-            seconds[kind][Phase.FORWARD][0] += timeline.turns[0][0]  # what comes before
+            seconds[kind][Phase.FORWARD][0] += timeline.turns[0][0]  # time before the first forward
         sent = max(stage.sent_bytes for stage in self.stages)
         apart = Ring(2, self.candidate.inner * self.candidate.outer * self.candidate.degrees.tensor)
         hop = collective_seconds("all_gather", 2 * sent, apart, self.job.hardware)
@@ -610,18 +622,18 @@ class _Pipelined:
 
 
 def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
-    """The traced model, its buckets laid out for a candidate's ranks."""
+    """Return the scheduling problem of the traced model, with its buckets laid out for a candidate's ranks."""
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
     planner = BucketPlanner(topology, job.precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
-    numbers: dict[str, list[int]] = {}  # of traced buckets, by unit
+    numbers: dict[str, list[int]] = {}  # numbers of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
         numbers.setdefault(bucket.unit, []).append(number)
     infos: list[BucketInfo] = []
     sources: list[list[_Source]] = []
-    names: dict[str, str] = {}  # of what a unit has become a part of
-    known: dict[tuple[str, ...], list[_LaidOut]] = {}  # by the units that were traced
+    names: dict[str, str] = {}  # name of the joined unit, by the name of each unit in it
+    known: dict[tuple[str, ...], list[_LaidOut]] = {}  # by traced units
     for name, members in _members(traced, job.unit_bytes).items():
         names |= dict.fromkeys(members, name)
         own = [numbers[member] for member in members]
@@ -634,7 +646,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
             infos.append(replace(laid_out.info, name=which, unit=name))
             sources.append([_Source(own[i][j], part, whole) for i, j, part, whole in laid_out.sources])
     policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
-    if candidate.degrees.pipeline > 1:  # as the backend has it there
+    if candidate.degrees.pipeline > 1:  # as in the backend
         policy = replace(policy, keep_last=False, reshard_after_forward=True)
     messages = 0
     if compat.PIPELINES_HOLD_MESSAGES:
@@ -645,7 +657,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
 
 
 def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:
-    """Names of units, and of those that each is made of, in order."""
+    """Return the names of units after joining, each with the names of the units in it, in order."""
     joined: dict[str, list[str]] = {}
     for run in traced.neighbours if unit_bytes is not None else ():
         of_run = list(run)
@@ -656,11 +668,11 @@ def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:
 
 
 class _Source(NamedTuple):
-    """What was traced in the place of a bucket.
+    """A traced bucket that the outline of a bucket comes from.
 
     Args:
-        bucket: that was traced.
-        part: elements of it that are in the bucket now; whole: all of them.
+        bucket: The traced bucket.
+        part, whole: Number of its elements that are in the new bucket, and of all its elements.
     """
 
     bucket: int
@@ -672,8 +684,8 @@ class _LaidOut(NamedTuple):
     """A bucket on a candidate's ranks.
 
     Args:
-        info: of it.
-        sources: unit, which of that unit's buckets was traced in its place, and the part and the whole of :class:`_Source`.
+        info: Description of the bucket.
+        sources: Unit, number of the traced bucket within that unit, and ``part`` and ``whole`` of :class:`_Source`.
     """
 
     info: BucketInfo
@@ -683,17 +695,17 @@ class _LaidOut(NamedTuple):
 def _lay_out(
     units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planner: BucketPlanner, portions: int
 ) -> list[_LaidOut]:
-    """The buckets of units that are one.
+    """Lay out the buckets of units that are joined into one.
 
     Args:
-        traced: of each unit, the parameters in each bucket that was traced.
-        portions: ranks that backwards gather over; 0: those of forwards.
+        traced: For each unit, the parameters in each traced bucket.
+        portions: Number of ranks that backwards gather over. 0: that of forwards.
     """
     params: list[tuple[nn.Parameter, tuple[Site, ...]]] = []
     origin: dict[str, tuple[int, int]] = {}  # unit and bucket, by parameter
     for i, unit in enumerate(units):
         for param, (site, *_) in unit.params:
-            # Several may have been traced as one, so that their names are the same.
+            # Several units may share one trace, in which case their names are the same.
             renamed = replace(site, module_name=f"{i}.{site.module_name}")
             params.append((param, (renamed,)))
             origin[renamed.name] = i, next(j for j, names in enumerate(traced[i]) if site.name in names)
@@ -714,7 +726,10 @@ def _lay_out(
 def _on_ranks(
     outline: Outline, context: Context, sources: Sequence[Sequence[_Source]], names: Mapping[str, str]
 ) -> Outline:
-    """The outline with other buckets: each is used from the first use of what was traced in its place to the last."""
+    """Replace the buckets of an outline.
+
+    Each bucket is used from the first to the last use of the traced buckets that it comes from.
+    """
     lives = {bucket: (wait, last) for use in outline.uses for bucket, wait, last in use.lives}
     gradients = {g.bucket: g for g in outline.gradients}
     gathered: list[tuple[int, int, int]] = []

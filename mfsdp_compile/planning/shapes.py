@@ -1,4 +1,4 @@
-"""What can be planned: models of known shape, Hugging Face configurations, and whatever a factory builds."""
+"""Workloads to plan: models of known shape, Hugging Face configurations, and models from a factory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class Degrees(NamedTuple):
-    """Numbers of ranks that divide a model otherwise than by sharding its parameters.
+    """Numbers of ranks that divide a model in ways other than sharding its parameters.
 
     Args:
-        expert: that divide experts.
-        tensor: that divide everything.
-        context: that divide sequences.
-        pipeline: that divide layers: the stages of a pipeline.
+        expert: Ranks that divide experts.
+        tensor: Ranks that divide all layers (tensor parallelism).
+        context: Ranks that divide sequences.
+        pipeline: Ranks that divide layers among them: the stages of a pipeline.
     """
 
     expert: int = 1
@@ -44,7 +44,7 @@ class Degrees(NamedTuple):
 
     @property
     def together(self) -> int:
-        """Ranks that compute one batch."""
+        """Number of ranks that compute one batch together."""
         return self.tensor * self.context * self.pipeline
 
     def __str__(self) -> str:
@@ -57,13 +57,13 @@ UNDIVIDED = Degrees()
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has of a model, besides its shards.
+    """What a rank holds of a divided model, before sharding.
 
     Args:
-        degrees: of division.
-        experts: the group that experts are parallel over, if they are.
-        context: of sequences, if they are divided.
-        stage: of the pipeline.
+        degrees: Degrees of division.
+        experts: Process group of expert parallelism, if any.
+        context: Division of sequences, if any.
+        stage: Stage of the pipeline.
     """
 
     degrees: Degrees = UNDIVIDED
@@ -78,14 +78,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Divided:
-    """How a model is divided, by other means than sharding.
+    """How a model is divided in ways other than sharding.
 
     Args:
-        by: what it can be divided by: names of :class:`Degrees`.
-        build: makes this rank's part of it, but for tensor parallelism; called where tensors have no values.
-        inputs: makes the arguments of its forward, for a batch of whole sequences of some length.
-        parallelize: divides it over tensor-parallel ranks, in place.
-        alike: for each of so many stages, the number of the first one that is like it.
+        by: Names of the :class:`Degrees` that the model supports.
+        build: Builds this rank's part of the model, except for tensor parallelism. Called where tensors have no values.
+        inputs: Returns the arguments of the part's forward, for a batch size and the length of whole sequences.
+        parallelize: Divides the part over tensor-parallel ranks, in place.
+        alike: For a number of stages, returns the number of the first stage that is like it, for each stage.
     """
 
     by: frozenset[str]
@@ -100,17 +100,17 @@ class Workload:
     """A model, and what one rank computes with it in a step.
 
     Args:
-        name: of it.
-        build: makes the model; called where tensors have no values.
-        unit_modules: as for :func:`~mfsdp_compile.fully_shard_model`.
-        inputs: makes the arguments of its forward, ``(args, kwargs)``, for one rank's batch.
-        loss: makes a scalar of what forward returns.
-        batch, length: sequences of one rank, and tokens in each.
-        dtype: that the model computes in.
-        checkpoint: activation checkpointing of units: ``"none"``; ``"full"``: their inputs are saved, and everything else
-            is computed again; ``"selective"``: attention and every second matrix product are saved too, which is what
-            torchtitan calls selective op checkpointing.
-        divided: how it is divided by expert, tensor, context and pipeline parallelism; None: it cannot be.
+        name: Name of the workload.
+        build: Builds the model. Called where tensors have no values.
+        unit_modules: See ``fsdp_unit_modules`` of :func:`~mfsdp_compile.fully_shard_model`.
+        inputs: Returns the arguments of forward, ``(args, kwargs)``, for one rank's batch size and length.
+        loss: Computes a scalar from the result of forward.
+        batch, length: Number of sequences per rank, and tokens per sequence.
+        dtype: Dtype that the model computes in.
+        checkpoint: Activation checkpointing of units. ``"none"``. ``"full"``: save their inputs, and recompute
+            everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
+            calls selective op checkpointing.
+        divided: How the model is divided by expert, tensor, context and pipeline parallelism. None: it cannot be.
     """
 
     name: str
@@ -160,7 +160,7 @@ SHAPES: Mapping[str, _Shape] = {
         "https://arxiv.org/abs/2401.06066; all layers with experts",
     ),
 }
-"""Models by name. ``source`` says where the sizes come from."""
+"""Known models by name. ``source`` says where their sizes come from."""
 
 CHECKPOINT = ("none", "selective", "full")
 
@@ -174,20 +174,21 @@ def workload(
     checkpoint: str = "none",
     unit_modules: Any = None,
 ) -> Workload:
-    """From what ``mfsdp plan --model`` takes.
+    """Return the workload for an argument of ``mfsdp plan --model``.
 
     Args:
-        model: a name of :data:`SHAPES`; ``hf:`` and a folder or file with a Hugging Face configuration of a language model (also
-            of an encoder and a decoder), or of one that classifies images, or a name of :data:`SHAPES`; or
-            ``package.module:name``: a function that returns a model, which takes tokens and targets and returns a loss; or a
-            :class:`Workload`, which says what its model takes and how a loss comes of it.
-        batch, length: of one rank; a length of None is the model's own, of images 1.
-        dtype: that the model computes in.
-        checkpoint: see :class:`Workload`.
-        unit_modules: overrides what is known of the model.
+        model: One of these: a name in :data:`SHAPES`; ``hf:`` followed by a folder or file with a Hugging Face
+            configuration, or by a name in :data:`SHAPES`; ``package.module:name``. Configurations may be of a language
+            model (including encoder-decoder models) or an image classifier. ``package.module:name`` is a function that
+            returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload` with its own
+            inputs and loss.
+        batch, length: Sequences per rank, and their length. None: the model's default length, or 1 for images.
+        dtype: Dtype that the model computes in.
+        checkpoint: See :class:`Workload`.
+        unit_modules: Overrides what is known about the model.
 
     Raises:
-        ValueError: there is no such model; the message says what there is.
+        ValueError: If there is no such model. The message lists the known ones.
     """
     if checkpoint not in CHECKPOINT:
         raise ValueError(f"checkpoint takes one of {', '.join(CHECKPOINT)}, got {checkpoint!r}")
@@ -218,11 +219,12 @@ def workload(
 
 
 def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
-    """Tensor, context and pipeline parallelism of a Llama, all at a time. What lies between the layers that tensor-parallel
-    ranks divide is divided by positions.
+    """Return how to divide a Llama by tensor, context and pipeline parallelism, in any combination.
+
+    Between the layers that tensor-parallel ranks divide, activations are divided by positions.
 
     Args:
-        dtype: of what one stage of a pipeline gives the next.
+        dtype: Dtype of the activations between stages of a pipeline.
     """
 
     def build(part: Part) -> nn.Module:
@@ -307,9 +309,12 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
 
 
 def _traceable(model: Any) -> nn.Module:
-    """A model of transformers without two things in its forward that torch.compile cannot trace: hooks, which it installs when it
-    first runs, for router logits and hidden states; and a warning that its class's name does not say what its loss is."""
-    with contextlib.suppress(ImportError):  # before version 5 there are no such hooks
+    """Remove two things from a transformers model's forward that torch.compile cannot trace.
+
+    They are hooks for router logits and hidden states, which the model installs when it first runs, and a warning that
+    the name of its class does not determine its loss.
+    """
+    with contextlib.suppress(ImportError):  # there are no such hooks before version 5
         from transformers.utils.output_capturing import install_all_output_capturing_hooks
 
         install_all_output_capturing_hooks(model)
@@ -333,7 +338,7 @@ def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Wo
 
 
 def _sum_of_floats(output: Any) -> Tensor:
-    """A loss for a model that returns something else: the sum of what it returns."""
+    """Return a loss for any output: the first scalar in it, or otherwise the sum of the means of its tensors."""
     floats = [t for t in compat.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     scalars = [t for t in floats if t.dim() == 0]
     return scalars[0] if scalars else torch.stack([t.float().mean() for t in floats]).sum()

@@ -1,8 +1,10 @@
-"""From a model without values to outlines of its graphs: the way that ``torch.compile(backend="mfsdp")`` goes, but for the
-last step.
+"""Tracing a model without values to outlines of its graphs.
 
-Equal units that follow on one another are traced four times, not a hundred: the first two, one that stands for all others,
-and the last. The outline is stretched afterwards. Where that one turns out to be unlike the others, more are traced.
+It follows the path of ``torch.compile(backend="mfsdp")``, except for the last step.
+
+Of a long run of consecutive equal units, only four are traced: the first two, one that represents all others, and the
+last. The outline is extended afterwards. If the representative turns out to differ from the others, more units are
+traced.
 """
 
 from __future__ import annotations
@@ -39,17 +41,17 @@ from .shapes import UNDIVIDED, Degrees, Divided, Inputs, Part, Workload
 __all__ = ["Trace", "TracedBucket", "trace"]
 
 _RANKS = 8
-"""Of the process group that is traced with. The outline does not depend on it."""
+"""Number of ranks of the process group used for tracing. The outline does not depend on it."""
 
 
 @dataclass(frozen=True)
 class TracedBucket:
-    """A bucket of the traced model, or of a unit that it stands for.
+    """A bucket of the traced model, or of a unit that a traced one represents.
 
     Args:
-        unit: name of the unit.
-        like: the unit that was traced.
-        parameters: names in the traced unit.
+        unit: Name of the unit.
+        like: Name of the traced unit.
+        parameters: Names of the parameters in the traced unit.
     """
 
     unit: str
@@ -62,18 +64,17 @@ class Trace:
     """What a step computes, on any number of ranks.
 
     Args:
-        outlines: of forward and backward, of the whole model. Buckets are positions in ``buckets``.
-        buckets: as they were traced; a layout for other ranks may part them otherwise.
-        units: that were traced, by name.
-        order: names of all units, in order of their first use.
-        neighbours: names of those that can be joined, and what each has when it is gathered, in bytes: in runs of units that
-            follow on one another.
-        buffer_bytes: of the whole model.
-        parameters: of the whole model.
-        tokens: of the batch of one rank, or of those that compute it together.
-        forward_flops: of one rank's forward, in floating-point operations.
-        received_bytes, sent_bytes: of what the stages of a pipeline before and behind this one have to do with it in a forward;
-            0 at the ends.
+        outlines: Outlines of forward and backward, of the whole model. Buckets are positions in ``buckets``.
+        buckets: Buckets as they were traced. A layout for other ranks may split them differently.
+        units: Traced units, by name.
+        order: Names of all units, in order of first use.
+        neighbours: Units that can be joined, as runs of consecutive units: gathered size in bytes, by name.
+        buffer_bytes: Bytes of the whole model's buffers.
+        parameters: Number of parameters of the whole model.
+        tokens: Tokens in the batch of one rank, or of the ranks that compute it together.
+        forward_flops: Floating-point operations of one rank's forward.
+        received_bytes, sent_bytes: Bytes that this stage of a pipeline receives from the previous stage and sends to
+            the next in a forward. 0 at the ends.
     """
 
     outlines: Mapping[Phase, Outline]
@@ -101,17 +102,18 @@ def trace(
     """Trace a model.
 
     Args:
-        work: the model, and what a rank computes with it.
-        hardware: whose times outlines have.
-        fused: whether the inner compiler fuses kernels (Inductor).
-        parts: note for every parameter by itself where it is used, so that plans can part units into smaller buckets. Takes
-            longer, and plans take longer.
-        degrees: numbers of ranks that divide the model.
-        stage: of the pipeline, if layers are divided.
+        work: The model, and what a rank computes with it.
+        hardware: Hardware for the times in the outlines.
+        fused: Whether the inner compiler fuses kernels (Inductor).
+        parts: Record the uses of each parameter separately, so that plans can split units into smaller buckets. Makes
+            both tracing and planning slower.
+        degrees: Numbers of ranks that divide the model.
+        stage: Stage of the pipeline, if layers are divided.
 
     Raises:
-        RuntimeError: there is a process group already, or torch.compile makes several graphs of the model.
-        ValueError: the model does not say how it is divided like that, or cannot be divided by so many ranks.
+        RuntimeError: If there already is a process group, or torch.compile makes several graphs of the model.
+        ValueError: If the model does not say how to divide it like that, or cannot be divided by these numbers of
+            ranks.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -136,16 +138,16 @@ def _trace(
     divided: Divided | None,
     left: int | None,
 ) -> Trace:
-    """With so many units of each run of equal ones; None: with all of them.
+    """Trace with ``left`` units of each run of equal units. None: with all of them.
 
     Raises:
-        _NotAlikeError: the one that stands for others is not like these.
+        _NotAlikeError: If the representative differs from the units that it represents.
     """
     with contextlib.ExitStack() as stack:
         mesh, experts = stack.enter_context(_fake_group(degrees))
         context = ContextParallel(mesh["cp"]) if degrees.context > 1 else None
         if context is not None:
-            context.positions(work.length)  # which makes masks, and cannot where tensors have no values
+            context.positions(work.length)  # creates masks, which fails where tensors have no values
         part = Part(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
         stack.enter_context(compat.fake_mode())
         stack.enter_context(compat.quiet())
@@ -207,15 +209,15 @@ def _trace(
 
 
 def _blocks(model: nn.Module) -> Sequence[type[nn.Module]]:
-    """The units of a model that names none."""
+    """Return the units of a model that does not name any."""
     return repeated_blocks(model) or [type(child) for child in model.children()]
 
 
 def _divided(work: Workload, degrees: Degrees) -> Divided | None:
-    """How to make a part of the model; None: it is not divided.
+    """Return how to make a part of the model, or None if it is not divided.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: If it cannot be divided.
     """
     if degrees == UNDIVIDED:
         return None
@@ -236,7 +238,10 @@ def _divided(work: Workload, degrees: Degrees) -> Divided | None:
 
 @contextlib.contextmanager
 def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
-    """The mesh of everything, whose dimension ``fsdp`` is all that parameters are sharded over, and that of experts."""
+    """Yield the mesh of all ranks and the mesh of experts.
+
+    The dimension ``fsdp`` of the first covers all ranks that parameters are sharded over.
+    """
     expert, tensor, context, _ = degrees
     ranks = _RANKS * expert * context
     with compat.fake_process_group(ranks * tensor):
@@ -255,8 +260,11 @@ def _fake_group(degrees: Degrees) -> Iterator[tuple[DeviceMesh, DeviceMesh]]:
 
 
 class _NoValues(compat.TorchFunctionMode):
-    """Initialisation that does nothing: most of the time that making a large model without values takes, and some of torch's
-    looks at what it has drawn."""
+    """Turns initialization into a no-op.
+
+    Initialization takes most of the time to create a large model without values, and some of torch's initializers look
+    at the values that they have drawn.
+    """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__self__", None) is torch.Tensor.is_meta:
@@ -277,7 +285,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _Traced(BaseException):
-    """All that was wanted is there. No Exception, of which Dynamo makes a report that takes longer than going on."""
+    """Raised when tracing has everything it needs.
+
+    Not an Exception: for those, Dynamo builds a report that takes longer than finishing the trace.
+    """
 
 
 def _outlines(
@@ -290,7 +301,11 @@ def _outlines(
     fused: bool,
     bucket_bytes: int | None,
 ) -> tuple[dict[Phase, Outline], list[TracedBucket], dict[str, set[str]], int]:
-    """Outlines, buckets, by unit the other units that read in forward what it computes, and the bytes of the output."""
+    """Trace the graphs of a sharded model.
+
+    Returns:
+        Outlines, buckets, for each unit the other units that read its results in forward, and the bytes of the output.
+    """
     sharded = fully_shard_model(
         model, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes, **meshes
     )
@@ -319,7 +334,7 @@ def _outlines(
             outlines.update(pipeline.outlines_of(graphs, record.context, costs, count))
             readers.update(_readers(forward.graph, record.context, fused))
             outputs.extend(node.meta["val"] for node in forward.graph.output_node().args[0][:count])
-            raise _Traced  # nothing that comes after is needed
+            raise _Traced  # nothing after this point is needed
 
         if not record.context.whole_model:
             shown = ", ".join(record.absent[:4]) + (
@@ -351,7 +366,10 @@ def _outlines(
 
 
 def _readers(forward: torch.fx.Graph, context: Context, fused: bool) -> dict[str, set[str]]:
-    """By unit, the other units that read what it computes. A kernel belongs to the unit whose parameters were used last before."""
+    """Return, for each unit, the other units that read its results.
+
+    A kernel belongs to the unit whose parameters were used last before it.
+    """
     order = {node: position for position, node in enumerate(forward.nodes)}
     first = {order[min(g.uses)]: context.buckets[g.bucket].unit for g in roles.gathers(forward) if g.uses}
     begins = sorted(first)
@@ -403,11 +421,11 @@ def _save_some() -> Any:
 
 @dataclass(frozen=True)
 class _Run:
-    """Equal units that follow on one another.
+    """Consecutive equal units.
 
     Args:
-        names: of those in the middle, in order. The first of them was traced, and stands for all.
-        before, after: names of those around these, which were traced.
+        names: Names of the units in the middle, in order. The first one was traced, and represents all of them.
+        before, after: Names of the units before and after these, which were traced.
     """
 
     names: tuple[str, ...]
@@ -416,25 +434,28 @@ class _Run:
 
 
 _LEFT = (4, 5, None)
-"""Units that are left of a run, in turns until it works: one that stands for others must have its like on both sides, and behind
-the first one there is often more to release. Five: the output of the last unit but one may be what goes on from there. None: all
-of them, where some unit in the middle is unlike the others."""
+"""Numbers of units to keep of a run, tried in order until one works.
+
+4: The representative must have an equal unit on both sides, and after the first unit there is often more to release. 5:
+The rest of the model may use the output of the second-to-last unit. None: Keep all units, for runs in which a unit in
+the middle differs from the others.
+"""
 
 
 class _NotAlikeError(RuntimeError):
-    """A unit cannot stand for others."""
+    """A unit cannot represent others."""
 
 
 def _shorten(
     model: nn.Module, classes: Sequence[type[nn.Module]], left: int, stack: contextlib.ExitStack
 ) -> tuple[list[_Run], dict[str, str]]:
-    """Take equal units out of lists of modules, so that ``left`` of each run are left.
+    """Remove equal units from lists of modules, so that ``left`` of each run remain.
 
     Args:
-        stack: gives configurations back what they said.
+        stack: Restores changed configurations.
 
     Returns:
-        The runs, and what units that are left, by their names now, were called before.
+        The runs, and the original names of the remaining units, by their current names.
     """
     runs: list[_Run] = []
     names: dict[str, str] = {}
@@ -462,8 +483,10 @@ def _shorten(
 
 
 def _tell_config(model: nn.Module, name: str, count: int, kept: Sequence[int], stack: contextlib.ExitStack) -> None:
-    """Configurations of transformers say how many layers there are, and what each is; models ask them. The one that is meant is
-    that of the innermost module around the layers."""
+    """Adapt a transformers configuration, which models query for the number of layers and the kind of each.
+
+    The configuration is that of the innermost module around the layers.
+    """
     parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         config: Any = getattr(model.get_submodule(".".join(parts[:depth])), "config", None)
@@ -481,9 +504,9 @@ def _tell_config(model: nn.Module, name: str, count: int, kept: Sequence[int], s
 
 
 def _equal(children: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
-    """Runs ``[start, stop)`` of modules that are equal but for their values and their place."""
+    """Yield runs ``[start, stop)`` of modules that are equal except for their values and their position."""
     kinds = [_kind(child) for child in children]
-    # Settings that count the modules are no difference.
+    # Settings that only number the modules do not count as differences.
     counting = (
         {key for key in kinds[0][1] if all(kind[1].get(key) == i for i, kind in enumerate(kinds))} if kinds else ()
     )
@@ -498,7 +521,7 @@ def _equal(children: Sequence[nn.Module]) -> Iterator[tuple[int, int]]:
 
 
 def _kind(module: nn.Module) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """What a module is, and its settings."""
+    """Return what a module is, and its settings."""
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     tensors += [(name, b.shape, b.dtype, False) for name, b in module.named_buffers()]
     settings = {
@@ -513,9 +536,9 @@ def _kind(module: nn.Module) -> tuple[Any, dict[tuple[str, str], Any]]:
 def _stretch(
     outlines: Mapping[Phase, Outline], buckets: Sequence[TracedBucket], run: _Run
 ) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
-    """As if all units of a run had been traced."""
+    """Extend outlines as if all units of a run had been traced."""
     own = [number for number, bucket in enumerate(buckets) if bucket.unit == run.names[0]]
-    numbers = {(number, 0): number for number in own}  # the first copy keeps them; the others come at the end
+    numbers = {(number, 0): number for number in own}  # the first copy keeps them, others are appended
     found = list(buckets)
     for copy, name in enumerate(run.names[1:], 1):
         for number in own:
@@ -528,16 +551,16 @@ def _stretch(
 
 
 def _left(outlines: Mapping[Phase, Outline]) -> int:
-    """Bytes that are in memory after a step, but for gradients."""
+    """Return the bytes in memory after a step, excluding gradients."""
     segments = sum(segment.saved + segment.temporary for outline in outlines.values() for segment in outline.segments)
     return segments - sum(gradients.elsewhere for outline in outlines.values() for gradients in outline.gradients)
 
 
 def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int], backwards: bool) -> Outline:
-    """The segments of the unit that stands for others, as often as it does; in a backward the last of these comes first."""
+    """Repeat the segments of the representative for each unit of the run. In a backward, the last unit comes first."""
     places = [i for i, unit in enumerate(outline.units) if unit == run.names[0]]
     if not places:
-        return outline  # the backward of a part of the model that is frozen
+        return outline  # the backward of a model with this part frozen
     begin, end = places[0], places[-1] + 1
     if places != list(range(begin, end)):
         raise _NotAlikeError(f"{run.names[0]} computes in between with the parameters of another unit")

@@ -1,4 +1,4 @@
-"""What a report says, as plain data, and the tables that its forms are made from."""
+"""Contents of a report as plain data, and the tables that all its forms are made from."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class PassRow:
     """What a pass did to a graph.
 
     Args:
-        graph: such as ``"forward"``.
-        name: of the pass.
-        seconds: that it took.
-        lines: that it said, one decision each.
-        changes: to the schedule.
+        graph: Graph, such as ``"forward"``.
+        name: Name of the pass.
+        seconds: Duration of the pass.
+        lines: What it reported, one decision per line.
+        changes: How it changed the schedule.
     """
 
     graph: str
@@ -46,7 +46,7 @@ class PassRow:
 
 @dataclass(frozen=True)
 class UnitTime:
-    """Seconds of a unit in a stage of the step, waits included, as predicted and as measured."""
+    """Predicted and measured seconds of a unit in a stage of the step, including waits."""
 
     stage: Stage
     unit: str
@@ -56,20 +56,20 @@ class UnitTime:
 
 @dataclass(frozen=True)
 class Report:
-    """A training step and how it came about.
+    """A training step, and how its schedule was decided.
 
     Args:
-        title: for people.
-        headline: what to see first: labels, and values in words. :func:`headline` makes the usual ones of a timeline.
-        timeline: of the simulated step.
-        buckets: of the model, in order of their first use.
-        schedule: lines, by graph.
-        passes: in the order in which they ran.
-        verdicts: of the verifier.
-        measured: what was measured beside the prediction; empty for nothing.
-        environment: versions, hardware, options: what the numbers depend on.
-        notes: whatever else there is to say.
-        budget_bytes: that the step may have in memory; None for no budget.
+        title: Title of the report.
+        headline: The most important results: pairs of label and text. :func:`headline` makes the usual ones.
+        timeline: Timeline of the simulated step.
+        buckets: Buckets of the model, in order of first use.
+        schedule: Lines of the schedule, by graph.
+        passes: Passes, in the order in which they ran.
+        verdicts: Results of the verifier.
+        measured: Measurements to compare with the prediction. Empty if there are none.
+        environment: What the numbers depend on: versions, hardware, options.
+        notes: Other remarks.
+        budget_bytes: Memory budget of the step. None: no budget.
     """
 
     title: str
@@ -90,21 +90,21 @@ class Report:
 
 
 _MANY = 40
-"""Collectives that are exposed; more than these nobody reads without asking."""
+"""Maximum number of exposed collectives that are shown without expanding the table."""
 _NUMBER = re.compile(r"(<|[+-])?[\d,]*\.?\d+( ?(%|s|ms|us|B|[KMG]iB))?")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A part of a report, in words.
+    """A part of a report, as text.
 
     Args:
-        title: of it.
-        header: names of the columns; one empty name: lines that need no header.
-        rows: of as many cells as the header has. Only the last one may be long.
-        about: a sentence that says what is shown.
-        total: whether the last row sums up the others.
-        detail: whether it is for those who ask, where it is long.
+        title: Title of the table.
+        header: Names of the columns. A single empty name: lines without a header.
+        rows: Rows, with as many cells as the header. Only the last cell may be long.
+        about: A sentence that says what is shown.
+        total: Whether the last row is the sum of the others.
+        detail: Whether to collapse the table if it is long.
     """
 
     title: str
@@ -121,13 +121,13 @@ class Table:
 
     @property
     def numeric(self) -> tuple[bool, ...]:
-        """Which columns hold numbers, and nothing else."""
+        """Which columns hold only numbers."""
         columns = ([cell for cell in column if cell not in ("", "-")] for column in zip(*self.rows, strict=True))
         return tuple(bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in columns)
 
 
 def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[str, str]]:
-    """The usual headline of a simulated step."""
+    """Return the usual headline of a simulated step."""
     sent = sum(e.seconds for e in timeline.exposures)
     exposed = timeline.exposed_seconds
     found = [
@@ -149,7 +149,7 @@ def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[
 
 
 def peak_text(timeline: Timeline) -> str:
-    """A sentence: how high the peak is, where, and what it is made of."""
+    """Describe the peak in a sentence: how high it is, where, and its parts."""
     parts = sorted(timeline.peak_parts.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{category.value} {bytes_text(size)}" for category, size in parts if size)
     return f"The peak is {bytes_text(timeline.peak_bytes)}, {_peak_place(timeline)}: {listed or 'nothing'}."
@@ -161,7 +161,7 @@ def _peak_place(timeline: Timeline) -> str:
 
 
 def tables(report: Report) -> list[Table]:
-    """Everything that a report says in words. The first one is the headline; of the others, empty ones are left out."""
+    """Return all tables of a report. The first one is the headline. Empty tables are left out."""
     found = [
         _peak(report.timeline, report.budget_bytes),
         _exposures(report.timeline.exposures),
@@ -231,7 +231,7 @@ def _units(report: Report) -> Table:
     rows: dict[tuple[Stage, str], tuple[float, float | None]] = {
         key: (seconds, None)
         for key, seconds in report.timeline.units.items()
-        if not report.measured or key[0] is Stage.OPTIMIZER  # borders that are measured may part units otherwise
+        if not report.measured or key[0] is Stage.OPTIMIZER  # measured boundaries may divide units differently
     }
     rows = {(time.stage, time.unit): (time.predicted, time.measured) for time in report.measured} | rows
     lines = list(_alike((called(unit), stage.value, *_times(*times)) for (stage, unit), times in rows.items()))
@@ -298,7 +298,7 @@ def _passes(passes: Sequence[PassRow]) -> Table:
 
 
 def _alike(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Rows that follow on one another and differ in their first cell only, as one."""
+    """Merge consecutive rows that differ only in their first cell."""
     for rest, group in groupby(rows, key=lambda row: row[1:]):
         names = [name for name, *_ in group]
         if len(names) < 3:

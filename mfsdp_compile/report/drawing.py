@@ -1,4 +1,7 @@
-"""What a timeline looks like, apart from any form of it: streams and their lanes, stages, memory in few enough points."""
+"""Data for drawings of a timeline, independent of the output format.
+
+Streams and their lanes, stages, and memory reduced to a bounded number of points.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,17 @@ from .words import is_exposed
 __all__ = ["Lane", "Point", "exposure_of", "extent", "lanes", "peak_of", "points", "stages", "streams"]
 
 STREAMS = ("compute", "gather", "reduce")
-"""From top to bottom; others follow."""
+"""Streams from top to bottom. Others follow."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Spans that run one after the other.
+    """Spans of one stream that do not overlap.
 
     Args:
-        stream: that they are of. It has several lanes where its collectives run over several groups at a time.
-        number: of the lane in its stream.
-        spans: by their beginnings.
+        stream: The stream. It has several lanes if its collectives run over several groups at a time.
+        number: Number of the lane within its stream.
+        spans: Spans, by start time.
     """
 
     stream: str
@@ -37,11 +40,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Point:
-    """What is in memory from a moment on.
+    """Memory in use from a point in time on.
 
     Args:
-        seconds: of the moment.
-        parts: bytes of each category, in their order.
+        seconds: The point in time.
+        parts: Bytes of each category, in their order.
     """
 
     seconds: float
@@ -53,18 +56,18 @@ class Point:
 
 
 def extent(timeline: Timeline) -> float:
-    """Seconds that a drawing shows: the step, and what runs on after it."""
+    """Return the seconds that a drawing shows: the step, and whatever runs on after it."""
     return max([timeline.seconds, *(span.end for span in timeline.spans)])
 
 
 def streams(timeline: Timeline) -> list[str]:
-    """Those on which something runs, in the order in which they are drawn."""
+    """Return the streams on which something runs, in drawing order."""
     found = {span.stream for span in timeline.spans}
     return [s for s in STREAMS if s in found] + sorted(found.difference(STREAMS))
 
 
 def lanes(timeline: Timeline) -> list[Lane]:
-    """Streams, cut into as few lanes as hold spans that do not overlap."""
+    """Divide streams into the smallest number of lanes in which spans do not overlap."""
     found = []
     for stream in streams(timeline):
         rows: list[list[Span]] = []
@@ -79,7 +82,7 @@ def lanes(timeline: Timeline) -> list[Lane]:
 
 
 def stages(timeline: Timeline) -> list[tuple[Stage, float, float]]:
-    """When computation enters and leaves each stage, in seconds."""
+    """Return when computation enters and leaves each stage, in seconds."""
     found: dict[Stage, tuple[float, float]] = {}
     for span in timeline.spans:
         if span.stream == "compute":
@@ -89,7 +92,7 @@ def stages(timeline: Timeline) -> list[tuple[Stage, float, float]]:
 
 
 def exposure_of(timeline: Timeline) -> Mapping[Span, Exposure]:
-    """The collective behind a span: the one that it is, or the one that computation waits for."""
+    """Return the collective for each span: the one that the span is, or the one that computation waits for."""
     started = {(e.what, e.name, e.stage, e.begin): e for e in timeline.exposures}
     awaited = {e.begin + e.seconds: e for e in timeline.exposures if is_exposed(e)}
     found = {}
@@ -102,10 +105,10 @@ def exposure_of(timeline: Timeline) -> Mapping[Span, Exposure]:
 
 
 def points(memory: Memory, most: int = 20_000) -> list[Point]:
-    """Memory over time: of each moment the highest level and the last one.
+    """Return memory over time: for each interval, its highest and its last level.
 
     Args:
-        most: points. Where there are more, moments that are close together become one.
+        most: Maximum number of points. If there are more, points that are close together are merged.
     """
     found = list(_moments(memory, 0.0))
     if len(found) > most:
@@ -114,7 +117,7 @@ def points(memory: Memory, most: int = 20_000) -> list[Point]:
 
 
 def _moments(memory: Memory, width: float) -> Iterator[Point]:
-    """Points of moments that are ``width`` seconds wide."""
+    """Yield points for intervals of ``width`` seconds."""
     highest: Point | None = None
     last: Point | None = None
     for seconds, *parts in zip(memory.seconds, *_parts(memory), strict=True):
@@ -138,6 +141,6 @@ def _parts(memory: Memory) -> list[Sequence[int]]:
 
 
 def peak_of(memory: Memory) -> float:
-    """When most is in memory, for the first time; in seconds."""
+    """Return the first time at which memory is at its peak, in seconds."""
     totals = memory.totals
     return memory.seconds[totals.index(max(totals))]

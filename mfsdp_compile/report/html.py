@@ -1,7 +1,7 @@
-"""A report as one HTML file, which needs nothing but itself: no network, no server, no other file.
+"""A report as one self-contained HTML file: no network, no server, no other files.
 
-Tables are plain HTML. The timeline is drawn by the page's script (``page.js``) from data in the page, so that it can be
-zoomed; the content security policy of the page lets it load nothing.
+Tables are plain HTML. The page's script (``page.js``) draws the timeline from data in the page, so that it can be
+zoomed. The page's content security policy lets it load nothing.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _CATEGORIES = {
     Category.SAVED: "compute",
     Category.TEMPORARY: "temporary",
 }
-"""The colour of each, by the name of its class: that of what makes it, where something does."""
+"""Color of each category, as a CSS class: where possible, that of the kind of work that creates it."""
 
 
 def to_html(report: Report) -> str:
-    """A report as the text of an HTML file."""
+    """Return a report as the text of an HTML file."""
     summary, *others = tables(report)
     drawn = report.timeline.spans or report.timeline.memory is not None
     body = [
@@ -154,12 +154,12 @@ def _key(css: str, text: str) -> str:
 
 
 def _json(data: Mapping[str, Any]) -> str:
-    """Without what would end the script element."""
+    """Serialize data without characters that would end the script element."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _data(report: Report) -> dict[str, Any]:
-    """What the script draws."""
+    """Return the data that the script draws."""
     timeline = report.timeline
     unit_of = {info.name: info.unit for info in report.buckets}
     numbers: dict[str, int] = {}

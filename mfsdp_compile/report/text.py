@@ -1,4 +1,4 @@
-"""A report for terminals."""
+"""A report as text for terminals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CURVE_ROWS = 4
 
 
 def to_text(report: Report, width: int = 100) -> str:
-    """A report in characters.
+    """Return a report as plain text.
 
     Args:
-        width: columns. Tables are wider where names are long.
+        width: Columns. Tables are wider if names are long.
 
     Raises:
-        ValueError: ``width`` is less than 60.
+        ValueError: If ``width`` is less than 60.
     """
     if width < LEAST_WIDTH:
         raise ValueError(f"a report needs at least {LEAST_WIDTH} columns, got {width}")
@@ -52,7 +52,7 @@ def _about(table: Table, width: int) -> list[str]:
 
 
 _BELOW = 6
-"""Columns by which a text is indented that has no room in its row."""
+"""Columns to indent a text that does not fit into its row."""
 
 
 def _table(table: Table, width: int) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _table(table: Table, width: int) -> Iterator[str]:
         longest = max(map(len, row[-1].split()), default=0)
         if numeric[-1] or longest <= last:
             indent, room, lines = before, last, [cells[-1]] if numeric[-1] else []
-        else:  # a word that has no room: below the row
+        else:  # a word does not fit: put it below the row
             indent, room, lines = _BELOW, max(width - _BELOW, longest), [""]
         lines += textwrap.wrap(row[-1], room, break_on_hyphens=False) if not numeric[-1] else []
         first, *more = lines or [""]
@@ -105,7 +105,10 @@ def _drawing(timeline: Timeline, width: int) -> Iterator[str]:
 
 
 def _row(spans: Sequence[Span], seconds: float, columns: int) -> str:
-    """A mark where something runs for a quarter of a column's time or longer: what runs longest."""
+    """Draw a row of marks, one per column.
+
+    A column in which something runs for at least a quarter of the time gets the mark of what runs longest.
+    """
     step = seconds / columns
     filled: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
@@ -117,7 +120,7 @@ def _row(spans: Sequence[Span], seconds: float, columns: int) -> str:
 
 
 def _memory(timeline: Timeline, memory: Memory, seconds: float, columns: int, label: int) -> Iterator[str]:
-    """The most that is in memory in each column's time, in blocks from 0 to the peak."""
+    """Draw the maximum memory in each column's time, as blocks from 0 to the peak."""
     levels = _levels(points(memory), seconds, columns)
     eighths = [round(8 * _CURVE_ROWS * level / max(timeline.peak_bytes, 1)) for level in levels]
     for row in reversed(range(_CURVE_ROWS)):

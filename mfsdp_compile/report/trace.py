@@ -1,4 +1,4 @@
-"""A simulated step for https://ui.perfetto.dev and chrome://tracing: the trace event format, which both read."""
+"""A simulated step in the trace event format, for https://ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PROCESS = 1
 
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """What ``json.dump`` takes: times in microseconds, a thread for each stream, memory by category as a counter in bytes.
+    """Return a trace for ``json.dump``. Times are in microseconds; memory is a counter in bytes, by category.
 
-    Where collectives of one stream overlap, as those of different groups may, it has several threads.
+    Each stream is a thread, or several if its collectives overlap, as those of different groups can.
     """
     events: list[dict[str, Any]] = [_named("process_name", 0, "training step (simulated)")]
     exposures = exposure_of(timeline)

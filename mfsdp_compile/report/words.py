@@ -1,6 +1,6 @@
-"""Numbers as people read them. All forms of a report take them from here, so that they show the same.
+"""Readable numbers. All forms of a report use these functions, so that they show the same values.
 
-The script of the HTML form rounds by the same tables: :data:`SECONDS` and :data:`BYTES` are handed to it.
+The script of the HTML form rounds with the same tables: it receives :data:`SECONDS` and :data:`BYTES`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ __all__ = [
 ]
 
 EXPOSED_SECONDS = 1e-9
-"""Less than this is rounding, not waiting."""
+"""Shorter waits are rounding errors."""
 
 
 class Step(NamedTuple):
-    """A unit and when it is used.
+    """A unit, and the numbers that use it.
 
     Args:
-        start: numbers from this on; a little less than a whole unit, so that nothing is rounded up to "1000.0 ms".
-        size: of the unit.
-        digits: after the point.
-        name: of the unit.
+        start: Smallest number that uses this unit. Slightly less than one unit, so that nothing is rounded up to
+            "1000.0 ms".
+        size: Size of the unit.
+        digits: Number of decimal places.
+        name: Name of the unit.
     """
 
     start: float
@@ -48,12 +49,12 @@ class Step(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """How a quantity is written.
+    """Text format of a quantity.
 
     Args:
-        least: what is smaller is written as nothing.
-        nothing: the text for that.
-        steps: largest unit first; the last starts at 0.
+        least: Smaller numbers are written as ``nothing``.
+        nothing: Text for such numbers.
+        steps: Units, largest first. The last one starts at 0.
     """
 
     least: float
@@ -98,22 +99,22 @@ _FLOPS = Scale(
 
 
 def seconds_text(seconds: float) -> str:
-    """``"412.3 ms"``, ``"1.90 ms"``, ``"12.0 us"``."""
+    """Return text such as ``"412.3 ms"``, ``"1.90 ms"`` or ``"12.0 us"``."""
     return SECONDS.text(seconds)
 
 
 def bytes_text(size: float) -> str:
-    """``"14.81 GiB"``, ``"512 B"``."""
+    """Return text such as ``"14.81 GiB"`` or ``"512 B"``."""
     return BYTES.text(size)
 
 
 def flops_text(flops: float) -> str:
-    """Floating-point operations: ``"38.20 TFLOP"``."""
+    """Return text for floating-point operations, such as ``"38.20 TFLOP"``."""
     return _FLOPS.text(flops)
 
 
 def percent_text(part: float, whole: float) -> str:
-    """``"12.3%"``; with two digits below 1%."""
+    """Return text such as ``"12.3%"``, with two decimal places below 1%."""
     if not whole:
         return "-"
     percent = 100 * part / whole
@@ -123,7 +124,7 @@ def percent_text(part: float, whole: float) -> str:
 
 
 def change_text(value: float, reference: float) -> str:
-    """By how much a value is off: ``"+4.2%"``, ``"-0.3%"``."""
+    """Return the relative difference from a reference, such as ``"+4.2%"`` or ``"-0.3%"``."""
     if not reference:
         return "-"
     percent = 100 * (value - reference) / reference
@@ -133,22 +134,22 @@ def change_text(value: float, reference: float) -> str:
 
 
 def called(unit: str) -> str:
-    """A unit's name; the outermost has none."""
+    """Return the name to show for a unit. The root has none of its own."""
     return unit or "(root)"
 
 
 def is_exposed(exposure: Exposure) -> bool:
-    """Whether computation waits for a collective."""
+    """Return whether computation waits for a collective."""
     return exposure.exposed > EXPOSED_SECONDS
 
 
 def exposure_text(exposure: Exposure) -> str:
-    """``layers.17 gather 1.90 ms, hidden 1.20 ms, exposed 0.70 ms: limited by memory budget``."""
+    """Return text such as ``layers.17 gather 1.90 ms, hidden 1.20 ms, exposed 0.70 ms: limited by memory budget``."""
     return f"{called(exposure.name)} {exposure.what} {seconds_text(exposure.seconds)}, {overlap_text(exposure)}"
 
 
 def overlap_text(exposure: Exposure) -> str:
-    """How much of a collective computation hides, and why not more."""
+    """Describe how much of a collective is hidden behind computation, and why not more."""
     if not is_exposed(exposure):
         return "hidden behind computation"
     hidden, exposed = seconds_text(exposure.hidden), seconds_text(exposure.exposed)
@@ -156,7 +157,7 @@ def overlap_text(exposure: Exposure) -> str:
 
 
 def reason_text(exposure: Exposure) -> str:
-    """Why a collective is exposed: what is known of it, or what the times say."""
+    """Describe why a collective is exposed: the known reason, or what the times show."""
     if exposure.reason:
         return exposure.reason
     text = f"{seconds_text(exposure.ahead)} of computation between its start and its wait"
@@ -166,5 +167,5 @@ def reason_text(exposure: Exposure) -> str:
 
 
 def _rounded(value: float, digits: int) -> str:
-    """As JavaScript's ``toFixed``, which rounds halves up where Python rounds them to even."""
+    """Round like JavaScript's ``toFixed``: halves up, where Python rounds them to even."""
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))

@@ -1,4 +1,4 @@
-"""The files of a report."""
+"""Writing the files of a report."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["write"]
 
 
 def write(report: Report, folder: Path | str, name: str) -> dict[str, Path]:
-    """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is made if it is not there.
+    """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is created if necessary.
 
-    Each file is there whole or not at all; those of an earlier report stay until all new ones are written.
+    Each file is written completely or not at all. The files of an earlier report stay until all new ones are written.
 
-    Returns: the paths, by ``"html"``, ``"text"`` and ``"trace"``.
+    Returns:
+        The paths, by ``"html"``, ``"text"`` and ``"trace"``.
 
     Raises:
-        ValueError: ``name`` is not the name of a file.
-        OSError: they cannot be written; the message names the folder.
+        ValueError: If ``name`` is not a file name.
+        OSError: If the files cannot be written. The message names the folder.
     """
     if not name or Path(name).name != name:
         raise ValueError(f"name is the beginning of file names, without a folder; got {name!r}")
