@@ -53,7 +53,7 @@ slow: $(READY)
 processes: $(READY)
 	$(PYTEST) -m "processes and not long"
 
-# What shorter tests show too, on more strategies, models and ranks: an hour and a half on two cores.
+# What shorter tests show too, on more strategies, models and ranks: two hours on two cores.
 long: $(READY)
 	$(PYTEST) -m long
 

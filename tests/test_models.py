@@ -246,7 +246,7 @@ def test_generated_code_keeps_the_schedule() -> None:
     belongs to different layers, and here each gather would be awaited where it starts."""
     from torch._inductor.utils import run_and_get_code
 
-    model = fully_shard_model(Routed(), fsdp_unit_modules=[Routed.Layer])
+    model = fully_shard_model(Routed(layers=2), fsdp_unit_modules=[Routed.Layer])
     call = torch.compile(model, backend="mfsdp", fullgraph=True)
     with fresh_compilation():
         _, codes = run_and_get_code(lambda: call(torch.randn(8, 32)).backward())

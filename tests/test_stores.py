@@ -102,6 +102,25 @@ def test_a_rank_that_fails_or_does_not_come(culprit: int) -> None:
     agree("a rank", ["same"])
 
 
+@on_ranks(4, timeout=60)
+@in_parts
+def test_an_error_reaches_ranks_that_wait_for_one_of_their_part() -> None:
+    rank = dist.get_rank()
+    agree("something", ["same"])
+
+    def describe() -> list[str]:
+        if rank == 3:
+            raise ValueError("not here")
+        return ["same"]
+
+    if rank == 0:
+        time.sleep(5)
+    begun = time.monotonic()
+    with raises_everywhere(ValueError if rank == 3 else RuntimeError, "not here"):
+        agreement.agree(dist.group.WORLD, "an error", describe, timeout=SOON)
+    assert time.monotonic() - begun < 4  # rank 1, too, which is alone in its part
+
+
 @on_ranks(4, timeout=90)
 @in_parts
 def test_a_model_is_sharded_and_trained() -> None:

@@ -315,6 +315,27 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
     assert [each.dtype for each in torch._foreach_add(mine, its)] == [each.dtype for each in its]
 
 
+@on_ranks(2)
+def test_rows_from_the_middle_of_a_parameter_move() -> None:
+    """A matrix that is cut between its ranks, in two models at different rows."""
+
+    def build(before: int) -> Any:
+        module = nn.Module()
+        module.before, module.matrix = nn.Parameter(torch.randn(before, 64)), nn.Parameter(torch.randn(60, 64))
+        return fully_shard_model(module).module
+
+    torch.manual_seed(0)
+    short, long = build(8), build(20)
+    cuts = [len(model.matrix.to_local()) for model in (short, long)]
+    assert 0 < min(cuts) < max(cuts) < 60, cuts
+    whole = [model.matrix.full_tensor() for model in (short, long)]
+    with torch.no_grad():
+        short.matrix.add_(long.matrix)
+        long.matrix.sub_(short.matrix * 2)
+    assert torch.equal(short.matrix.full_tensor(), whole[0] + whole[1])
+    assert torch.equal(long.matrix.full_tensor(), whole[1] - (whole[0] + whole[1]) * 2)
+
+
 def test_ranks_are_told_apart_by_their_strides() -> None:
     """Of four ranks, rank 0 is the first of ranks 0 and 1, and of ranks 0 and 2."""
     inner, outer, same = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing.util
 import os
 import platform
 import re
@@ -41,6 +42,9 @@ IMPORTS = (
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "transformers",
+    "transformers.trainer",
+    "accelerate",
 )
 
 
@@ -94,12 +98,11 @@ class Job:
             os.chdir(self.copy)
             os.environ["PYTHONPATH"] = str(self.copy)
             sys.path[:] = [str(self.copy), *(path for path in sys.path if Path(path or ".").resolve() not in _OWN)]
-            import pytest
 
             for tests in self.tests:
                 file, *more = shlex.split(tests)
                 command = ["-q", "-x", "-m", "not long", "-p", "no:cacheprovider", f"tests/{file}", *more]
-                status = _in_a_child(lambda command=command: int(pytest.main(command)))
+                status = _in_a_child(lambda command=command: _run_pytest(command))
                 if status:
                     break
         finally:
@@ -123,6 +126,29 @@ class Job:
 
 
 _OWN = {ROOT, ROOT / "tests"}
+
+
+def _run_pytest(command: Sequence[str]) -> int:
+    import pytest
+
+    # The server that pools of ranks are forked from would import torch again, ten seconds of CPU time for each mutant: it is
+    # forked from here, before there is a thread.
+    multiprocessing.util.spawnv_passfds = _fork_instead  # type: ignore[attr-defined]
+    sys.path.insert(0, "tests")
+    from pool import server
+
+    server()
+    return int(pytest.main(list(command)))
+
+
+def _fork_instead(executable: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(arguments[-1], {})  # forkserver.main(...)
+        finally:
+            os._exit(1)
+    return pid
 
 
 def _in_a_child(run: Callable[[], int]) -> int:

@@ -648,7 +648,7 @@ RUNTIME = (
         "ranks that wait for the last one of their part never look at the root",
         "        if waited >= due:\n",
         "        if False:\n",
-        ("test_stores.py -k test_a_rank_that_fails_or_does_not_come",),
+        ("test_stores.py -k test_an_error_reaches_ranks_that_wait",),
     ),
     Mutant(
         "runtime/agreement.py",
