@@ -359,11 +359,11 @@ def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> lis
 
 
 def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> int | None:
-    """The first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none.
+    """The first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none in three shards.
 
     Offsets with an atom's border on boundary ``b`` solve ``offset = b (mod atom)``; the Chinese remainder theorem joins
-    that with ``offset = 0 (mod align)``. Three shards are enough to look at: the one that ``start`` is in, and two
-    that begin afresh.
+    that with ``offset = 0 (mod align)``. Three shards are looked at: the one that ``start`` is in, and two that begin afresh. Later
+    ones have other places only where shards are no multiple of ``align``, and longer shards are tried then.
     """
     offset = -(-start // align) * align
     if atom <= 1 or numel == 0:
