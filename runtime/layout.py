@@ -359,11 +359,12 @@ def _place_all(params: Sequence[ParamSpec], shard_numel: int, align: int) -> lis
 
 
 def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> int | None:
-    """Find the first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if there is none.
+    """Find the first aligned offset at or after ``start`` where no shard boundary cuts an atom; None if three shards have none.
 
     Offsets that put an atom's border on boundary ``b`` solve ``offset = b (mod atom)``. The Chinese remainder theorem
-    joins this with ``offset = 0 (mod align)``. Looking at three shards is enough: the one that contains ``start`` and
-    the two after it, which start empty.
+    joins this with ``offset = 0 (mod align)``. The search covers three shards: the one that contains ``start`` and the
+    two after it, which start empty. Later shards offer other offsets only if the shard size is not a multiple of
+    ``align``; the caller then tries longer shards.
     """
     offset = -(-start // align) * align
     if atom <= 1 or numel == 0:

@@ -224,6 +224,7 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
             (module, qualname), params = connection.recv()
         except EOFError:
             return
+        _destroy_groups()  # now that no rank is still connecting one
         try:
             torch.manual_seed(0)
             target: Any = importlib.import_module(module)
@@ -236,7 +237,6 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
             torch._dynamo.reset()
             gc.collect()
             gc.freeze()  # caches and modules stay: looking at them again took a third of a second per test and rank
-            _destroy_groups()
         before, used = used, cpu_seconds()
         try:
             connection.send((*outcome, used - before))
