@@ -25,14 +25,14 @@ from dataclasses import dataclass, replace
 
 from published import GIB, run
 
-from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.hardware import Hardware, Link, hardware
-from mfsdp_compile.passes.simulate import Stage, Start, Timeline
-from mfsdp_compile.passes.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
+from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline
+from mfsdp_compile.passes.solver.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.step_events import Plan
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import problem_of
-from mfsdp_compile.planning.tracing import Trace, trace
+from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from mfsdp_compile import fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, load
-from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.diagnostics.measure import collectives
 
 OURS, THEIRS = "mfsdp eager", "FSDP2 eager"
 UNVERIFIED = f"{OURS}, verify=False"

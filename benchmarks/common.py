@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.examples.processes import join, open_store
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.processes import join, open_store
 
 __all__ = ["Config", "System", "batch_of", "build", "median", "rows", "run", "synchronize"]
 

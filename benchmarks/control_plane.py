@@ -28,9 +28,10 @@ import torch.distributed as dist
 from torch import nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.examples.gpt import Gpt, GptBlock, GptConfig
-from mfsdp_compile.examples.processes import run_ranks
-from mfsdp_compile.runtime import agreement, model, stores
+from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
+from mfsdp_compile.processes import run_ranks
+from mfsdp_compile.runtime import model
+from mfsdp_compile.runtime.ranks import agreement, store_tree
 
 CONNECTIONS = 16
 
@@ -128,7 +129,7 @@ class Simulation:
 
     def tree(self, ranks: int) -> tuple[float, float]:
         """Through the stores of parts. Returns seconds of CPU of a part's store, and of the root's: one waits for the other."""
-        size = max(stores.PART, math.isqrt(ranks))
+        size = max(store_tree.PART, math.isqrt(ranks))
         parts = -(-ranks // size)
         key, digest, begun = f"tree/{ranks}", hashlib.sha256(b"all").hexdigest(), self.part.cpu()
         for rank in range(size):
@@ -157,7 +158,7 @@ class Simulation:
     def joining(self, ranks: int) -> float:
         """What comes before the first agreement: a refusal that is taken back, and the address of the part's store, of the root's
         store; a connection of each rank of a part."""
-        size = max(stores.PART, math.isqrt(ranks))
+        size = max(store_tree.PART, math.isqrt(ranks))
         before = self.root.cpu()
         for number in range(ranks):
             store = self.root.of(number)
@@ -192,7 +193,7 @@ def main() -> None:
     print("| ranks | an agreement | joining | " + " | ".join(agreements) + " | through one store |")
     for ranks in arguments.ranks:
         alone = simulation.one_store(ranks)
-        if ranks <= stores.PART:
+        if ranks <= store_tree.PART:
             joining, each, shown = 0.0, alone, f"{alone * 1e3:.2f} ms"
         else:
             joining, took = simulation.joining(ranks), simulation.tree(ranks)

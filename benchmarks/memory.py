@@ -18,7 +18,7 @@ import torch
 from common import Config, System, batch_of, build, rows, run, synchronize
 from torch import Tensor
 
-from mfsdp_compile.examples.measuring import allocated
+from mfsdp_compile.diagnostics.measure import allocated
 
 
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:

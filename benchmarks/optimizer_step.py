@@ -17,7 +17,7 @@ from common import Config, median, run, synchronize
 from torch import nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.examples.llama import Block, Llama
+from mfsdp_compile.models.llama import Block, Llama
 
 HOW = {"for": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 

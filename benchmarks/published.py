@@ -28,12 +28,12 @@ from pathlib import Path
 
 import torch
 
-from mfsdp_compile.examples.llama import Llama, LlamaConfig
-from mfsdp_compile.options import OPTIMIZERS
-from mfsdp_compile.passes.hardware import Hardware, hardware
+from mfsdp_compile.backend.options import OPTIMIZERS
+from mfsdp_compile.models.llama import Llama, LlamaConfig
+from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
-from mfsdp_compile.planning.tracing import Trace, trace
+from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
@@ -97,7 +97,7 @@ class Source:
     """Where figures come from, and what holds for all of them.
 
     Args:
-        optimizer: of :data:`~mfsdp_compile.options.OPTIMIZERS`.
+        optimizer: of :data:`~mfsdp_compile.backend.options.OPTIMIZERS`.
         precision: of shards and reductions.
         assumed: what the source leaves open.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from ._places import CHECKOUT, PACKAGE, elsewhere
+from ._package_paths import CHECKOUT, PACKAGE, elsewhere
 
 if elsewhere() is not None:
     # This is a checkout that is imported in place: the package is not installed, or the installed one is an editable
@@ -19,9 +19,9 @@ if elsewhere() is not None:
         )
 
 from .api import fully_shard, fully_shard_model, fully_shard_optimizer
-from .explaining import explain
+from .diagnostics.explain import explain
 from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
-from .passes.verify import ScheduleError, verify
+from .passes.verifier.verify import ScheduleError, verify
 from .runtime.precision import MixedPrecisionPolicy
 from .runtime.topology import ShardingStrategy
 from .wrapper import MegatronFSDP
@@ -54,7 +54,7 @@ def _register_backend() -> None:
         return
     import torch._dynamo
 
-    from .backend import mfsdp
+    from .backend.compile import mfsdp
 
     torch._dynamo.register_backend(mfsdp, name="mfsdp")
 

@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from mfsdp_compile.runtime import optimizer as optimizers
-from mfsdp_compile.runtime.agreement import telling_others
 from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.experts import Experts, IsExpert, build_experts
+from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initialiser
 from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.meta import ByFunction, ByMethod, InitFn, Initialiser
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.optim import extend as optimizers
+from mfsdp_compile.runtime.plan.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
+from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .wrapper import MegatronFSDP
@@ -168,8 +168,8 @@ def fully_shard_model(
             ``allreduce = False``.
         init_fn: Called instead of the modules' own methods, with each module that owns a tensor on the meta device. The
             module's own parameters and buffers have memory at that point; those of its submodules may already be
-            sharded. For transformers models use :class:`mfsdp_compile.huggingface.Initialisation`, or
-            :class:`mfsdp_compile.huggingface.Pretrained` to load weights from a folder.
+            sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialisation`, or
+            :class:`mfsdp_compile.integrations.huggingface_init.Pretrained` to load weights from a folder.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 

@@ -36,23 +36,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return planning.run(given)
 
     if given.command == "doctor":
-        from mfsdp_compile import doctor as the_doctor
+        from mfsdp_compile.diagnostics import doctor as the_doctor
 
         return the_doctor.run(given.table)
 
     if given.command == "hang":
-        from mfsdp_compile import hang as the_hang
+        from mfsdp_compile.diagnostics import hang as the_hang
 
         return the_hang.run(given.folder)
 
     if given.command == "calibrate":
         from pathlib import Path
 
-        from mfsdp_compile import calibrating
+        from mfsdp_compile.planning import calibration
 
-        return calibrating.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
+        return calibrate.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
 
-    from mfsdp_compile.examples.demo import DemoConfig, run
+    from mfsdp_compile.demo.train import DemoConfig, run
 
     return run(DemoConfig(**{f.name: getattr(given, f.name) for f in fields(DemoConfig)}))
 

@@ -12,14 +12,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.modules import register_forward
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
-from mfsdp_compile.runtime.tensor import UnreducedGradient
 from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy, Topology
 
-from .comparing import StepComparison, compare_step
-from .options import parse_bytes
+from .backend.options import parse_bytes
+from .backend.verify_step import StepComparison, compare_step
 
 __all__ = ["MegatronFSDP", "unwrapped"]
 

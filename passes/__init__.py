@@ -18,5 +18,5 @@ buckets are plain data in the :class:`Context`.
 What steers them is decided before, and can be looked at: costs of kernels and collectives (:mod:`.costs`, for a machine of
 :mod:`.hardware`), what a graph does to time and memory (:mod:`.flow`, in short :mod:`.outline`), a step simulated
 (:mod:`.simulate`), a schedule within a memory budget (:mod:`.solve`), what was decided (:mod:`.decisions`), and how ranks decide the
-same (:mod:`.agreeing`).
+same (:mod:`.across_ranks`).
 """

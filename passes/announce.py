@@ -2,7 +2,7 @@
 
 The first thing that a graph with collectives runs is ``mfsdp::begin(phase, digest, schedule, used)``. That is part of the
 graph, so code that comes out of a compile cache says it too, of whatever process it came from. What is made of it at run time
-(agreement between ranks, a record for reports of hangs) is :mod:`mfsdp_compile.runtime.running`'s. ``used`` lists the
+(agreement between ranks, a record for reports of hangs) is :mod:`mfsdp_compile.runtime.ranks.graph_runs`'s. ``used`` lists the
 parameters that a backward has gradients for: the others have none, on any rank. AOTAutograd computes a gradient for every
 parameter that some output depends on, zeros where the loss depends on another output; so it says of which outputs, too.
 
@@ -40,7 +40,7 @@ def apply(graph: fx.Graph, phase: Phase, collectives: Sequence[str], context: Co
 
 
 def _used(graph: fx.Graph, context: Context) -> str:
-    """The parameters that a backward graph has gradients for, as :func:`mfsdp_compile.runtime.running.parse_used` reads it."""
+    """The parameters that a backward graph has gradients for, as :func:`mfsdp_compile.runtime.ranks.graph_runs.parse_used` reads it."""
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
     everything = (1 << len(tangents)) - 1
     needs = {node: 1 << position for position, node in enumerate(tangents)}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import Any
 
 import torch
@@ -18,19 +16,20 @@ from torch import fx
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
-from . import announce, float32_gradients, portions, reduce, reshard, roles, schedule, unread, unshard, verify
-from .agreeing import Meeting, Problem, Settled, effect, plain, settle
-from .analysis import Analysis
-from .arrange import Plan
+from . import announce, drop_unread, float32_gradients, portions, reduce, reshard, roles, schedule, unshard
 from .changes import changes, events, points
 from .context import Context, Phase, Report, SchedulePolicy, phase_of
-from .contract import Contract, set_contract
-from .costs import CostModel, reduced_bytes
 from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
-from .flow import Saved, flow_of
-from .outline import Outline, outline_of
-from .simulate import Event, OptimizerCost, events_of
-from .solve import Solution, gib
+from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
+from .solver.costs import CostModel, reduced_bytes
+from .solver.flow import Saved, flow_of
+from .solver.outline import Outline, outline_of
+from .solver.simulate import Event, OptimizerCost, events_of
+from .solver.solve import Solution, gib
+from .solver.step_events import Plan
+from .verifier import verify
+from .verifier.analysis import Analysis
+from .verifier.contract import Contract, set_contract
 
 __all__ = [
     "Observer",
@@ -195,7 +194,7 @@ def needs_decisions(record: Record) -> bool:
 def tag_for_trial(joint: fx.Graph, record: Record) -> None:
     """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
     roles.assign(joint)
-    unread.apply(joint, record.context)
+    drop_unread.apply(joint, record.context)
     set_decisions(joint, Decisions())
     reshard.apply(joint, record.context)
 
@@ -249,7 +248,7 @@ def decide_inference(graph: fx.Graph, record: Record) -> None:
         if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
             return
         roles.assign(graph)
-        unread.apply(graph, record.context)
+        drop_unread.apply(graph, record.context)
         if roles.gathers(graph):  # else the body of a region
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
@@ -359,7 +358,7 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
 
 def _take_out_unread(graph: fx.Graph, phase: Phase, record: Record) -> None:
     """Before anything is decided about gathers, or noted. Said only where there are such."""
-    report = unread.apply(graph, record.context)
+    report = drop_unread.apply(graph, record.context)
     if report.lines:
         record.reports[phase].append(report)
 
@@ -445,7 +444,6 @@ def source_digest() -> str:
     """A digest of the passes' source: part of every compile cache key, so that a changed pass never meets graphs of an
     older one."""
     digest = hashlib.sha256()
-    package = resources.files(__package__)
-    for name in sorted(info.name for info in pkgutil.iter_modules([str(package)])):
-        digest.update((package / f"{name}.py").read_bytes())
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

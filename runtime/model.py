@@ -16,8 +16,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import compat, gradients, guards, meta, tracing
-from .agreement import (
+from . import compat, step_checks
+from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
+from .eager.modules import label_module, shard_module
+from .eager.summon import whole_parameters
+from .exchange import Overlap
+from .init import meta
+from .layout import LayoutPolicy, Slot
+from .memory import gradients
+from .memory.bucket import Bucket, Home
+from .memory.tensor import UnreducedGradient, refuse_unreduced
+from .optim.tracking import Optimizers, watch_steps
+from .plan.buckets import BucketPlanner
+from .plan.experts import Experts
+from .plan.model_plan import ModelPlan, divide, shared_buffers
+from .plan.partition import Partition, Peers, local_part
+from .plan.references import move_hooks, retire
+from .plan.units import UnitClasses
+from .precision import GradientPolicy, MixedPrecisionPolicy
+from .ranks import profiling
+from .ranks.agreement import (
     agree,
     agree_on_order,
     conclude,
@@ -27,27 +45,12 @@ from .agreement import (
     report_failure,
     value_digest,
 )
-from .bucket import Bucket, Home
-from .eager import EagerPolicy, EagerRuntime, EagerUnit, Window
-from .exchange import Overlap
-from .experts import Experts
-from .journal import journal
-from .layout import LayoutPolicy, Slot
-from .lineage import Lineage
-from .modules import label_module, shard_module
-from .optimizers import Optimizers, watch_steps
-from .order import STEP, Details, Order, Phase, Series, no_details, order_of_group
-from .partition import Partition, Peers, local_part
-from .plan.buckets import BucketPlanner
-from .plan.model_plan import ModelPlan, divide, shared_buffers
-from .precision import GradientPolicy, MixedPrecisionPolicy
-from .references import move_hooks, retire
-from .running import launches, named
-from .tensor import UnreducedGradient, refuse_unreduced
+from .ranks.collective_order import STEP, Details, Order, Phase, Series, no_details, order_of_group
+from .ranks.graph_runs import launches, named
+from .ranks.journal import journal
+from .ranks.watchdog import watchdog
+from .run_lineage import Lineage
 from .topology import Accumulation, Group, Topology
-from .units import UnitClasses
-from .watchdog import watchdog
-from .whole import whole_parameters
 
 __all__ = ["ShardedModel", "Synchronisation"]
 
@@ -95,7 +98,7 @@ class ShardedModel:
 
     Args:
         module: The model, with full parameters on this rank.
-        unit_modules: See :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
+        unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
         topology: The data-parallel ranks, and what is sharded over them.
         every: Process group of the data-parallel ranks.
         precision: Dtypes of shards and gradients.
@@ -498,7 +501,7 @@ class ShardedModel:
 
     @property
     def schedules(self) -> dict[str, Any]:
-        """Decisions about compiled graphs that ranks have agreed on; see :class:`.order.Order`."""
+        """Decisions about compiled graphs that ranks have agreed on; see :class:`.collective_order.Order`."""
         return self._order.schedules
 
     def conclude(
@@ -621,7 +624,7 @@ class ShardedModel:
         """Prepare for a collective over ``group``, or for compiled code with collectives, which ``details`` lists."""
         if group is not None:
             self._note(collective, lambda: [(collective, group.name)])
-            tracing.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
+            profiling.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
         numbered = (f"{series[0]} ({self._name})", series[1]) if series is not None else None
         self._order.start(f"{collective} ({self._name})", self._agree_on_order, details, numbered)
         self.started += 1
@@ -644,7 +647,7 @@ class ShardedModel:
         topologies = {bucket.plan.name: bucket.topology for bucket in experts if bucket.plan.is_expert}
         started = functools.partial(_launches, topologies, self.topology, schedule, buckets, due)
         self._note(f"{phase} graph", started)
-        tracing.expect(lambda: self._named_launches(f"{phase} graph", started()))
+        profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
         if phase == "inference" and not started():
             return  # a single rank may run it alone: see enter_forward
         self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
@@ -654,14 +657,14 @@ class ShardedModel:
         """Phase and schedule of every compiled graph that has run, including graphs from a compile cache."""
         return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
 
-    def _named_launches(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[tracing.Launch]:
+    def _named_launches(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[profiling.Launch]:
         """Yield the collectives as they are named in traces."""
         counts: dict[str, int] = {}
         for what, group in launches:
             if group not in counts:
                 counts[group] = compat.collectives_started(compat.process_group(group))
             counts[group] += 1
-            yield tracing.Launch(self.steps, where, self._name, what, counts[group], group)
+            yield profiling.Launch(self.steps, where, self._name, what, counts[group], group)
 
     def _note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
         groups = [name for topology in self.topologies for name in topology.group_names]
@@ -911,7 +914,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def whole_parameters(self, writeback: bool) -> Iterator[None]:
-        """See :func:`.whole.whole_parameters`. A collective.
+        """See :func:`.summon.whole_parameters`. A collective.
 
         Raises:
             RuntimeError: A step is in progress.
@@ -940,12 +943,12 @@ class ShardedModel:
         """Check that an optimizer is about to use complete gradients. A collective before the first step."""
         self._order.check()
         reduced, self._reduced = self._reduced, set()
-        if not reduced or not guards.enabled():  # no backward before this step: gradients were set by hand
+        if not reduced or not step_checks.enabled():  # no backward before this step: gradients were set by hand
             return
         if self.steps == 0:
             self._note("checks before the first step")
-            guards.check_first_step(self._shared_buffers(), self.buckets, reduced, self.group)
-        if (told := guards.missing(self.buckets, reduced)) is not None and told not in self._told_missing:
+            step_checks.check_first_step(self._shared_buffers(), self.buckets, reduced, self.group)
+        if (told := step_checks.missing(self.buckets, reduced)) is not None and told not in self._told_missing:
             self._told_missing.add(told)
             warnings.warn(
                 f"Step {self.steps} of {self._name}: backward has reduced gradients of {told}. Loss did not depend on the rest "
@@ -964,7 +967,7 @@ class ShardedModel:
         Args:
             group: Process group to communicate over. None: the model's own.
         """
-        guards.compare_buffers(self._shared_buffers(), group or self.group, when)
+        step_checks.compare_buffers(self._shared_buffers(), group or self.group, when)
 
     def _shared_buffers(self) -> dict[str, Tensor]:
         module = self._module()

@@ -14,12 +14,12 @@
     so that graphs are the same on all ranks.
 ``pack_gradients(gradients, offsets, numel, dtype)``
     Gradients at their offsets in one flat bucket, and zeros elsewhere. Inductor gets a lowering for it that lets a
-    matmul write its result directly into the bucket (``mfsdp_compile.inductor``).
+    matmul write its result directly into the bucket (``mfsdp_compile.backend.inductor``).
 ``reduce_if_due(gradient, token, ...)``
     A collective that is skipped while gradients are accumulated over microbatches; see
-    :mod:`mfsdp_compile.runtime.pending`. It must be awaited like any other. Inductor treats it as a collective.
+    :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a collective.
 ``begin(phase, digest, schedule, used)``
-    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.running`.
+    The first node of a graph, which announces what the graph is about to do; see :mod:`mfsdp_compile.runtime.ranks.graph_runs`.
 
 The operators take numbers and strings instead of layout and group objects. A graph that contains them therefore prints
 as valid Python, and its cache key includes everything that matters.
@@ -35,9 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import compat, running
+from . import compat
 from .exchange import Exchange, When
-from .pending import pending_of
+from .memory.deferred_gradients import pending_of
+from .ranks import graph_runs
 
 __all__ = ["pack", "start_collective", "start_stage"]
 
@@ -161,7 +162,7 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
 
     Args:
         gradient: The packed bucket, or the result of the previous stage.
-        token: Token of the bucket's :class:`~mfsdp_compile.runtime.pending.Pending`, if it has one.
+        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.Pending`, if it has one.
     """
     inspected = exchange.inspected and stage == 0
     if not exchange.may_wait(stage) and not inspected:
@@ -255,4 +256,4 @@ def _pack_gradients_fake(gradients: Sequence[Tensor], offsets: Sequence[int], nu
 
 @torch.library.impl(_library, "begin", "CompositeExplicitAutograd")
 def _begin(phase: str, digest: str, schedule: str, used: str) -> None:
-    running.begin(phase, digest, schedule, used)
+    graph_runs.begin(phase, digest, schedule, used)

@@ -10,7 +10,7 @@
                             and gradients                   step, inner at each use
 
 n: inner ranks, m: outer ranks. "Once per step" is the frequency when gradients are accumulated over microbatches: see
-:mod:`mfsdp_compile.runtime.pending`. Everything else in this package reads the properties of :class:`Topology` and does
+:mod:`mfsdp_compile.runtime.memory.deferred_gradients`. Everything else in this package reads the properties of :class:`Topology` and does
 not test for strategies by name.
 """
 
@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from . import compat
-from .agreement import announce
 from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
+from .ranks.agreement import announce
 
 __all__ = [
     "Accumulation",

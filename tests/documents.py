@@ -191,8 +191,8 @@ def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> 
 def _basics() -> dict[str, Any]:
     """What blocks may use without importing it: they are lines of a program that has imported it."""
     import mfsdp_compile
-    from mfsdp_compile.examples.llama import Block as LlamaBlock
-    from mfsdp_compile.examples.llama import Llama, LlamaConfig
+    from mfsdp_compile.models.llama import Block as LlamaBlock
+    from mfsdp_compile.models.llama import Llama, LlamaConfig
 
     return {
         "__name__": "__main__",
@@ -244,7 +244,7 @@ def _experts() -> dict[str, Any]:
     """A mixture of experts that is built for the ranks of a group."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
+    from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
 
     config = MoeConfig(64, 32, 2, 4, 2, 48, experts=4, chosen=2)
 
@@ -324,8 +324,8 @@ WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 @contextlib.contextmanager
 def _small_steps(is_program: bool) -> Iterator[None]:
     """Compiled operator by operator unless a block says how; a program finds its process group made."""
-    from mfsdp_compile import backend
-    from mfsdp_compile.options import CompileOptions
+    from mfsdp_compile.backend.compile import compile
+    from mfsdp_compile.backend.options import CompileOptions
 
     of = CompileOptions.of
 
@@ -333,7 +333,7 @@ def _small_steps(is_program: bool) -> Iterator[None]:
         return of({"inner": "aot_eager", "verify": "once", **(options or {})}, mode)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(backend.CompileOptions, "of", staticmethod(quick)))
+        stack.enter_context(mock.patch.object(compile.CompileOptions, "of", staticmethod(quick)))
         if is_program:
             stack.enter_context(mock.patch.object(dist, "init_process_group", return_value=None))
             stack.enter_context(mock.patch.object(dist, "destroy_process_group", return_value=None))

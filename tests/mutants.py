@@ -13,8 +13,8 @@ import torch
 from torch import fx, nn
 
 from mfsdp_compile.passes import roles
-from mfsdp_compile.passes.analysis import PACK, RELEASE, WAIT, Analysis, Launch, Reduction, Whole, tensor_of
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, role_of
+from mfsdp_compile.passes.verifier.analysis import PACK, RELEASE, WAIT, Analysis, Launch, Reduction, Whole, tensor_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER_INTO = c10d.all_gather_into_tensor_out.default

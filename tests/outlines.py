@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel
-from mfsdp_compile.passes.hardware import Hardware, Link
-from mfsdp_compile.passes.outline import Gradients, Outline, Segment, Use
+from mfsdp_compile.passes.solver.costs import CostModel
+from mfsdp_compile.passes.solver.hardware import Hardware, Link
+from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
+from mfsdp_compile.passes.solver.step_events import Plan
 from mfsdp_compile.runtime.exchange import Exchange, When
 from mfsdp_compile.runtime.layout import BucketLayout, Slot
 

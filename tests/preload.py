@@ -27,7 +27,7 @@ MODULES = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "mfsdp_compile",
-    "mfsdp_compile.backend",
+    "mfsdp_compile.backend.compile",
     "transformers",
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",

@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile.examples import hf_trainer, plain_loop
-from mfsdp_compile.runtime.bucket import Bucket
+from mfsdp_compile.runtime.memory.bucket import Bucket
 
 accelerate = pytest.importorskip("accelerate")
 
 from mfsdp_compile.integrations.accelerate import MfsdpAccelerator
-from mfsdp_compile.integrations.pretrained import can_stream, save_weights
+from mfsdp_compile.integrations.huggingface_save import can_stream, save_weights
 
 MICROS = 2
 

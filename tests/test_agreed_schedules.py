@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp_compile
-from mfsdp_compile import forecasting, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.passes import agreeing
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.decisions import Decisions, gather_by_policy
-from mfsdp_compile.passes.solve import BudgetError
+from mfsdp_compile.passes.solver import across_ranks
+from mfsdp_compile.passes.solver.solve import BudgetError
+from mfsdp_compile.planning import forecast
 from mfsdp_compile.runtime import compat
 
 WIDTH = 64
@@ -102,7 +103,7 @@ def watch(model: Any) -> list[tuple[str, Any]]:
 
 def offers_differ(met: Sequence[tuple[str, Any]]) -> bool:
     """Whether ranks would have gone different ways. Collective."""
-    own = agreeing.effect(met[0][1]["decisions"])
+    own = across_ranks.effect(met[0][1]["decisions"])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     return len(set(everyone)) > 1
@@ -247,7 +248,7 @@ def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
 @on_ranks(2, timeout=300)
 def test_machines_of_two_kinds() -> None:
     """What is predicted for each rank's own device differs; whose figures were taken is in every account."""
-    from mfsdp_compile import options as compile_options
+    from mfsdp_compile.backend.compile import options as compile_options
 
     real = compile_options.default_hardware
     if dist.get_rank() == 1:
@@ -261,7 +262,7 @@ def test_machines_of_two_kinds() -> None:
         told = str(settled)
         assert told in str(mfsdp_compile.explain(call, batch(mine((3, 1000)))))
         train(model, call, [(3, 1000)])
-        assert told in mfsdp_compile.report.to_text(forecasting.report(model), width=400)
+        assert told in mfsdp_compile.report.to_text(forecast.report(model), width=400)
     finally:
         compile_options.default_hardware = real
     assert f"decided by rank {settled.rank} for a batch of float32[" in told
@@ -327,7 +328,7 @@ def test_all_ranks_outgrow_what_was_agreed_on() -> None:
     found = train(model, call, lengths)
     topics = ["Schedule", "Another schedule"]
     assert [topic for topic, _ in met] == [t for topic in topics for t in (topic, f"{topic}, for batches of all ranks")]
-    assert agreeing.effect(met[0][1]["decisions"]) != agreeing.effect(met[2][1]["decisions"])
+    assert across_ranks.effect(met[0][1]["decisions"]) != across_ranks.effect(met[2][1]["decisions"])
     eager = build()
     assert all(torch.equal(a, b) for a, b in zip(found, train(eager, eager, lengths), strict=True))
 

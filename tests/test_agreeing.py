@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outlines import COSTS, bucket, chain
 
-from mfsdp_compile.passes.agreeing import Problem, Settled, effect, from_plain, plain, settle
-from mfsdp_compile.passes.arrange import Plan
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.decisions import Ahead, Behind, Decisions, Limit, Why
-from mfsdp_compile.passes.simulate import OptimizerCost, Timeline
-from mfsdp_compile.passes.solve import BudgetError, Solution
+from mfsdp_compile.passes.solver.across_ranks import Problem, Settled, effect, from_plain, plain, settle
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution
+from mfsdp_compile.passes.solver.step_events import Plan
 
 MB = 10**6
 PATIENCE = 10.0
@@ -163,7 +163,7 @@ def test_the_smallest_schedule_is_there_when_no_other_fits_on_all(monkeypatch: p
     def greedy(*args: Any, **kwargs: Any) -> Solution:
         return everything
 
-    monkeypatch.setattr("mfsdp_compile.passes.agreeing.solve", greedy)
+    monkeypatch.setattr("mfsdp_compile.passes.solver.across_ranks.solve", greedy)
     found = Hall(2).run(problems)
     assert effects(found) == {effect(plain(early.smallest().decisions))}
     settled, _ = found[1]

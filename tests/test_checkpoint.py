@@ -34,19 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    full_optimizer_state_dict,
-    full_state_dict,
-    load,
-)
-from mfsdp_compile.checkpoint.files import read_metadata
+from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_optimizer_state_dict, full_state_dict, load
+from mfsdp_compile.checkpoint.dcp_reader import read_metadata
 from mfsdp_compile.checkpoint.manifest import read_manifest
 from mfsdp_compile.checkpoint.saving import PublishingWriter
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.examples.measuring import collectives
-from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
 BATCH = 12  # samples per step, over all ranks
 

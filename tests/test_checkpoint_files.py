@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megatron_files import RanksWriter
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.files import (
+from mfsdp_compile.checkpoint.dcp_reader import (
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,

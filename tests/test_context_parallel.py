@@ -18,10 +18,10 @@ from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.context_parallel import ContextParallel
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.examples.measuring import collectives
-from mfsdp_compile.pipelining import PipelineStage
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.parallel.context_parallel import ContextParallel
+from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
 from mfsdp_compile.runtime import compat
 
 CONFIG = LlamaConfig(vocabulary=32, width=32, layers=2, heads=4, kv_heads=2, hidden=48)
@@ -260,7 +260,7 @@ class Part(nn.Module):
         self.register_buffer("positions", context.positions(LENGTH) if context else torch.arange(LENGTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        from mfsdp_compile.examples.llama import _rotation
+        from mfsdp_compile.models.llama import _rotation
 
         return self.leave(self.layer(self.enter(x), _rotation(self.positions, 8, CONFIG.rope_base)))
 

@@ -25,11 +25,11 @@ from megatron_files import EXPERTS, FFN, HIDDEN, LAYERS, RanksWriter, blocks, de
 from torch import Tensor, nn
 
 from mfsdp_compile import cli
-from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter, new_output
-from mfsdp_compile.convert import blocks as blocks_module
-from mfsdp_compile.convert import groups, huggingface, inspect, keys, torch_dist
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter, new_output
+from mfsdp_compile.convert import from_torch_dist, huggingface, inspect_checkpoint, keys, param_groups
+from mfsdp_compile.convert import stacked_tensors as blocks_module
+from mfsdp_compile.convert.conversion_plan import Plan
 from mfsdp_compile.convert.keys import Name, Part, Prefixes
-from mfsdp_compile.convert.plan import Plan
 from mfsdp_compile.convert.to_torch_dist import plan_to_torch_dist
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -45,11 +45,11 @@ def carry_out(plan: Plan, out: Path) -> Path:
 
 
 def to_fsdp(source: Path, out: Path, **options: Any) -> Path:
-    return carry_out(torch_dist.plan_to_fsdp(source, torch_dist.Options(**options)), out)
+    return carry_out(from_torch_dist.plan_to_fsdp(source, from_torch_dist.Options(**options)), out)
 
 
 def to_torch_dist(source: Path, out: Path, **options: Any) -> Path:
-    return carry_out(plan_to_torch_dist(source, torch_dist.Options(**options)), out)
+    return carry_out(plan_to_torch_dist(source, from_torch_dist.Options(**options)), out)
 
 
 def mfsdp(*arguments: object, status: int = 0) -> str:
@@ -256,7 +256,7 @@ def test_gated_matrices_are_known(tmp_path: Path, said: bool | None, options: di
 
 def test_options_of_each_parameters_group(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "in")
-    plan = torch_dist.plan_to_fsdp(tmp_path / "in", torch_dist.Options())
+    plan = from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.Options())
     assert "2 groups" in plan.notes[0]
     # The map knows what the model has: parameters by layer, not cut into halves.
     named = [key for key in expected_fsdp({k: torch.empty(p.shape) for k, p in dense_params().items()}, False)]
@@ -274,8 +274,8 @@ def test_options_of_each_parameters_group(tmp_path: Path) -> None:
     # Without what was carried along, the groups come back from the parameters' options or from the flattened ones.
     shutil.rmtree(out / "torch_dist")
     back = to_torch_dist(out, tmp_path / "back")
-    common = torch_dist.load_common(back / "common.pt")
-    assert [group["weight_decay"] for group in groups.find_groups(common)] == [0.0, 0.1]
+    common = from_torch_dist.load_common(back / "common.pt")
+    assert [group["weight_decay"] for group in param_groups.find_groups(common)] == [0.0, 0.1]
     assert common["iteration"] == 5
     with pytest.raises(CheckpointError, match=r"has no model.module.decoder.final_layernorm.weight"):
         to_fsdp(tmp_path / "in", tmp_path / "no", group_map={"model.module.x": 0})
@@ -291,7 +291,7 @@ def test_groups_from_parameters_alone(tmp_path: Path) -> None:
         writer.add_value(f"{prefixes.groups}..decoder.layers.{i}.norm.weight.lr", 0.1 * i)  # as Megatron's tool does
     writer.close()
     back = to_torch_dist(tmp_path / "in", tmp_path / "out")
-    assert groups.find_groups(torch_dist.load_common(back / "common.pt")) == [{"lr": 0.0}, {"lr": 0.1}]
+    assert param_groups.find_groups(from_torch_dist.load_common(back / "common.pt")) == [{"lr": 0.0}, {"lr": 0.1}]
     assert list(tensors_of(back)) == ["decoder.layers.norm.weight"]
 
 
@@ -374,7 +374,7 @@ def test_an_optimizer_stored_by_buckets_is_refused(tmp_path: Path) -> None:
     writer.value(0, "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_state", [1])
     writer.close()
     with pytest.raises(CheckpointError, match="by communication buckets"):
-        torch_dist.plan_to_fsdp(tmp_path / "in", torch_dist.Options())
+        from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.Options())
 
 
 def test_common_pt_of_a_stranger_runs_nothing(tmp_path: Path) -> None:
@@ -580,13 +580,13 @@ def test_map_of_a_model_and_its_optimizer(tmp_path: Path) -> None:
     decayed = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
-    mapped = groups.param_to_param_group_map(wrapped, optimizer)
+    mapped = param_groups.param_to_param_group_map(wrapped, optimizer)
     assert mapped == {f"model.module.{n}": int(n != "0.weight") for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
-    groups.write_map(mapped, tmp_path / "map.json")
-    assert groups.read_map(tmp_path / "map.json") == mapped
+    param_groups.write_map(mapped, tmp_path / "map.json")
+    assert param_groups.read_map(tmp_path / "map.json") == mapped
     with pytest.raises(ValueError, match="bias is in no group"):
-        groups.param_to_param_group_map(wrapped, torch.optim.SGD(decayed))
-    both = groups.param_to_param_group_map(wrapped, [torch.optim.SGD(decayed), torch.optim.SGD(others)])
+        param_groups.param_to_param_group_map(wrapped, torch.optim.SGD(decayed))
+    both = param_groups.param_to_param_group_map(wrapped, [torch.optim.SGD(decayed), torch.optim.SGD(others)])
     assert both == mapped
 
 
@@ -644,7 +644,7 @@ def test_compare(tmp_path: Path) -> None:
     assert "the same" in mfsdp("checkpoint", "compare", first, first)
     # The difference is a power of two, so that it is exactly the bound from which it counts no more.
     for atol, moved in ((0.25, 0), (0.25 - 2**-20, 1)):
-        assert len([line for line in inspect.compare(first, second, atol=atol) if "moved" in line]) == moved
+        assert len([line for line in inspect_checkpoint.compare(first, second, atol=atol) if "moved" in line]) == moved
 
 
 def test_rename_and_remove_copy_the_data(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from outlines import COSTS, MACHINE, bucket, context
 from torch import fx
 
-from mfsdp_compile.passes.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
-from mfsdp_compile.passes.flow import Category, flow_of
+from mfsdp_compile.passes.solver.costs import CostModel, Kernel, Ring, collective_seconds, kernels, value_bytes
+from mfsdp_compile.passes.solver.flow import Category, flow_of
 
 aten = torch.ops.aten
 US = 1e-6

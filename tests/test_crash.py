@@ -22,7 +22,7 @@ from torch import nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
-from mfsdp_compile.checkpoint.files import CheckpointReader
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointReader
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}

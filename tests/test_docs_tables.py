@@ -18,9 +18,9 @@ from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import cli, fully_shard_model
-from mfsdp_compile.options import _OTHERS, CompileOptions
+from mfsdp_compile.backend.options import _OTHERS, CompileOptions
 from mfsdp_compile.passes.context import SchedulePolicy
-from mfsdp_compile.passes.rules import RULES
+from mfsdp_compile.passes.verifier.rules import RULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mfsdp_compile.runtime import drawing
-from mfsdp_compile.runtime.drawing import Drawing
+from mfsdp_compile.runtime.init import deferred_fill
+from mfsdp_compile.runtime.init.deferred_fill import Drawing
+from mfsdp_compile.runtime.init.mersenne import skipped
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.mersenne import skipped
-from mfsdp_compile.runtime.tensor import RowSplit
+from mfsdp_compile.runtime.memory.tensor import RowSplit
 
 RANKS = 3
 
@@ -103,17 +103,17 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawing._draws(torch.ops.aten.normal_.default, torch.float32)  # known from here on
+    deferred_fill._draws(torch.ops.aten.normal_.default, torch.float32)  # known from here on
     drawn: list[int] = []
-    part = drawing._Fill.part
+    part = deferred_fill._Fill.part
 
-    def counted(fill: drawing._Fill, start: int, stop: int) -> Tensor:
+    def counted(fill: deferred_fill._Fill, start: int, stop: int) -> Tensor:
         found = part(fill, start, stop)
         drawn.append(found.untyped_storage().nbytes() // 4)
         return found
 
-    monkeypatch.setattr(drawing._Fill, "part", counted)
-    monkeypatch.setattr(drawing._Fill, "everything", lambda fill: pytest.fail("a whole parameter was drawn"))
+    monkeypatch.setattr(deferred_fill._Fill, "part", counted)
+    monkeypatch.setattr(deferred_fill._Fill, "everything", lambda fill: pytest.fail("a whole parameter was drawn"))
     filled(FILLS["normal"], (2048, 1024), torch.float32)
     assert len(drawn) == RANKS
     assert sum(drawn) < 2048 * 1024 + 2 * RANKS * 16
@@ -123,4 +123,4 @@ def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("function", [torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default])
 def test_this_torch_makes_numbers_of_words_as_we_think(function: object, dtype: torch.dtype) -> None:
     """Where it does not, whole parameters are drawn: right, and slow."""
-    assert drawing._draws(function, dtype) is not None
+    assert deferred_fill._draws(function, dtype) is not None

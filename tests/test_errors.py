@@ -19,14 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
-from mfsdp_compile import (
-    MegatronFSDP,
-    MixedPrecisionPolicy,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-)
-from mfsdp_compile.runtime import agreement
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime.ranks import agreement
 
 MODES = [EAGER, AOT_EAGER]
 

@@ -22,16 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
-from mfsdp_compile.examples.measuring import allocated, collectives
-from mfsdp_compile.examples.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.passes.simulate import resting_memory
-from mfsdp_compile.planning import Candidate, Job, shapes
+from mfsdp_compile.diagnostics.measure import allocated, collectives
+from mfsdp_compile.models.moe import Mixture, MoeBlock, MoeConfig, MoeLlama
+from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.solver.simulate import resting_memory
+from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
-from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens
-from mfsdp_compile.planning.tracing import trace
+from mfsdp_compile.planning.trace_model import trace
+from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime import experts as runtime_experts
+from mfsdp_compile.runtime.plan import experts as runtime_experts
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
@@ -520,7 +520,7 @@ def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_para
         batch=4,
         length=64,
         dtype=torch.float32,
-        divided=shapes.Divided(frozenset({"expert"}), lambda part: MoeLlama(PLANNED, part.experts)),
+        divided=workloads.Divided(frozenset({"expert"}), lambda part: MoeLlama(PLANNED, part.experts)),
     )
     job = Job(work, hardware("cpu"), solved=False, fused=False)
     degrees = Degrees(expert=expert_parallel)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, nn
 
-from mfsdp_compile import backend, explain, fully_shard_model
-from mfsdp_compile.examples.llama import Block as LlamaBlock
-from mfsdp_compile.examples.llama import Llama, LlamaConfig
+from mfsdp_compile import explain, fully_shard_model
+from mfsdp_compile.backend.compile import compile
+from mfsdp_compile.models.llama import Block as LlamaBlock
+from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes.changes import Event, changes
 
 EAGER = {"inner": "aot_eager"}
@@ -57,7 +58,7 @@ def test_every_dump_runs_to_the_same_result() -> None:
     folder = Path(tempfile.mkdtemp())
     os.environ["MFSDP_DEBUG_DIR"] = str(folder)
     given: dict[str, Any] = {}
-    exchange, inner = backend._Call.exchange, backend._compile_inner
+    exchange, inner = compile._Call.exchange, compile._compile_inner
 
     def watched_exchange(self: Any, args: Any) -> Any:
         given["dynamo"] = [
@@ -74,7 +75,7 @@ def test_every_dump_runs_to_the_same_result() -> None:
 
         return run
 
-    backend._Call.exchange, backend._compile_inner = watched_exchange, watched_inner  # type: ignore[method-assign]
+    compile._Call.exchange, compile._compile_inner = watched_exchange, watched_inner  # type: ignore[method-assign]
     try:
         model = demo_model()
         tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -83,7 +84,7 @@ def test_every_dump_runs_to_the_same_result() -> None:
         with torch.no_grad():
             logits = model(tokens)
     finally:
-        backend._Call.exchange, backend._compile_inner = exchange, inner  # type: ignore[method-assign]
+        compile._Call.exchange, compile._compile_inner = exchange, inner  # type: ignore[method-assign]
         del os.environ["MFSDP_DEBUG_DIR"]
     (made,) = (folder / "graphs" / f"rank-{dist.get_rank()}").iterdir()
     names = sorted(path.stem for path in made.glob("*.py"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import mesh_arguments
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
 SECONDS = 3.0
 """The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import explain, fully_shard_model
-from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.runtime import compat
 
 BOUND = 1e-5

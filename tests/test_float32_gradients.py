@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.backend import _check_float32_gradients
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes import float32_gradients, pipeline, roles, verify
+from mfsdp_compile.backend.compile import _check_float32_gradients
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes import float32_gradients, pipeline, roles
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, Report, SchedulePolicy
+from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.runtime.layout import BucketLayout, Slot
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -480,7 +481,7 @@ def test_inductor_writes_matmuls_into_the_bucket(comm_dtype: torch.dtype, monkey
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    from mfsdp_compile.inductor import register_lowerings
+    from mfsdp_compile.backend.inductor import register_lowerings
 
     build = Builder()
     left, right = build.input(OUT, BATCH), build.input(BATCH, IN)

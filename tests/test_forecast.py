@@ -18,13 +18,14 @@ import torch.nn as nn
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import forecasting, fully_shard_model
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.examples.measuring import allocated
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.diagnostics.measure import allocated
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
 from mfsdp_compile.passes.decisions import ScheduleText
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, resting_memory
+from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory
+from mfsdp_compile.planning import forecast
 from mfsdp_compile.report import to_text
 
 pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
@@ -82,7 +83,7 @@ def default(config: LlamaConfig = CONFIG) -> Default:
     context = model.sharded.compiled_graphs[-1].context
     buckets = context.buckets
     read_against = [info.name for info in buckets], [info.unit for info in buckets], context.whole_model
-    return Default(str(lines_of(model)), forecasting.predicted(model), read_against)
+    return Default(str(lines_of(model)), forecast.predicted(model), read_against)
 
 
 def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
@@ -112,7 +113,7 @@ def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
 )
 def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
     model, step = compiled(make, config=DEMO, **options)
-    predicted = forecasting.predicted(model).peak_bytes
+    predicted = forecast.predicted(model).peak_bytes
     measured = measured_peak(model, step)
     bound = MEMORY_BOUND[options.get("inner", "aot_eager")]
     assert abs(predicted / measured - 1) <= bound, (predicted, measured)
@@ -122,7 +123,7 @@ def test_checkpointing_is_seen() -> None:
     """The ruler moves: activations are most of the memory, and checkpointing saves most of them."""
     plain = default(DEMO).predicted
     torch.compiler.reset()
-    again = forecasting.predicted(compiled(Checkpointed, config=DEMO)[0])
+    again = forecast.predicted(compiled(Checkpointed, config=DEMO)[0])
     assert again.peak_bytes < plain.peak_bytes / 1.5
     assert again.compute_seconds > plain.compute_seconds * 1.1
 
@@ -132,7 +133,7 @@ def test_portions_are_seen() -> None:
     peaks = []
     for again in (True, 2, False):
         model, step = compiled(reshard_after_forward=again)
-        peaks.append((forecasting.predicted(model).peak_bytes, measured_peak(model, step)))
+        peaks.append((forecast.predicted(model).peak_bytes, measured_peak(model, step)))
     for smaller, larger in itertools.pairwise(peaks):
         (predicted, measured), (more, measured_more) = smaller, larger
         assert more - predicted > 1 << 20
@@ -145,14 +146,14 @@ def test_portions_are_seen() -> None:
 
 def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
     solution = compiled(config=DEMO, memory_budget="1GiB")[0].sharded.compiled_graphs[-1].solution
-    smallest = forecasting.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
+    smallest = forecast.predicted(compiled(config=DEMO, prefetch=0, keep_last=False)[0])
     highest = solution.timeline.peak_bytes
     usable = [smallest.peak_bytes + i * (highest - smallest.peak_bytes) // 3 for i in range(4)]
     budgets = [int(size / (1 - SchedulePolicy().budget_reserve)) + 1 for size in usable]
     seconds, gathers = [], []
     for budget in budgets:
         model, step = compiled(config=DEMO, memory_budget=budget)
-        timeline = forecasting.predicted(model)
+        timeline = forecast.predicted(model)
         assert timeline.peak_bytes <= budget
         assert measured_peak(model, step) <= budget
         record = model.sharded.compiled_graphs[-1]
@@ -227,12 +228,12 @@ def test_a_budget_needs_the_whole_model_in_one_graph() -> None:
 
 
 def test_reasons_say_what_is_missing() -> None:
-    smallest = forecasting.predicted(compiled(prefetch=0, keep_last=False)[0]).peak_bytes
+    smallest = forecast.predicted(compiled(prefetch=0, keep_last=False)[0]).peak_bytes
     model, _ = compiled(memory_budget=int(smallest / (1 - SchedulePolicy().budget_reserve)) + 1)
-    reasons = {e.reason for e in forecasting.predicted(model).exposures if e.exposed}
+    reasons = {e.reason for e in forecast.predicted(model).exposures if e.exposed}
     assert any(r.startswith("limited by memory budget (needs ") for r in reasons), reasons
     model, _ = compiled(prefetch=0)
-    exposed = [e for e in forecasting.predicted(model).exposures if e.what == "gather" and e.exposed]
+    exposed = [e for e in forecast.predicted(model).exposures if e.what == "gather" and e.exposed]
     assert len(exposed) >= 2 * CONFIG.layers
     assert all(e.reason for e in exposed)
 
@@ -241,7 +242,7 @@ def test_reasons_say_what_is_missing() -> None:
 
 
 def lines_of(model: nn.Module) -> ScheduleText:
-    return forecasting.schedule_of(model)
+    return forecast.schedule_of(model)
 
 
 def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
@@ -268,9 +269,9 @@ def test_a_line_taken_out_keeps_a_bucket(tmp_path: Path) -> None:
     torch.compiler.reset()
     other, step = compiled(config=DEMO, schedule=str(path))
     assert str(lines_of(other)) == path.read_text()
-    more = forecasting.predicted(other).peak_bytes - default(DEMO).predicted.peak_bytes
+    more = forecast.predicted(other).peak_bytes - default(DEMO).predicted.peak_bytes
     assert more > 0
-    assert abs(measured_peak(other, step) / forecasting.predicted(other).peak_bytes - 1) <= MEMORY_BOUND["aot_eager"]
+    assert abs(measured_peak(other, step) / forecast.predicted(other).peak_bytes - 1) <= MEMORY_BOUND["aot_eager"]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
         step()
         model.zero_grad()
 
-    report = forecasting.report(model, tmp_path, measured=forecasting.measure(model, whole, repeats=2))
+    report = forecast.report(model, tmp_path, measured=forecast.measure(model, whole, repeats=2))
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.txt", "report.trace.json"}
     assert report.measured
     assert not any("not compared" in note for note in report.notes), report.notes
@@ -338,24 +339,24 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
 def test_a_report_says_why_there_is_none() -> None:
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     with pytest.raises(RuntimeError, match="has not been compiled"):
-        forecasting.report(model)
+        forecast.report(model)
     with pytest.raises(RuntimeError, match="no schedule yet"):
-        forecasting.schedule_of(model)
+        forecast.schedule_of(model)
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
     with torch.no_grad():
         call(tokens, targets)
     with pytest.raises(RuntimeError, match="run a training step"):
-        forecasting.report(model)
+        forecast.report(model)
     with pytest.raises(TypeError, match=r"not sharded|fully_shard_model"):
-        forecasting.report(nn.Linear(2, 2))
+        forecast.report(nn.Linear(2, 2))
 
 
 def test_other_collectives_than_predicted_are_told() -> None:
     model, step = compiled()
-    timeline = forecasting.predicted(model)
+    timeline = forecast.predicted(model)
     record = model.sharded.compiled_graphs[-1]
-    (one,) = forecasting.measure(model, step, repeats=1)
-    fewer = forecasting.Measurement(one.starts[1:], one.seconds)
+    (one,) = forecast.measure(model, step, repeats=1)
+    fewer = forecast.Measurement(one.starts[1:], one.seconds)
     with pytest.raises(RuntimeError, match=r"gather layers\.0, where forward graph gather root:before was predicted"):
-        forecasting._by_unit(timeline, record.context, [fewer])
+        forecast._by_unit(timeline, record.context, [fewer])

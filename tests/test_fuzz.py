@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_strangers import NAMES, SMALL, STATE, checkpoint, opened_inside, write_safetensors
 
-from mfsdp_compile import hang
-from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest
 from mfsdp_compile.convert import huggingface
-from mfsdp_compile.convert.groups import read_map
+from mfsdp_compile.convert.param_groups import read_map
 from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
-from mfsdp_compile.passes.hardware import hardware
+from mfsdp_compile.diagnostics import hang
+from mfsdp_compile.passes.solver.hardware import hardware
 
 SECONDS = 20
 """To read one input. Most take a millisecond or two."""

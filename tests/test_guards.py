@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
-from mfsdp_compile.runtime import gradients
+from mfsdp_compile.runtime.memory import gradients
 
 EAGER = {"inner": "aot_eager"}
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mfsdp_compile import hang
 from mfsdp_compile.cli import main
+from mfsdp_compile.diagnostics import hang
 
 SECONDS = 8
 """Time-out of the process group: short, but longer than ranks are apart when they have compiled."""

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfsdp_compile import calibrating
-from mfsdp_compile.calibrating import Effort, Measured, Timing, calibrate, describe, fit_link
 from mfsdp_compile.cli import main
-from mfsdp_compile.passes.hardware import Hardware, Link, hardware, known_hardware
+from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware, known_hardware
+from mfsdp_compile.planning import calibration
+from mfsdp_compile.planning.calibration import Effort, Measured, Timing, calibrate, describe, fit_link
 
 FOLDER = Path(__file__).parent.parent / "passes" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}
@@ -280,7 +280,7 @@ def test_what_cannot_be_written_is_not_measured(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.json").mkdir()
-    monkeypatch.setattr(calibrating, "run_ranks", lambda *args, **kwargs: pytest.fail("measured"))
+    monkeypatch.setattr(calibration, "run_ranks", lambda *args, **kwargs: pytest.fail("measured"))
     assert main(["calibrate", "--out", out]) == 2
     assert message in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
@@ -289,7 +289,7 @@ def test_what_cannot_be_written_is_not_measured(
 def test_more_ranks_than_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrating.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(calibration.torch.cuda, "device_count", lambda: 2)
     assert calibrate(str(tmp_path / "box.json"), 3, "box") == 2
     assert "give --ranks 2" in capsys.readouterr().out
 
@@ -298,7 +298,7 @@ def test_times_that_make_no_sense_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flat = replace(MEASURED, timings=tuple(replace(timing, seconds=1e-3) for timing in MEASURED.timings))
-    monkeypatch.setattr(calibrating, "run_ranks", lambda *args, **kwargs: iter([flat]))
+    monkeypatch.setattr(calibration, "run_ranks", lambda *args, **kwargs: iter([flat]))
     assert calibrate(str(tmp_path / "box.json"), 4, "box") == 2
     assert "no bandwidth" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

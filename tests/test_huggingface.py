@@ -15,10 +15,11 @@ from parity import raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, huggingface
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.checkpoint import CheckpointError
 from mfsdp_compile.convert.safetensors_files import SafetensorsReader
-from mfsdp_compile.examples.measuring import allocated, collectives
+from mfsdp_compile.diagnostics.measure import allocated, collectives
+from mfsdp_compile.integrations import huggingface_init
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -138,7 +139,7 @@ def test_models_are_initialised_as_transformers_does(name: str) -> None:
     alone.init_weights()
     following = torch.rand(1)
     torch.manual_seed(0)
-    model = shard(on_meta(MODELS[name]), huggingface.Initialisation())
+    model = shard(on_meta(MODELS[name]), huggingface_init.Initialisation())
     assert torch.equal(torch.rand(1), following)
     assert_rows_of(model, alone)
 
@@ -151,7 +152,7 @@ def test_folders_are_loaded_into_shards(name: str, tmp_path: Path) -> None:
     alone = MODELS[name]()
     alone.save_pretrained(tmp_path, max_shard_size="60KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert_rows_of(shard(on_meta(MODELS[name]), huggingface.Pretrained(tmp_path)), alone)
+    assert_rows_of(shard(on_meta(MODELS[name]), huggingface_init.Pretrained(tmp_path)), alone)
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -173,7 +174,7 @@ def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     counted("tensor")
     counted("part")
     mixtral(experts=16).save_pretrained(tmp_path)
-    model = shard(on_meta(lambda: mixtral(experts=16)), huggingface.Pretrained(tmp_path))
+    model = shard(on_meta(lambda: mixtral(experts=16)), huggingface_init.Pretrained(tmp_path))
     assert bytes_read == sum(param.to_local().nbytes for param in model.parameters())
 
 
@@ -187,7 +188,7 @@ def test_no_parameter_is_ever_whole(tmp_path: Path) -> None:
 
     large().save_pretrained(tmp_path)
     file = (tmp_path / "model.safetensors").stat().st_size
-    for initialiser, mapped in ((huggingface.Initialisation(), 0), (huggingface.Pretrained(tmp_path), file)):
+    for initialiser, mapped in ((huggingface_init.Initialisation(), 0), (huggingface_init.Pretrained(tmp_path), file)):
         model, found = on_meta(large), []
         peak, _ = allocated(lambda model=model, i=initialiser, found=found: found.append(shard(model, i)))  # type: ignore[misc]
         shards = sum(bucket.plan.shard_bytes for bucket in found[0].sharded.buckets)
@@ -201,12 +202,14 @@ def test_values_are_rounded_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone = llama()
     alone.save_pretrained(tmp_path)
-    loaded = shard(on_meta(lambda: llama().to(torch.bfloat16)), huggingface.Pretrained(tmp_path))
+    loaded = shard(on_meta(lambda: llama().to(torch.bfloat16)), huggingface_init.Pretrained(tmp_path))
     assert all(param.dtype == torch.float32 for param in loaded.parameters())
     assert_rows_of(loaded, alone, buffers_too=False)
     policy = MixedPrecisionPolicy(main_params_dtype=None)
     loaded = shard(
-        on_meta(lambda: llama().to(torch.bfloat16)), huggingface.Pretrained(tmp_path), mixed_precision_policy=policy
+        on_meta(lambda: llama().to(torch.bfloat16)),
+        huggingface_init.Pretrained(tmp_path),
+        mixed_precision_policy=policy,
     )
     assert_rows_of(loaded, alone.to(torch.bfloat16))
 
@@ -220,7 +223,7 @@ def test_parts_that_are_missing_are_initialised_when_that_is_meant(tmp_path: Pat
     def classifier() -> nn.Module:
         return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**TEXT, num_labels=3))
 
-    pretrained = huggingface.Pretrained(tmp_path, allow_missing="score.*", allow_unexpected=["lm_head.*"])
+    pretrained = huggingface_init.Pretrained(tmp_path, allow_missing="score.*", allow_unexpected=["lm_head.*"])
     torch.manual_seed(5)
     model = shard(on_meta(classifier), pretrained)
     torch.manual_seed(5)
@@ -243,7 +246,7 @@ def test_other_modules_get_the_tensors_of_their_names(tmp_path: Path) -> None:
         on_meta(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))),
         fsdp_unit_modules=[nn.Linear],
         init_model_with_meta_device=True,
-        init_fn=huggingface.Pretrained(tmp_path / "weights.safetensors"),
+        init_fn=huggingface_init.Pretrained(tmp_path / "weights.safetensors"),
     )
     assert_rows_of(model, alone)
 
@@ -260,40 +263,42 @@ def test_mistakes_are_explained() -> None:
             with raises_everywhere(error, *fragments):
                 shard(on_meta(make), init_fn)
 
-        refused(TypeError, "none in this Linear", make=lambda: nn.Linear(2, 2), init_fn=huggingface.Initialisation())
-        refused(CheckpointError, "nowhere", init_fn=huggingface.Pretrained(path / "nowhere"))
+        refused(
+            TypeError, "none in this Linear", make=lambda: nn.Linear(2, 2), init_fn=huggingface_init.Initialisation()
+        )
+        refused(CheckpointError, "nowhere", init_fn=huggingface_init.Pretrained(path / "nowhere"))
         refused(
             CheckpointError,
             "does not fit the model, a LlamaForCausalLM",
             "missing: model.layers.2.mlp.up_proj.weight (48, 32)",
             "allow_missing",
             make=lambda: llama(num_hidden_layers=3),
-            init_fn=huggingface.Pretrained(path / "llama"),
+            init_fn=huggingface_init.Pretrained(path / "llama"),
         )
         refused(
             CheckpointError,
             "unexpected: model.layers.1.mlp.up_proj.weight",
             make=lambda: llama(num_hidden_layers=1),
-            init_fn=huggingface.Pretrained(path / "llama"),
+            init_fn=huggingface_init.Pretrained(path / "llama"),
         )
         refused(
             CheckpointError,
             "another shape: lm_head.weight is (97, 32), the folder has (96, 32)",
             make=lambda: llama(vocab_size=97),
-            init_fn=huggingface.Pretrained(path / "llama"),
+            init_fn=huggingface_init.Pretrained(path / "llama"),
         )
         refused(
             ValueError,
             ".mlp.experts.",
             "of another model",
             make=mixtral,
-            init_fn=huggingface.Pretrained(path / "mixtral"),
+            init_fn=huggingface_init.Pretrained(path / "mixtral"),
         )
         # A disk that one rank cannot read.
         refused(
             CheckpointError if dist.get_rank() == 1 else RuntimeError,
             "elsewhere",
-            init_fn=huggingface.Pretrained(path / ("llama" if dist.get_rank() == 0 else "elsewhere")),
+            init_fn=huggingface_init.Pretrained(path / ("llama" if dist.get_rank() == 0 else "elsewhere")),
         )
 
 
@@ -307,7 +312,7 @@ def test_generation_gives_the_tokens_of_the_whole_model() -> None:
         alone.save_pretrained(scratch)
         dist.barrier()
         model = shard(
-            on_meta(lambda: llama(num_hidden_layers=3, initializer_range=0.5)), huggingface.Pretrained(scratch)
+            on_meta(lambda: llama(num_hidden_layers=3, initializer_range=0.5)), huggingface_init.Pretrained(scratch)
         ).eval()
     prompt = torch.randint(0, 96, (2, 5), generator=torch.Generator().manual_seed(dist.get_rank()))
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12 - 3 * dist.get_rank(), "pad_token_id": 0}

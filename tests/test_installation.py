@@ -238,4 +238,4 @@ def test_doctor_looks_at_the_installation(capsys: pytest.CaptureFixture[str]) ->
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "torch" in out
-    assert "mfsdp_compile.backend:mfsdp" in out
+    assert "mfsdp_compile.backend.compile:mfsdp" in out

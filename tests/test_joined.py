@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mfsdp_compile import explain, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
-from mfsdp_compile.examples.measuring import allocated, collectives
+from mfsdp_compile.diagnostics.measure import allocated, collectives
 
 BLOCK = 4 * sum(param.numel() for param in zoo.Block().parameters())
 """Bytes of a block of a ``zoo.Plain``. To join k of them ask for half a block less than k."""

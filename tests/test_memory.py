@@ -13,7 +13,7 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.examples.measuring import allocated
+from mfsdp_compile.diagnostics.measure import allocated
 
 WIDTH, LAYERS = 192, 6
 ACTIVATIONS = 64 << 10

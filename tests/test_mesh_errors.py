@@ -35,8 +35,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.doctor import expected_gradients, wrong_gradients
-from mfsdp_compile.runtime import agreement
+from mfsdp_compile.diagnostics.doctor import expected_gradients, wrong_gradients
+from mfsdp_compile.runtime.ranks import agreement
 
 SOON = timedelta(seconds=0.3)
 """In place of :data:`agreement.LOOK`."""

@@ -15,14 +15,14 @@ NOT_OURS = "mfsdp_compile/examples"
 """Programs, whose messages are about themselves."""
 
 PASSED_ON = {
-    "mfsdp_compile/checkpoint/files.py",
-    "mfsdp_compile/convert/blocks.py",
+    "mfsdp_compile/checkpoint/dcp_reader.py",
+    "mfsdp_compile/convert/stacked_tensors.py",
     "mfsdp_compile/convert/commands.py",
-    "mfsdp_compile/convert/inspect.py",
+    "mfsdp_compile/convert/inspect_checkpoint.py",
     "mfsdp_compile/convert/to_torch_dist.py",
-    "mfsdp_compile/convert/torch_dist.py",
-    "mfsdp_compile/planning/tracing.py",
-    "runtime/watchdog.py",
+    "mfsdp_compile/convert/from_torch_dist.py",
+    "mfsdp_compile/planning/trace_model.py",
+    "runtime/ranks/watchdog.py",
 }
 """Files in which something is raised with another error's words, behind a name."""
 
@@ -80,7 +80,7 @@ def test_messages_are_read_from_sources() -> None:
     plain = "fully_shard_model takes an nn.Module, got a …"
     assert by_words[plain].kind == "TypeError"
     made_by_a_function = next(text for text in by_words if text.startswith("The gradient of … is not reduced yet"))
-    assert by_words[made_by_a_function].place.startswith("runtime/tensor.py")
+    assert by_words[made_by_a_function].place.startswith("runtime/memory/tensor.py")
     in_a_constructor = next(text for text in by_words if "breaks … of sharded training" in text)
     assert by_words[in_a_constructor].kind == "ScheduleError"
     assert any(

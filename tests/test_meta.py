@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
-from mfsdp_compile.examples.measuring import allocated
-from mfsdp_compile.examples.moe import MoeBlock, MoeConfig, MoeLlama
+from mfsdp_compile.diagnostics.measure import allocated
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, parallelize
+from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
 
 
 class Layer(nn.Module):
@@ -277,7 +277,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from mfsdp_compile import fully_shard_model, huggingface
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 
 dist.init_process_group("fake", store=FakeStore(), rank=377, world_size=1024)
 with torch.device("meta"):

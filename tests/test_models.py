@@ -16,7 +16,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Phase
 
 

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import compat, gradients
-from mfsdp_compile.runtime.pending import Pending
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory import gradients
+from mfsdp_compile.runtime.memory.deferred_gradients import Pending
 
 
 class Heads(zoo.Plain):

@@ -19,11 +19,11 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import STRATEGIES, mesh_arguments
+from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
-from mfsdp_compile.runtime.muon import _legs, owners
-from mfsdp_compile.runtime.optimizer_state import shard_state
-from mfsdp_compile.runtime.tensor import RowShardedTensor, RowSplit
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor, RowSplit
+from mfsdp_compile.runtime.optim.muon import _legs, owners
+from mfsdp_compile.runtime.optim.state import shard_state
 from mfsdp_compile.runtime.topology import Group
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -151,7 +151,7 @@ def test_muon_with_more_ranks_than_matrices() -> None:
         whole, alone = (nn.Sequential(parity.build(Matrices).square) for _ in range(2))
         optimizers = muon(whole), muon(alone)
         model, _ = fully_shard(whole, optimizers[0], fsdp_unit_modules=[nn.Linear], **mesh_arguments("HFSDP"))
-        with mock.patch("mfsdp_compile.runtime.muon.CHUNK_BYTES", chunk_bytes):
+        with mock.patch("mfsdp_compile.runtime.optim.muon.CHUNK_BYTES", chunk_bytes):
             for params, optimizer in zip((params_of(model), params_of(alone)), optimizers, strict=True):
                 set_gradients(params, 0)
                 optimizer.step()
@@ -181,7 +181,7 @@ def test_muon_trains(mode: str) -> None:
             loss.backward()
             return loss
 
-        with mock.patch("mfsdp_compile.runtime.muon.CHUNK_BYTES", 4096):
+        with mock.patch("mfsdp_compile.runtime.optim.muon.CHUNK_BYTES", 4096):
             assert optimizer.step(closure).item() > 0
         alone_optimizer.zero_grad()
         sum(alone(batch) for batch in data[step]).div(2).backward()

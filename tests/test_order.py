@@ -19,7 +19,7 @@ from test_failures import short_mesh, values
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime.order import AT_REST, Order, Phase, Series
+from mfsdp_compile.runtime.ranks.collective_order import AT_REST, Order, Phase, Series
 
 
 class Branches(nn.Module):

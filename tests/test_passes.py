@@ -13,11 +13,12 @@ import zoo
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from mfsdp_compile.passes import pipeline, reduce, reshard, roles, schedule, unread, verify
-from mfsdp_compile.passes.analysis import Analysis
+from mfsdp_compile.passes import drop_unread, pipeline, reduce, reshard, roles, schedule
 from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
-from mfsdp_compile.passes.contract import Contract, set_contract
-from mfsdp_compile.passes.verify import ScheduleError
+from mfsdp_compile.passes.verifier import verify
+from mfsdp_compile.passes.verifier.analysis import Analysis
+from mfsdp_compile.passes.verifier.contract import Contract, set_contract
+from mfsdp_compile.passes.verifier.verify import ScheduleError
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.topology import Group, ShardingStrategy, Topology
 
@@ -376,11 +377,11 @@ def test_unread_gathers_are_taken_out(cast: bool) -> None:
     products = graph.find_nodes(op="call_function", target=aten.mm.default)
     products[1].replace_all_uses_with(products[1].args[0])
     graph.erase_node(products[1])
-    report = unread.apply(graph, ctx)
+    report = drop_unread.apply(graph, ctx)
     graph.lint()
     assert report.lines == ["b.1: nothing reads it, not gathered"]
     assert events(graph, ctx) == ["gather 0", "wait 0", "gather 2", "wait 2", "compute", "compute"]
-    assert unread.apply(graph, ctx).lines == []
+    assert drop_unread.apply(graph, ctx).lines == []
 
 
 def test_copies_of_weights_are_computed_again() -> None:

@@ -28,12 +28,12 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Block
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.backend import bucket_info
+from mfsdp_compile.backend.compile import bucket_info
 from mfsdp_compile.checkpoint import Checkpoints, load
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.examples.measuring import allocated, collectives
-from mfsdp_compile.passes.simulate import Category, OptimizerCost, resting_memory
-from mfsdp_compile.pipelining import PipelineStage, clip_grad_norm_, held_memory, state_of
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.diagnostics.measure import allocated, collectives
+from mfsdp_compile.parallel.pipeline_parallel import PipelineStage, clip_grad_norm_, held_memory, state_of
+from mfsdp_compile.passes.solver.simulate import Category, OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
 
 MICROBATCHES = 4

@@ -18,19 +18,19 @@ from pool import cpu_seconds
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
+from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.options import OPTIMIZERS
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.decisions import ScheduleText
-from mfsdp_compile.passes.flow import Category
-from mfsdp_compile.passes.hardware import Link, hardware
-from mfsdp_compile.passes.simulate import Stage, resting_memory, simulate
+from mfsdp_compile.passes.solver.costs import CostModel
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.hardware import Link, hardware
+from mfsdp_compile.passes.solver.simulate import Stage, resting_memory, simulate
 from mfsdp_compile.planning import Candidate, Job, plan, workload
 from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
-from mfsdp_compile.planning.shapes import Workload, _tokens
-from mfsdp_compile.planning.tracing import Trace, trace
+from mfsdp_compile.planning.trace_model import Trace, trace
+from mfsdp_compile.planning.workloads import Workload, _tokens
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow

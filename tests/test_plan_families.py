@@ -16,12 +16,12 @@ from test_plan_parallel import nothing_held
 from torch import nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.examples.measuring import allocated
-from mfsdp_compile.passes.hardware import hardware
+from mfsdp_compile.diagnostics.measure import allocated
+from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
-from mfsdp_compile.planning.shapes import Inputs
-from mfsdp_compile.planning.tracing import trace
+from mfsdp_compile.planning.trace_model import trace
+from mfsdp_compile.planning.workloads import Inputs
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.topology import ShardingStrategy
 

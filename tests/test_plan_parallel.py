@@ -17,18 +17,18 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.cli import main
-from mfsdp_compile.context_parallel import ContextParallel
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
-from mfsdp_compile.examples.measuring import allocated
+from mfsdp_compile.diagnostics.measure import allocated
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
+from mfsdp_compile.parallel.context_parallel import ContextParallel
+from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
 from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.costs import CostModel
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.pipelining import PipelineStage
+from mfsdp_compile.passes.solver.costs import CostModel
+from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, planner
-from mfsdp_compile.planning.pipelines import begins, order
+from mfsdp_compile.planning.one_f_one_b import begins, order
 from mfsdp_compile.planning.planner import Planned, planned, traced_stages
-from mfsdp_compile.planning.shapes import Degrees, Workload, _tokens, divided_llama
-from mfsdp_compile.planning.tracing import Trace
+from mfsdp_compile.planning.trace_model import Trace
+from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens, divided_llama
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.topology import ShardingStrategy
 

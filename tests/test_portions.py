@@ -22,14 +22,16 @@ from test_failures import PATIENCE, Failing, short_mesh, values
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from mfsdp_compile import forecasting, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.options import CompileOptions
+from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.backend.options import CompileOptions
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.roles import PORTION
-from mfsdp_compile.runtime import compat, tracing
+from mfsdp_compile.planning import forecast
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.ranks import profiling
 
 HYBRIDS = ["HSDP", "HFSDP"]
 
@@ -152,7 +154,7 @@ def started(model: Any, step: Callable[[], Any]) -> tuple[Counter[tuple[str, str
     said: Counter[tuple[str, str, str]] = Counter()
     groups = [compat.process_group(name) for name in model.sharded.topology.group_names]
     before = {group.group_name: compat.collectives_started(group) for group in groups}
-    with tracing.listening(lambda launch: said.update([(launch.where, launch.what.split()[0], launch.group)])):
+    with profiling.listening(lambda launch: said.update([(launch.where, launch.what.split()[0], launch.group)])):
         step()
     return said, Counter({g.group_name: compat.collectives_started(g) - before[g.group_name] for g in groups})
 
@@ -299,7 +301,7 @@ def compiled(**options: Any) -> tuple[Any, ScheduleText]:
     torch.compiler.reset()
     model, call = parity.shard(parity.build(zoo.Plain), AOT_EAGER, **options)
     call(torch.randn(4, 8)).backward()
-    return model, forecasting.schedule_of(model)
+    return model, forecast.schedule_of(model)
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -15,8 +15,8 @@ from test_strategies import make
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import STRATEGIES, mesh_arguments
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

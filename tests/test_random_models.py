@@ -15,7 +15,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.doctor import SCALINGS, STRATEGIES, WAYS, mesh_arguments
+from mfsdp_compile.diagnostics.doctor import SCALINGS, STRATEGIES, WAYS, mesh_arguments
 
 SIZES = (1, 2, 3, 5, 7, 8, 13, 31)
 

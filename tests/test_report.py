@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from mfsdp_compile.passes.context import BucketInfo, Context, SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel
-from mfsdp_compile.passes.flow import Category, Collective
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.passes.simulate import (
+from mfsdp_compile.passes.solver.costs import CostModel
+from mfsdp_compile.passes.solver.flow import Category, Collective
+from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.solver.simulate import (
     Allocate,
     Compute,
     Enter,
@@ -55,7 +55,7 @@ from mfsdp_compile.report import (
     to_text,
     write,
 )
-from mfsdp_compile.report.drawing import points
+from mfsdp_compile.report.timeline import points
 from mfsdp_compile.runtime.exchange import Exchange
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
 

@@ -15,8 +15,9 @@ from parity import AOT_EAGER, EAGER
 from pool import on_ranks
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, forecasting, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.planning import forecast
 
 MODES = [EAGER, AOT_EAGER]
 
@@ -100,7 +101,7 @@ def test_schedules_change_no_numbers() -> None:
     """Kept buckets, early gathers, budgets and schedules from files: the same bits as ever, at every rank."""
     data = parity.batches(steps=2)
     usual = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd)
-    text = str(forecasting.schedule_of(usual.model))
+    text = str(forecast.schedule_of(usual.model))
     forward, backward = text.split("[backward]")
     for options in (
         {"reshard_after_forward": False},

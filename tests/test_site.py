@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = (
     "mfsdp_compile",
     "mfsdp_compile.checkpoint",
-    "mfsdp_compile.context_parallel",
-    "mfsdp_compile.forecasting",
-    "mfsdp_compile.pipelining",
+    "mfsdp_compile.parallel.context_parallel",
+    "mfsdp_compile.planning.forecast",
+    "mfsdp_compile.parallel.pipeline_parallel",
 )
 """Modules of which every public name is in the reference."""
 

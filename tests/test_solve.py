@@ -22,17 +22,27 @@ from outlines import COSTS, MACHINE, bucket, chain
 from torch import nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.passes import agreeing, pipeline
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import decisions as deciding
-from mfsdp_compile.passes import solve as solving
-from mfsdp_compile.passes.arrange import STAGES, Plan
+from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel
 from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, ScheduleText, Why
-from mfsdp_compile.passes.outline import grouped
-from mfsdp_compile.passes.simulate import Compute, OptimizerCost, Stage, Start, Timeline, Wait, resting_memory, simulate
-from mfsdp_compile.passes.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.passes.solver import across_ranks
+from mfsdp_compile.passes.solver import solve as solving
+from mfsdp_compile.passes.solver.costs import CostModel
+from mfsdp_compile.passes.solver.outline import grouped
+from mfsdp_compile.passes.solver.simulate import (
+    Compute,
+    OptimizerCost,
+    Stage,
+    Start,
+    Timeline,
+    Wait,
+    resting_memory,
+    simulate,
+)
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, solve
+from mfsdp_compile.passes.solver.step_events import STAGES, Plan
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
@@ -450,8 +460,8 @@ SCRIPT = """
 import sys
 sys.path.insert(0, {folder!r})
 from outlines import bucket, chain
-from mfsdp_compile.passes.simulate import OptimizerCost
-from mfsdp_compile.passes.solve import BudgetError, solve
+from mfsdp_compile.passes.solver.simulate import OptimizerCost
+from mfsdp_compile.passes.solver.solve import BudgetError, solve
 sizes = [400_000, 1_000_000, 400_000, 400_000, 4_000_000, 400_000]
 buckets = [bucket(f"u{{i}}#{{j}}", size, f"u{{i}}") for i, size in enumerate(sizes) for j in range(2)]
 plan = chain(buckets, [20e-6] * 6, saved=10**6)
@@ -625,7 +635,7 @@ def test_graphs_do_what_their_outlines_say(
         plans.append(plan)
         return solve(plan, *args, **kwargs)
 
-    monkeypatch.setattr(agreeing, "solve", spy)
+    monkeypatch.setattr(across_ranks, "solve", spy)
     free = compiled(factory, strategy, memory_budget="1GiB", **options)
     (plan,) = plans
     assert free.solution is not None

@@ -19,8 +19,9 @@ from parity import raises_everywhere
 from pool import on_ranks
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.runtime import agreement, compat, stores
-from mfsdp_compile.runtime.stores import Branch, branch_of
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.ranks import agreement, store_tree
+from mfsdp_compile.runtime.ranks.store_tree import Branch, branch_of
 
 SOON = timedelta(seconds=20)
 
@@ -36,8 +37,8 @@ def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
         root = dist.PrefixStore(f"in parts {next(tests)}", compat.default_store())
         with (
             mock.patch.object(compat, "default_store", return_value=root),
-            mock.patch.object(stores, "PART", 2),
-            mock.patch.object(stores, "_branches", {}),
+            mock.patch.object(store_tree, "PART", 2),
+            mock.patch.object(store_tree, "_branches", {}),
             mock.patch.object(agreement, "SOON", timedelta(seconds=0.3)),
         ):
             function(**params)
@@ -182,13 +183,13 @@ def cut(count: int, world: int) -> Iterator[Branch]:
         with (
             mock.patch.object(dist, "get_rank", return_value=rank),
             mock.patch.object(dist, "get_world_size", return_value=world),
-            mock.patch.object(stores, "_branches", {}),
+            mock.patch.object(store_tree, "_branches", {}),
         ):
             yield branch_of("group", range(count))
 
 
 def test_parts_of_large_groups(fake_world: int) -> None:
-    with mock.patch.object(stores.compat, "address_towards", return_value="127.0.0.1"):
+    with mock.patch.object(store_tree.compat, "address_towards", return_value="127.0.0.1"):
         for count in (65, 128, 1000, 4096, 65536):
             for branch in cut(count, count):
                 assert branch.part is None

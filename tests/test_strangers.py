@@ -19,8 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron_files import RanksWriter
 
-from mfsdp_compile import hang
-from mfsdp_compile.checkpoint.files import (
+from mfsdp_compile.checkpoint.dcp_reader import (
     CheckpointError,
     CheckpointReader,
     CheckpointWriter,
@@ -30,15 +29,16 @@ from mfsdp_compile.checkpoint.files import (
 )
 from mfsdp_compile.checkpoint.manifest import BLOCK_BYTES, Manifest, damaged_files, hash_file, read_manifest, seal
 from mfsdp_compile.checkpoint.pickles import load_metadata, load_object
-from mfsdp_compile.convert import huggingface, inspect
-from mfsdp_compile.convert.groups import read_map
+from mfsdp_compile.convert import huggingface, inspect_checkpoint
+from mfsdp_compile.convert.param_groups import read_map
 from mfsdp_compile.convert.safetensors_files import INDEX, SafetensorsReader
+from mfsdp_compile.diagnostics import hang
 from mfsdp_compile.examples import job_config
 from mfsdp_compile.examples.torchtitan_style import optimizer_class
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.planning.shapes import _hugging_face
-from mfsdp_compile.runtime.agreement import value_digest
-from mfsdp_compile.runtime.files import FileRefused, inside, parse_json, read_json
+from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.planning.workloads import _hugging_face
+from mfsdp_compile.runtime.ranks.agreement import value_digest
+from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, parse_json, read_json
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -480,11 +480,11 @@ def test_hostile_folders_of_hugging_face(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a link to a folder outside"):
         huggingface.plan_to_huggingface(fsdp, options)
     with pytest.raises(CheckpointError, match="a link to another folder"):
-        inspect.plan_edit(fsdp, [], [])
+        inspect_checkpoint.plan_edit(fsdp, [], [])
     (fsdp / "huggingface").unlink()
     (fsdp / "key").symlink_to(secret / "key.json")
     with pytest.raises(CheckpointError, match="outside of the folder"):
-        inspect.plan_edit(fsdp, [], [])
+        inspect_checkpoint.plan_edit(fsdp, [], [])
 
 
 STATE: dict[str, Any] = {

@@ -22,8 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import SCALINGS, STRATEGIES, cells, expected_gradients, mesh_arguments, wrong_gradients
-from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.diagnostics.doctor import (
+    SCALINGS,
+    STRATEGIES,
+    cells,
+    expected_gradients,
+    mesh_arguments,
+    wrong_gradients,
+)
+from mfsdp_compile.diagnostics.measure import collectives
 
 
 def make(strategy: str, mode: str, factory: Callable[[], nn.Module] = zoo.Uneven, **arguments: Any) -> Any:

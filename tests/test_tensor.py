@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.rows import same_ranks
-from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.runtime.memory.redistribute import same_ranks
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
 SHAPES = {"matrix": (7, 5), "vector": (11,), "scalar": (), "row": (1, 6), "empty": (0, 3), "cube": (3, 4, 2)}
 

@@ -29,9 +29,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig, parallelize
-from mfsdp_compile.examples.measuring import collectives
-from mfsdp_compile.runtime.partition import Partition, Partitioner
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, parallelize
+from mfsdp_compile.runtime.plan.partition import Partition, Partitioner
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5

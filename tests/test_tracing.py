@@ -16,8 +16,8 @@ from pool import on_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.runtime import tracing
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.runtime.ranks import profiling
 
 SHORT = {(EAGER, "optim"), (AOT_EAGER, "HSDP optim_grads_params")}
 
@@ -61,4 +61,4 @@ def test_collectives_have_names(mode: str, strategy: str) -> None:
     for bucket in model.sharded.buckets:
         assert any(re.search(rf"reduce {re.escape(bucket.plan.name)}\b", name) for name in names), names
     step(data[2])
-    assert tracing._library is None  # torch's operators are left alone when no profiler runs
+    assert profiling._library is None  # torch's operators are left alone when no profiler runs

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mfsdp_compile.runtime import units as units_module
-from mfsdp_compile.runtime.units import (
+from mfsdp_compile.runtime.plan import units as units_module
+from mfsdp_compile.runtime.plan.units import (
     find_units,
     group_by_size,
     join,

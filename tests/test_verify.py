@@ -28,17 +28,17 @@ from mutants import Subject
 from torch import Tensor, fx
 
 from mfsdp_compile import MixedPrecisionPolicy, ScheduleError, fully_shard_model, verify
-from mfsdp_compile.backend import _cache_key
-from mfsdp_compile.doctor import mesh_arguments
-from mfsdp_compile.examples.llama import Block as LlamaBlock
-from mfsdp_compile.examples.llama import Llama, LlamaConfig
-from mfsdp_compile.options import CompileOptions
+from mfsdp_compile.backend.compile import _cache_key
+from mfsdp_compile.backend.options import CompileOptions
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.models.llama import Block as LlamaBlock
+from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.analysis import tensor_of
 from mfsdp_compile.passes.context import Context, Phase, Report
 from mfsdp_compile.passes.pipeline import collectives
-from mfsdp_compile.passes.rules import RULES
-from mfsdp_compile.passes.verify import breaches
+from mfsdp_compile.passes.verifier.analysis import tensor_of
+from mfsdp_compile.passes.verifier.rules import RULES
+from mfsdp_compile.passes.verifier.verify import breaches
 
 EXAMPLES = 8
 """Mutants of each kind."""

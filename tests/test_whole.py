@@ -12,8 +12,8 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.examples.measuring import collectives
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 
 GATHER = "all_gather_into_tensor"
 CONFIG = LlamaConfig(50, 32, 2, 4, 2, 44)

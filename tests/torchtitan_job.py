@@ -39,7 +39,7 @@ from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from mfsdp_compile.examples.text import ByteText, standard_library
+from mfsdp_compile.demo.corpus import ByteText, standard_library
 
 
 class NoMemory:

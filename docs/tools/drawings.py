@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mfsdp_compile import MegatronFSDP, doctor, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
-from mfsdp_compile.passes.flow import Category
-from mfsdp_compile.passes.hardware import hardware
-from mfsdp_compile.passes.simulate import Timeline
+from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.diagnostics import doctor
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.passes.solver.simulate import Timeline
 from mfsdp_compile.planning import Candidate, Job, Workload
 from mfsdp_compile.planning.planner import planned, traced_stages
 from mfsdp_compile.report import bytes_text, seconds_text
-from mfsdp_compile.report.drawing import lanes, points, stages
-from mfsdp_compile.runtime import tracing
+from mfsdp_compile.report.timeline import lanes, points, stages
 from mfsdp_compile.runtime.layout import BucketLayout
+from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 __all__ = ["DRAWINGS", "FOLDER"]
@@ -232,7 +233,7 @@ def _launches(strategy: str) -> Mapping[str, Sequence[str]]:
 
         def step(into: dict[str, list[str]]) -> None:
             at = ""
-            with tracing.listening(lambda launch: into.setdefault(at, []).append(launch.what)):
+            with profiling.listening(lambda launch: into.setdefault(at, []).append(launch.what)):
                 for number in range(MICROBATCHES):
                     model.is_last_microbatch = number == MICROBATCHES - 1
                     at = f"forward {number + 1}"

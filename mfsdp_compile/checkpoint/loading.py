@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.agreement import agree, errors_for_all
-from mfsdp_compile.runtime.optimizer_state import PREFIX, follows_rows, optimizer_name, state_dict_groups
-from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
+from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, optimizer_name, state_dict_groups
+from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
-from .contents import extra_from_tensor, set_generators
-from .files import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
+from .dcp_reader import CheckpointError, CheckpointReader, SafeLoadPlanner, SafeReader
+from .extra_state import extra_from_tensor, set_generators
 from .manifest import Manifest, damaged_files, read_manifest
 
 __all__ = ["Restored", "as_checkpoint_error", "load"]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import mfsdp_compile
-from mfsdp_compile.runtime.files import (
+from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     child,
     inside,
@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.files import (
     whole,
 )
 
-from .files import CheckpointError
+from .dcp_reader import CheckpointError
 
 __all__ = [
     "MANIFEST",
@@ -81,7 +81,7 @@ class Manifest:
             error.
         versions: Versions of torch, this package and Python.
         rng: Whether it contains the state of the random number generators of each rank.
-        run: The run that wrote it (:class:`~mfsdp_compile.runtime.lineage.Lineage`). Empty: a process that converted
+        run: The run that wrote it (:class:`~mfsdp_compile.runtime.run_lineage.Lineage`). Empty: a process that converted
             it.
         continues: Runs that this run continued, by loading their checkpoints.
         optimizer: Class of the optimizer whose state it contains. None: no optimizer, or unknown.

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
+from mfsdp_compile.runtime.untrusted_files import FileRefused, child, inside, read_bytes, safe_name, typed, whole
 
 __all__ = ["CheckpointError", "Foreign", "check_sums", "dump_object", "load_metadata", "load_object"]
 

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from mfsdp_compile.runtime.tensor import RowShardedTensor
+from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
+from .disk_space import explaining_full_disks
 from .manifest import FileRecord, Manifest, hash_file
-from .space import explaining_full_disks
 
 __all__ = ["PublishingWriter", "sharded_part", "sync_directory"]
 

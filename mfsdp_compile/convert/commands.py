@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from mfsdp_compile.checkpoint.files import CheckpointError, new_output
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, new_output
 from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest, seal
-from mfsdp_compile.runtime.files import FileRefused, inside, read_json, typed
+from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_json, typed
 
-from . import huggingface, inspect, torch_dist
-from .groups import FILE_NAME, map_from_dcp, read_map, write_map
+from . import from_torch_dist, huggingface, inspect_checkpoint
+from .conversion_plan import Plan
 from .keys import Prefixes
-from .plan import Plan
+from .param_groups import FILE_NAME, map_from_dcp, read_map, write_map
 from .to_torch_dist import plan_to_torch_dist
 
 __all__ = ["add_commands", "run"]
@@ -171,7 +171,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    megatron = torch_dist.Options(
+    megatron = from_torch_dist.Options(
         prefixes=prefixes,
         swiglu=given.swiglu,
         swiglu_modules=tuple(name for name in given.swiglu_modules.split(",") if name),
@@ -183,7 +183,7 @@ def _plan(given: argparse.Namespace) -> Plan:
     tied = [] if given.no_tied else given.tie
     hub = huggingface.Options(prefixes, tied, given.dtype, given.max_shard_size, given.files_from)
     if (came, to) == ("torch_dist", "fsdp_dtensor"):
-        return torch_dist.plan_to_fsdp(source, megatron)
+        return from_torch_dist.plan_to_fsdp(source, megatron)
     if (came, to) == ("fsdp_dtensor", "torch_dist"):
         return plan_to_torch_dist(source, megatron)
     if (came, to) == ("huggingface", "fsdp_dtensor"):
@@ -265,7 +265,7 @@ class _progress:
 
 
 def _inspect(given: argparse.Namespace) -> int:
-    for line in inspect.describe(given.directory, given.keys, given.groups):
+    for line in inspect_checkpoint.describe(given.directory, given.keys, given.groups):
         print(line)
     return 0
 
@@ -283,12 +283,12 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _print(given: argparse.Namespace) -> int:
-    print(inspect.show(given.directory, given.key, given.slice))
+    print(inspect_checkpoint.show(given.directory, given.key, given.slice))
     return 0
 
 
 def _compare(given: argparse.Namespace) -> int:
-    differences = inspect.compare(given.first, given.second, given.atol, given.rtol)
+    differences = inspect_checkpoint.compare(given.first, given.second, given.atol, given.rtol)
     for line in differences:
         print(line)
     print(f"{len(differences)} differences" if differences else "the same")
@@ -300,7 +300,7 @@ def _edit(given: argparse.Namespace) -> int:
     if len(pairs) % 2:
         raise CheckpointError(f"{pairs[-1]!r} has no replacement: give a pattern and a replacement, in pairs.")
     rename = list(zip(pairs[::2], pairs[1::2], strict=True))
-    return _carry_out(inspect.plan_edit(given.source, rename, getattr(given, "patterns", [])), given)
+    return _carry_out(inspect_checkpoint.plan_edit(given.source, rename, getattr(given, "patterns", [])), given)
 
 
 def _param_groups(given: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
-from mfsdp_compile.runtime.files import (
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.runtime.untrusted_files import (
     FileRefused,
     copy_inside,
     inside,
@@ -32,8 +32,8 @@ from mfsdp_compile.runtime.files import (
     typed,
 )
 
+from .conversion_plan import Move, Plan
 from .keys import Prefixes
-from .plan import Move, Plan
 from .safetensors_files import Layout, SafetensorsReader, split_into_files, write_file, write_index
 
 __all__ = ["CARRIED", "Options", "plan_from_huggingface", "plan_to_huggingface"]

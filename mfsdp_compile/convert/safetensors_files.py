@@ -18,8 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.files import CheckpointError
-from mfsdp_compile.runtime.files import FileRefused, inside, open_regular, parse_json, read_json, safe_name, typed
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
+from mfsdp_compile.runtime.untrusted_files import (
+    FileRefused,
+    inside,
+    open_regular,
+    parse_json,
+    read_json,
+    safe_name,
+    typed,
+)
 
 __all__ = ["DTYPES", "INDEX", "Layout", "SafetensorsReader", "split_into_files", "write_file"]
 

@@ -1,4 +1,4 @@
-"""Conversion of fsdp_dtensor to torch_dist, the inverse of :mod:`.torch_dist`."""
+"""Conversion of fsdp_dtensor to torch_dist, the inverse of :mod:`.from_torch_dist`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mfsdp_compile.checkpoint.files import CheckpointError, CheckpointReader, CheckpointWriter
+from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter
 from mfsdp_compile.checkpoint.pickles import dump_object
-from mfsdp_compile.runtime.files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
+from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys
-from .blocks import RESHAPED, flatten_blocks
-from .groups import groups_from_options
+from .conversion_plan import Move, Plan
+from .from_torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
 from .keys import Name
-from .plan import Move, Plan
-from .torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
+from .param_groups import groups_from_options
+from .stacked_tensors import RESHAPED, flatten_blocks
 
 __all__ = ["plan_to_torch_dist"]
 

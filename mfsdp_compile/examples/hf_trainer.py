@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traini
 
 from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
 
-from .text import Windows, standard_library
+from ..demo.corpus import Windows, standard_library
 
 __all__ = ["build", "main", "windows"]
 

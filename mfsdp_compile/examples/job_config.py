@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from mfsdp_compile.runtime.files import FileRefused, read_text
+from mfsdp_compile.runtime.untrusted_files import FileRefused, read_text
 
 MOST_BYTES = 1 << 20
 

@@ -19,8 +19,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 
-from .llama import Block, Llama, LlamaConfig
-from .text import Windows, standard_library
+from ..demo.corpus import Windows, standard_library
+from ..models.llama import Block, Llama, LlamaConfig
 
 __all__ = ["batches", "main", "train"]
 

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 
-from . import llama
+from ..demo.corpus import ByteText, standard_library
+from ..models import llama
 from .job_config import JobConfig, LRScheduler, Parallelism, parse
-from .text import ByteText, standard_library
 
 __all__ = ["build_mesh", "main", "parallelize", "train"]
 

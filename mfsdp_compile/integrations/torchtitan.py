@@ -21,7 +21,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 
 from mfsdp_compile.api import fully_shard_model
-from mfsdp_compile.options import INNER_COMPILERS
+from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 __all__ = ["parallelize"]

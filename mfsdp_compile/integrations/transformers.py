@@ -33,16 +33,16 @@ from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
 from transformers.training_args import ParallelMode
 
 from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
-from mfsdp_compile.checkpoint.contents import get_generators, set_generators
-from mfsdp_compile.options import INNER_COMPILERS
-from mfsdp_compile.runtime.agreement import errors_for_all
+from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 from mfsdp_compile.runtime.topology import Topology
 from mfsdp_compile.wrapper import MegatronFSDP
 
 from .accelerate import FOLDER, MfsdpAccelerator
-from .pretrained import WRITING, can_stream, save_weights
+from .huggingface_save import WRITING, can_stream, save_weights
 
 __all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "ShardingArguments"]
 

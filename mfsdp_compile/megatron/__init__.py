@@ -9,7 +9,8 @@ command line. ``docs/megatron.md`` describes all settings.
 from __future__ import annotations
 
 from .arguments import add_megatron_fsdp_arguments, config_from_arguments
-from .optimizer import DistributedOptimizer
+from .distributed_optimizer import DistributedOptimizer
+from .fully_sharded import FullyShardedDataParallel
 from .settings import (
     CheckpointConfig,
     DistributedDataParallelConfig,
@@ -18,7 +19,6 @@ from .settings import (
     TransformerConfig,
 )
 from .validation import Adjustment, ConfigContainer, validate
-from .wrapper import FullyShardedDataParallel
 
 __all__ = [
     "Adjustment",

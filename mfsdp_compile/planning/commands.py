@@ -15,24 +15,13 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from mfsdp_compile.options import OPTIMIZERS, parse_bytes
+from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.decisions import ScheduleText
-from mfsdp_compile.passes.hardware import hardware, known_hardware
+from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
 
-from .planner import (
-    DEVICE_RESERVE,
-    Forecast,
-    Job,
-    Planned,
-    best_size,
-    knee_bytes,
-    plan,
-    planned,
-    problem_of,
-    sizes,
-)
-from .shapes import CHECKPOINT, SHAPES, Degrees, workload
+from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
+from .workloads import CHECKPOINT, SHAPES, Degrees, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
 

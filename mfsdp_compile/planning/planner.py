@@ -1,6 +1,6 @@
 """Planning: evaluates strategies, meshes and numbers of ranks without running them.
 
-A model is traced once (:mod:`.tracing`). Everything else is closed-form arithmetic: layouts, collectives, a schedule
+A model is traced once (:mod:`.trace_model`). Everything else is closed-form arithmetic: layouts, collectives, a schedule
 within the memory budget, and its simulation.
 """
 
@@ -14,29 +14,29 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mfsdp_compile.backend import bucket_info
-from mfsdp_compile.options import OPTIMIZERS
-from mfsdp_compile.passes.arrange import PHASES, Plan
+from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePolicy
-from mfsdp_compile.passes.costs import CostModel, Ring, collective_seconds
 from mfsdp_compile.passes.decisions import Decisions
-from mfsdp_compile.passes.hardware import Hardware
-from mfsdp_compile.passes.outline import Gradients, Outline, grouped
-from mfsdp_compile.passes.simulate import OptimizerCost, Timeline, simulate
-from mfsdp_compile.passes.solve import BudgetError, Solution, explained, gib, solve
+from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
+from mfsdp_compile.passes.solver.hardware import Hardware
+from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simulate
+from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
+from mfsdp_compile.passes.solver.step_events import PHASES, Plan
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.bucket import Site
 from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.experts import Experts, is_expert
 from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.memory.bucket import Site
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
+from mfsdp_compile.runtime.plan.experts import Experts, is_expert
+from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy
 from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
-from mfsdp_compile.runtime.units import Unit, group_by_size, joined_name
 
-from . import pipelines
-from .shapes import UNDIVIDED, Degrees, Workload
-from .tracing import Trace, trace
+from . import one_f_one_b
+from .trace_model import Trace, trace
+from .workloads import UNDIVIDED, Degrees, Workload
 
 __all__ = [
     "Candidate",
@@ -403,7 +403,7 @@ def plan(
 
     Raises:
         ValueError: If a number of ranks is below 1, none can be divided like that, or the model cannot.
-        RuntimeError: If the model cannot be traced; see :func:`.tracing.trace`.
+        RuntimeError: If the model cannot be traced; see :func:`.trace_model.trace`.
     """
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
@@ -433,7 +433,7 @@ def traced_stages(
     """Return the traces of a pipeline's stages, tracing each kind of stage once. Without a pipeline, of the model.
 
     Raises:
-        ValueError, RuntimeError: See :func:`.tracing.trace`.
+        ValueError, RuntimeError: See :func:`.trace_model.trace`.
     """
     alike: Sequence[int] = [0]
     if degrees.pipeline > 1 and work.divided is not None and work.divided.alike is not None:
@@ -547,7 +547,7 @@ class _Pipelined:
     def __init__(self, job: Job, stages: Sequence[Trace], candidate: Candidate) -> None:
         self.job, self.stages, self.candidate = job, stages, candidate
         microbatches = job.microbatches_of(candidate)
-        self.orders = [pipelines.order(stage, len(stages), microbatches) for stage in range(len(stages))]
+        self.orders = [one_f_one_b.order(stage, len(stages), microbatches) for stage in range(len(stages))]
         self.kinds = [next(i for i, other in enumerate(stages) if other is stage) for stage in stages]
         """For each stage, the first stage of the same kind, which has the most microbatches in memory."""
 
@@ -615,7 +615,7 @@ class _Pipelined:
         sent = max(stage.sent_bytes for stage in self.stages)
         apart = Ring(2, self.candidate.inner * self.candidate.outer * self.candidate.degrees.tensor)
         hop = collective_seconds("all_gather", 2 * sent, apart, self.job.hardware)
-        return pipelines.begins(self.orders, [seconds[kind] for kind in self.kinds], hop)
+        return one_f_one_b.begins(self.orders, [seconds[kind] for kind in self.kinds], hop)
 
 
 # -- a model on other ranks -------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """Reports of a training step, simulated and measured: for terminals, for browsers, and as a trace for Perfetto."""
 
-from .contents import PassRow, Report, Table, UnitTime, headline, peak_text, tables
 from .html import to_html
+from .numbers import bytes_text, exposure_text, flops_text, percent_text, seconds_text
+from .perfetto import to_chrome_trace
+from .step_report import PassRow, Report, Table, UnitTime, headline, peak_text, tables
 from .text import to_text
-from .trace import to_chrome_trace
-from .words import bytes_text, exposure_text, flops_text, percent_text, seconds_text
-from .writing import write
+from .write_files import write
 
 __all__ = [
     "PassRow",

@@ -13,12 +13,12 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from mfsdp_compile.passes.flow import Category
-from mfsdp_compile.passes.simulate import Exposure, Span, Timeline
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.simulate import Exposure, Span, Timeline
 
-from .contents import Report, Table, peak_text, tables
-from .drawing import exposure_of, extent, lanes, peak_of, points, stages
-from .words import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
+from .numbers import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
+from .step_report import Report, Table, peak_text, tables
+from .timeline import exposure_of, extent, lanes, peak_of, points, stages
 
 __all__ = ["to_html"]
 

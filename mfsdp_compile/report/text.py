@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from mfsdp_compile.passes.simulate import Memory, Span, Stage, Timeline
+from mfsdp_compile.passes.solver.simulate import Memory, Span, Stage, Timeline
 
-from .contents import Report, Table, peak_text, tables
-from .drawing import Point, extent, peak_of, points, stages, streams
-from .words import bytes_text, seconds_text
+from .numbers import bytes_text, seconds_text
+from .step_report import Report, Table, peak_text, tables
+from .timeline import Point, extent, peak_of, points, stages, streams
 
 __all__ = ["to_text"]
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..bucket import BucketPlan
-from ..experts import Experts
 from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
-from ..partition import local_part
+from ..memory.bucket import BucketPlan
 from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from ..topology import Topology
-from ..units import Unit
+from .experts import Experts
+from .partition import local_part
+from .units import Unit
 
 __all__ = ["BucketPlanner"]
 

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import compat
-from ..agreement import value_digest
-from ..bucket import BucketPlan
-from ..experts import Experts, marked
-from ..partition import Partition, Partitioner, local_part
-from ..references import check_not_replaced, check_references
-from ..units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from ..memory.bucket import BucketPlan
+from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
+from .experts import Experts, marked
+from .partition import Partition, Partitioner, local_part
+from .references import check_not_replaced, check_references
+from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 
 __all__ = ["ModelPlan", "divide", "shared_buffers"]
 
@@ -119,7 +119,7 @@ def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None,
 
     Args:
         module: The model.
-        unit_modules: See :func:`~mfsdp_compile.runtime.units.resolve_unit_classes`.
+        unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
         unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
         allows_meta: Whether parameters may be on the meta device.
 

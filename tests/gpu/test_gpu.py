@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mfsdp_compile import MixedPrecisionPolicy, forecasting, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.examples.llama import Block, Llama, LlamaConfig
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.planning import forecast
 
 CONFIG = LlamaConfig(vocabulary=1024, width=512, layers=4, heads=8, kv_heads=4, hidden=1408)
 MODES = ["eager", "aot_eager", "inductor"]
@@ -239,8 +240,8 @@ def test_memory_and_time_are_as_predicted(budget: str | None) -> None:
     torch.cuda.reset_peak_memory_stats()
     compute()
     torch.cuda.synchronize()
-    timeline = forecasting.predicted(model)
+    timeline = forecast.predicted(model)
     assert timeline.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
-    made = forecasting.report(model, measured=forecasting.measure(model, compute))
+    made = forecast.report(model, measured=forecast.measure(model, compute))
     predicted, measured = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
     assert predicted == pytest.approx(measured, rel=0.15)

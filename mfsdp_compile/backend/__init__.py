@@ -1,0 +1,1 @@
+"""The ``mfsdp`` backend of ``torch.compile``."""

@@ -1,0 +1,450 @@
+"""The ``mfsdp`` backend of ``torch.compile``.
+
+In the graph that Dynamo passes in, every parameter of a sharded model is a shell: a placeholder of full shape behind a
+marker. The shells themselves say which buckets they belong to. That is looked up twice, when the graph is compiled and
+again whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one,
+functions resumed after a graph break).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes.context import (
+    BucketInfo,
+    Context,
+    Kind,
+    Phase,
+    Role,
+    SchedulePolicy,
+    phase_of,
+    set_phase,
+    set_role,
+)
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
+from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.memory import gradients
+from mfsdp_compile.runtime.memory.bucket import Bucket, BucketPlan, Home
+from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
+from mfsdp_compile.runtime.topology import Topology
+
+from .dumps import GraphFolder
+from .inductor import register_lowerings
+from .options import CompileOptions
+from .rank_meeting import RankMeeting
+
+__all__ = ["bucket_info", "find_shells", "mfsdp", "prepare"]
+
+
+def mfsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
+    chosen = CompileOptions.of(options, mode)
+    gm = compat.copy_graph_module(gm)
+    shells = find_shells(gm)
+    if not shells:
+        if not ShardedModel.any_exists():
+            warnings.warn(
+                'backend="mfsdp" compiles a model that is not sharded, and there is no sharded one in this process: every '
+                "rank would train alone. Call fully_shard_model first.",
+                stacklevel=2,
+            )
+        return _compile_inner(gm, example_inputs, chosen, None)
+
+    escaped = _escaped(gm, shells)
+    with _telling_owners(list(dict.fromkeys(home.bucket for home in shells.values()))):
+        record, call, inputs = prepare(gm, example_inputs, shells, chosen)
+        compiled = _compile_inner(gm, inputs, chosen, record)
+
+    def run(*args: Any) -> Any:
+        buckets, backwards, tensors, rest = call.exchange(args)
+        owners = _owners(buckets)
+        for owner in owners:
+            owner.forget_old_code()
+        graphs = GraphRun(owners, backwards, str(chosen))
+        with _telling_owners(buckets):
+            with contextlib.ExitStack() as stack:
+                for owner in owners:
+                    stack.enter_context(owner.eager.for_compiled_code())
+                graphs.expect_graph()
+                outputs = compiled(*tensors, *rest)
+            graphs.watch_backward(outputs)
+            for position, name in escaped.items():
+                for owner in owners:
+                    owner.eager.hand_out(as_gathered(outputs[position], name))
+            return outputs
+
+    return run
+
+
+@contextlib.contextmanager
+def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
+    """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank."""
+    try:
+        yield
+    except BaseException as error:
+        for owner in _owners(buckets):
+            if not owner.eager.is_in_window and not compat.in_backward():  # otherwise the error may still be caught
+                owner.failed(error)
+        raise
+
+
+def prepare(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], shells: Mapping[int, Home], chosen: CompileOptions
+) -> tuple[pipeline.Record, _Call, list[Any]]:
+    """Rewrite Dynamo's graph so that it takes shards and gathers them.
+
+    Returns:
+        The passes' record of the graph, the object that converts its arguments, and example inputs.
+    """
+    _refuse_writes(gm, shells)
+    buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
+    if chosen.float32_gradients:
+        _check_float32_gradients(buckets)
+    owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
+        warnings.warn(
+            f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the CPU where "
+            "the auxiliary loss is part of the outputs, with this package and without it. Use torch 2.15, "
+            "options={'inner': 'aot_eager'}, or output_router_logits=False, and compare with model.verify_step(batch).",
+            stacklevel=2,
+        )
+    portions = chosen.schedule.portions
+    for owner in owners if portions else ():
+        _make_portions(owner, portions)
+    context = Context(
+        buckets=tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
+        policy=_policy(chosen.schedule, buckets),
+        whole_model=_is_whole_model(buckets),
+        float32_gradients=chosen.float32_gradients,
+        overlap=Overlap(
+            gathers=all(owner.overlap.gathers for owner in owners),
+            reductions=all(owner.overlap.reductions for owner in owners),
+        ),
+        other_bytes=sum(owner.buffer_bytes() for owner in owners),
+    )
+    for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
+        if (home := shells.get(position)) is not None:
+            set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
+    dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
+    is_real = compat.is_real_group(buckets[0].topology.every.name)
+    prediction = chosen.prediction(buckets[0].flat.device, is_real)
+    meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
+    units = (unit for owner in owners for unit in owner.eager.units)
+    absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
+    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
+    call = _Call(shells, buckets)
+    pipeline.rewrite_dynamo_graph(gm, record)
+    for owner in owners:
+        owner.check_complete()
+        owner.compiled_graphs.append(record)
+    fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
+    tensors = [t for b in buckets for t in (b.flat.detach().requires_grad_(b.plan.requires_grad), *_beside_shard(b))]
+    shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    others = [value for position, value in enumerate(example_inputs) if position not in shells]
+    return record, call, [*shards, *others]
+
+
+class _Call:
+    """Converts the arguments of Dynamo's graph into those of the rewritten graph.
+
+    It holds no bucket, because Dynamo keeps compiled code longer than users keep models.
+
+    Args:
+        shells: The shells, by position among the graph's arguments.
+        buckets: The buckets they belong to, in the order of the graph.
+    """
+
+    def __init__(self, shells: Mapping[int, Home], buckets: Sequence[Bucket]) -> None:
+        self._names = [bucket.plan.name for bucket in buckets]
+        self._signatures = [bucket.signature for bucket in buckets]
+        self._shells = [(position, buckets.index(h.bucket), h.index) for position, h in shells.items()]
+        self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
+        self._positions = frozenset(shells)
+
+    def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[gradients.Backward], list[Tensor], list[Any]]:
+        """Convert the arguments of Dynamo's graph.
+
+        Returns:
+            The buckets of the shells in ``args``, the upcoming backward through each, the tensors that the graph takes
+            for them (each bucket's shard, then its resident and its token if it has them), and the other arguments.
+        """
+        buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
+        for position, number, index in self._shells:
+            home: Home = args[position].mfsdp_home
+            if home.bucket is not buckets[number] or home.index != index:
+                raise RuntimeError(
+                    f"Compiled code for {self._names[number]!r} was given parameters that are bucketed in "
+                    f"another way ({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules "
+                    "whose parameters are grouped into units differently. Compile these modules apart, with "
+                    "module.compile(backend='mfsdp') on each."
+                )
+        for bucket, signature in zip(buckets, self._signatures, strict=True):
+            if bucket.signature != signature:
+                raise RuntimeError(
+                    f"Compiled code for a bucket {signature} was given {bucket.plan.name!r}, {bucket.signature}. "
+                    "Please report this; torch._dynamo.reset() makes torch compile anew."
+                )
+            bucket.check_unchanged()
+        for owner in _owners(buckets):
+            owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
+            owner.refresh()
+        backwards = [gradients.Backward.through(bucket) for bucket in buckets]
+        tensors = [
+            tensor
+            for bucket, backward in zip(buckets, backwards, strict=True)
+            for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
+        ]
+        return buckets, backwards, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+
+
+_SHOWN = 4
+"""Maximum number of a batch's inputs that messages name."""
+
+
+def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[ShardedModel]) -> str:
+    """Describe what a graph is compiled for: the tensors among its inputs that are not parameters or buffers."""
+    buffers = {id(buffer) for owner in owners for buffer in owner.module_buffers()}
+    found = []
+    for position, node in enumerate(node for node in gm.graph.nodes if node.op == "placeholder"):
+        example = node.meta.get("example_value")
+        if position in shells or not isinstance(example, Tensor) or id(compat.graph_argument(node)) in buffers:
+            continue
+        found.append(f"{str(example.dtype).removeprefix('torch.')}{[compat.concrete(size) for size in example.shape]}")
+    shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+    return f"a batch of {shown}" if found else "no batch"
+
+
+def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
+    return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
+
+
+def _beside_shard(bucket: Bucket) -> list[Tensor]:
+    """Return what a graph takes for a bucket after its shard: its resident and its token, if it has them."""
+    tensors = []
+    if bucket.has_resident:
+        tensors.append(bucket.hold_resident())
+    if bucket.has_token:
+        assert bucket.pending is not None
+        tensors.append(bucket.pending.token)
+    return tensors
+
+
+_MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+
+
+def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
+    """Return the parameters that a graph returns unchanged, by position.
+
+    Code behind a graph break gets them, and may write to them.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    found = {}
+    for position, node in enumerate(gm.graph.output_node().args[0]):
+        if isinstance(node, fx.Node) and node.target in _MARKERS:
+            home = shells[placeholders.index(node.args[0])]
+            found[position] = home.bucket.splits[home.index].name
+    return found
+
+
+def _refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
+    """Raise RuntimeError if forward writes to a parameter."""
+    if not (written := compat.written(gm, lambda node: node.target in _MARKERS)):
+        return
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
+    homes = [shells[position] for position in sources or shells]  # in a region, the written parameter is unknown
+    refuse_write(homes[0].bucket.plan.unit, [home.bucket.splits[home.index].name for home in homes])
+
+
+def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    arguments = (compat.graph_argument(node) for node in placeholders)
+    return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
+
+
+def _make_portions(owner: ShardedModel, size: int) -> None:
+    """Create the process groups for ``options={"reshard_after_forward": size}``.
+
+    Raises:
+        ValueError: If the option has no meaning for this model, or ``size`` does not divide the ranks.
+    """
+    group = owner.topology.gather_group
+    if group is None:
+        raise ValueError(
+            f"options['reshard_after_forward'] is {size}, but with {owner.topology} parameters are not gathered at each use, "
+            "so that the backward gathers nothing again. Take the option out, or shard parameters too (zero_dp_strategy="
+            "'optim_grads_params')."
+        )
+    if group.size % size:
+        divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
+        raise ValueError(
+            f"options['reshard_after_forward'] is {size}, but parameters are sharded over {group.size} ranks, which cannot "
+            f"be divided into groups of {size}. Numbers that divide them: {', '.join(map(str, divisors))}."
+        )
+    if size < group.size:
+        owner.make_portions(size)
+
+
+def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
+    """Return the passes' description of a bucket.
+
+    Args:
+        portions: Number of ranks that backwards gather over. 0, or if there is no group of that size: the ranks that
+            forwards gather over.
+    """
+    few = topology.portions.get(portions)
+    exchange = plan.exchange(topology)
+    gathers, resident = topology.gather_group, topology.resident_group
+    resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
+    return BucketInfo(
+        name=plan.name,
+        unit=plan.unit,
+        layout=plan.layout,
+        exchange=exchange,
+        gathered_bytes=plan.gathered_bytes,
+        trainable=plan.requires_grad,
+        has_resident=resident is not None,
+        has_token=plan.requires_grad and exchange.needs_token,
+        main_dtype=plan.main_dtype,
+        gather_stride=gathers.stride if gathers is not None else 1,
+        reduce_strides=tuple(stage.group.stride for stage in topology.stages),
+        resident_bytes=resident_numel * plan.compute_dtype.itemsize,
+        resident_size=resident.size if resident is not None else 1,
+        resident_stride=resident.stride if resident is not None else 1,
+        portion_size=few.size if few is not None else 0,
+        portion_group=few.name if few is not None else "",
+        lets_go=topology.lets_go,
+        grad_dtype=plan.grad_dtype,
+    )
+
+
+def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
+    """Return the schedule policy for a graph.
+
+    If several forwards run before the first backward, no forward keeps gathered parameters.
+
+    Raises:
+        ValueError: If the options ask it to keep them.
+    """
+    topologies = [bucket.topology for bucket in buckets]
+    if not any(of.accumulation.forwards_overlap and of.gather_group is not None for of in topologies):
+        return given
+    if given.reshard_after_forward is False:
+        raise ValueError(
+            "options['reshard_after_forward'] is False, but the model is a stage of a pipeline: each forward under way would keep "
+            "gathered parameters of its own. Take it out, and give PipelineStage keep_gathered=True, which keeps them once."
+        )
+    keeps = True if given.reshard_after_forward == "auto" else given.reshard_after_forward
+    return replace(given, keep_last=False, reshard_after_forward=keeps)
+
+
+def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
+    """Raise ValueError if ``options={"float32_gradients": True}`` is not supported."""
+    for bucket in buckets:
+        plan, device = bucket.plan, bucket.flat.device.type
+        if not plan.requires_grad:
+            continue
+        where = f"options['float32_gradients'] is given, but bucket {plan.name!r} of unit {plan.unit!r}"
+        if device != "cuda" or torch.version.hip is not None:
+            on = "a ROCm device" if device == "cuda" else f"device {device!r}"
+            raise ValueError(
+                f"{where} is on {on}: matrix products in bfloat16 or float16 that give float32 need CUDA. Take the "
+                "option out."
+            )
+        if plan.comm_dtype != torch.float32:
+            raise ValueError(
+                f"{where} reduces gradients in {plan.comm_dtype}: a float32 gradient would be rounded when it is packed. "
+                "Give MixedPrecisionPolicy(grad_comm_dtype=torch.float32), or take the option out."
+            )
+        if plan.compute_dtype == torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
+            raise ValueError(
+                f"{where} computes in float16 with torch.backends.cuda.matmul.allow_fp16_accumulation, for which torch has "
+                "no float32 output. Set that to False, or take the option out."
+            )
+
+
+def _is_whole_model(buckets: Sequence[Bucket]) -> bool:
+    owners: set[ShardedModel] = {bucket.owner for bucket in buckets}
+    return all(set(owner.buckets) <= set(buckets) for owner in owners)
+
+
+def _compile_inner(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.Record | None
+) -> Callable[..., Any]:
+    def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if record is not None:
+            user_outputs: int = kwargs["num_fwd_outputs"]
+            if pipeline.needs_decisions(record):
+                # What stays gathered must be decided before the partition, but depends on the graphs that the partition
+                # makes. So a copy is partitioned first.
+                trial = compat.copy_graph_module(joint)
+                pipeline.tag_for_trial(trial.graph, record)
+                graphs = compat.min_cut_partition(trial, joint_inputs, **kwargs)
+                phases = (Phase.FORWARD, Phase.BACKWARD)
+                pipeline.decide(
+                    {phase: gm.graph for phase, gm in zip(phases, graphs, strict=True)}, record, user_outputs
+                )
+            pipeline.prepare_joint(joint.graph, record, user_outputs)
+        forward, backward = compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        if record is not None:
+            pipeline.keep_portions(forward.graph, backward.graph, record)
+        set_phase(forward.graph, Phase.FORWARD)
+        set_phase(backward.graph, Phase.BACKWARD)
+        return forward, backward
+
+    def finish(graph: fx.Graph) -> None:
+        if record is not None:
+            pipeline.finish_graph(graph, phase_of(graph), record)
+
+    if options.inner == "aot_eager":
+        return compat.compile_with_aot_eager(gm, inputs, partition, lambda finished: finish(finished.graph))
+    register_lowerings()
+
+    def uuid() -> str | None:
+        return _cache_key(options, record)
+
+    patches = compat.inductor_config_patches() | dict(options.inductor)
+    if record is not None:
+        if record.meeting is not None and "joint_custom_post_pass" not in patches:
+            decide = functools.partial(pipeline.decide_inference, record=record)
+            patches["joint_custom_post_pass"] = compat.graph_pass(decide, uuid)
+        patches["custom_partitioner_fn"] = compat.partitioner(partition, uuid)
+        patches["post_grad_custom_post_pass"] = compat.graph_pass(finish, uuid)
+    return compat.compile_with_inductor(gm, inputs, patches)
+
+
+def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
+    """Return what compile caches must know in addition to the graph, or None to disable caching.
+
+    The key covers the passes, their options, what controls their decisions, and the decisions themselves where ranks
+    agree on them. None is returned if one of the user's passes has no identity, if graphs are to be observed or
+    reported, or before the decisions are made: AOTAutograd's cache asks too early for that.
+    """
+    context, decided = "", ""
+    identities = options.pass_identities()
+    if record is not None:
+        if record.observer is not None or options.report or (digest := pipeline.decision_digest(record)) is None:
+            return None
+        context, decided = record.context.signature, digest
+    if identities is None:
+        return None
+    key = f"{pipeline.source_digest()}:{options}:{identities}:{context}:{decided}"
+    return hashlib.sha256(key.encode()).hexdigest()

@@ -1,0 +1,257 @@
+"""Options of ``torch.compile(model, backend="mfsdp", options={...})``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from mfsdp_compile.passes.context import SchedulePolicy
+from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.pipeline import Prediction, UserPass, name_of
+from mfsdp_compile.passes.solver.costs import CostModel, Ring
+from mfsdp_compile.passes.solver.hardware import Hardware, hardware
+from mfsdp_compile.passes.solver.simulate import OptimizerCost
+from mfsdp_compile.runtime import compat
+
+__all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
+
+_OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "report"}
+INNER_COMPILERS = ("inductor", "aot_eager")
+VERIFY = ("once", "each")
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Options of the ``mfsdp`` backend.
+
+    Args:
+        inner: Compiler for the scheduled graphs: ``"inductor"``, or ``"aot_eager"``, which runs operator by operator
+            and gives bitwise the same numbers as the eager path.
+        schedule: Numbers that control the schedule; options with the names of its fields set them. ``memory_budget``
+            takes bytes, as a number or as text such as ``"70GiB"``.
+        text: A schedule to follow, from ``options={"schedule": path}``: a file that :meth:`ScheduleText.save` wrote,
+            possibly edited.
+        hardware: The machine that times are predicted for, from ``options={"hardware": name}``: the name of a machine
+            that this package knows, or a file that ``mfsdp calibrate`` wrote. Default: the known machine closest to the
+            current device.
+        optimizer: The optimizer whose state and step are counted in predictions.
+        report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile caches.
+        float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
+            reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
+        inductor: Settings of ``torch._inductor.config`` for the inner compiler.
+        passes: Your own passes, ``pass(graph, context, phase) -> Report | None``. They run after the built-in ones on
+            forward, backward and inference graphs, and the graph is verified after each. Compile caches identify a pass
+            by its ``uuid()``, as in ``torch._inductor.custom_graph_pass``. If a pass is a plain function, or its uuid
+            is None, nothing is cached.
+        verify: ``"once"``: verify graphs after all built-in passes have run. ``"each"``: after each pass. The
+            environment variable ``MFSDP_VERIFY`` sets the default.
+    """
+
+    inner: str = "inductor"
+    schedule: SchedulePolicy = field(default_factory=SchedulePolicy)
+    text: ScheduleText | None = None
+    hardware: Hardware | None = None
+    optimizer: OptimizerCost = field(default_factory=OptimizerCost)
+    report: bool = False
+    float32_gradients: bool = False
+    inductor: tuple[tuple[str, Any], ...] = ()
+    passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
+    verify: str = "once"
+
+    def pass_identities(self) -> list[Any] | None:
+        """Return the uuids of the user's passes, or None if one of them has none."""
+        found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]
+        return None if None in found else found
+
+    def prediction(self, device: torch.device, holds_inputs: bool) -> Prediction:
+        """Return what predicts times and memory for tensors on ``device``.
+
+        Args:
+            holds_inputs: Whether the process group keeps the input of a collective until the collective has been
+                awaited.
+        """
+        machine, fused = self.hardware or hardware(default_hardware(device)), self.inner == "inductor"
+        costs = CostModel(machine, fused, fused or holds_inputs, known_rings())
+        return Prediction(costs, self.optimizer, self.text)
+
+    @staticmethod
+    def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
+        """Parse the arguments of ``torch.compile``. Raises ValueError for unknown options and unsupported values."""
+        if mode not in (None, "default"):
+            raise ValueError(
+                f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Give Inductor's settings in "
+                "options, for instance options={'inductor': {'max_autotune': True}}."
+            )
+        given = dict(options or {})
+        schedule_names = {f.name for f in fields(SchedulePolicy)}
+        numbers = {name: given.pop(name) for name in schedule_names & given.keys()}
+        if numbers.get("memory_budget") is not None:
+            numbers["memory_budget"] = parse_bytes(numbers["memory_budget"], "options['memory_budget']")
+            numbers = {"prefetch": "auto", "reshard_after_forward": "auto"} | numbers
+        schedule = SchedulePolicy(**numbers)
+        _refuse_idle(schedule, numbers)
+        text = _schedule_text(given.pop("schedule", None), numbers)
+        if text is not None and text.portions:
+            schedule = replace(schedule, reshard_after_forward=text.portions)
+        machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
+        report = given.pop("report", False)
+        inner = given.pop("inner", "inductor")
+        float32_gradients = given.pop("float32_gradients", False)
+        inductor = given.pop("inductor", {})
+        passes = given.pop("passes", ())
+        verify = given.pop("verify", os.environ.get("MFSDP_VERIFY") or "once")
+        if given:
+            known = sorted(schedule_names | _OTHERS)
+            raise ValueError(f"The mfsdp backend has no option {', '.join(map(repr, given))}; it has {known}.")
+        if inner not in INNER_COMPILERS:
+            raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
+        if not isinstance(float32_gradients, bool):
+            raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
+        if not isinstance(report, bool):
+            raise TypeError(f"options['report'] takes True or False, got {report!r}")
+        if verify not in VERIFY:
+            raise ValueError(f"options['verify'], or MFSDP_VERIFY, must be one of {VERIFY}, got {verify!r}")
+        if not isinstance(passes, (list, tuple)):
+            raise TypeError(f"options['passes'] takes a list of passes, got {passes!r}")
+        for user_pass in passes:
+            if not callable(user_pass) or isinstance(user_pass, type):
+                raise TypeError(
+                    f"options['passes'] takes functions or objects to be called with (graph, context, phase), got "
+                    f"{user_pass!r}"
+                )
+        if inductor and inner != "inductor":
+            raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
+        if unknown := compat.unknown_inductor_options(inductor):
+            raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
+        if inductor.get("triton.cudagraphs"):
+            raise NotImplementedError(
+                "CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options"
+            )
+        if float32_gradients and inductor.get("triton.native_matmul"):
+            raise ValueError(
+                "options['float32_gradients'] does nothing with Inductor's 'triton.native_matmul', which has no out dtype: "
+                "take one of them out of the options"
+            )
+        return CompileOptions(
+            inner,
+            schedule,
+            text,
+            machine,
+            optimizer,
+            report,
+            float32_gradients,
+            tuple(sorted(inductor.items())),
+            tuple(passes),
+            verify,
+        )
+
+    def __str__(self) -> str:
+        """List the options that differ from their defaults, for ranks to compare. Omits those that change no graph."""
+        default = CompileOptions()
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report")}
+        given["passes"] = tuple(map(name_of, self.passes))
+        changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        return f"options {', '.join(changed)}" if changed else "default options"
+
+
+def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that have no effect in combination with the others."""
+    rules = ["prefetch_bytes", "reductions_in_flight", "reduction_bytes"]
+    if schedule.reshard_after_forward == "auto":
+        rules.append("keep_last")
+    if schedule.is_solved and (idle := [name for name in rules if name in given]):
+        raise ValueError(
+            f"options {', '.join(map(repr, idle))}: with a memory_budget, or 'auto', this is decided by what is fastest and "
+            "fits; the option is for schedules by number. Leave it out, or give numbers for prefetch and "
+            "reshard_after_forward and no memory_budget."
+        )
+    if not schedule.is_solved and "budget_reserve" in given:
+        raise ValueError(
+            "option 'budget_reserve' is a part of what a schedule may have in memory, and none is looked for: give "
+            "memory_budget too, or prefetch='auto', or leave it out."
+        )
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", 1)},
+}
+
+
+def parse_bytes(value: Any, where: str) -> int:
+    """Return a number of bytes, given as a number or as text such as ``"70GiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        TypeError, ValueError: If ``value`` is neither; the message begins with ``where``.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    if not isinstance(value, (str, int)) or isinstance(value, bool):
+        raise TypeError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"{where} takes bytes, as a number or as text such as '70GiB', got {value!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+OPTIMIZERS = {
+    optimizer.name: optimizer
+    for optimizer in (
+        OptimizerCost("adamw", 8, 28, 0),
+        OptimizerCost("adamw-foreach", 8, 60, 4),  # one pass over memory per operation; a copy of the parameters
+        OptimizerCost("adamw-8bit", 2, 18, 0),
+        OptimizerCost("sgd", 0, 12, 0),
+        OptimizerCost("sgd-momentum", 4, 20, 0),
+        OptimizerCost("muon", 4, 20, 4),
+    )
+}
+
+
+def known_rings() -> dict[str, Ring]:
+    """Return this rank's process groups by name: a model's own collectives may run over any of them."""
+    return {name: Ring.of(ranks) for name, ranks in compat.known_groups().items()}
+
+
+def _optimizer(given: Any) -> OptimizerCost:
+    if isinstance(given, OptimizerCost):
+        return given
+    if given not in OPTIMIZERS:
+        raise ValueError(
+            f"options['optimizer'] takes one of {', '.join(OPTIMIZERS)}, or an OptimizerCost; got {given!r}"
+        )
+    return OPTIMIZERS[given]
+
+
+def _hardware(given: Any) -> Hardware | None:
+    if given is None or isinstance(given, Hardware):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"options['hardware'] takes a name or a file, got {given!r}")
+    return hardware(given)
+
+
+def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | None:
+    if given is None:
+        return None
+    if numbers:
+        raise ValueError(
+            f"options['schedule'] says where everything stands, and so do {', '.join(map(repr, sorted(numbers)))}: give one "
+            "of them."
+        )
+    return given if isinstance(given, ScheduleText) else ScheduleText.load(given)
+
+
+def default_hardware(device: torch.device) -> str:
+    """Return the name of the known machine that is most like the current one."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = {"GB200": "gb200-nvl72", "B200": "b200-ib", "H200": "h200-ib", "H100": "h100-ib", "A100": "a100-ib"}
+    return next((machine for part, machine in known.items() if part in name), "h100-ib")

@@ -1,0 +1,372 @@
+"""Reading checkpoint directories of torch.distributed.checkpoint (DCP) in one process, one tensor at a time.
+
+Nothing here needs a process group, and nothing in a checkpoint can run code (:mod:`.pickles`).
+
+A DCP directory ::
+
+    .metadata       pickle: shape, dtype and chunks of every tensor, and the location of each chunk and other value
+    __0_0.distcp    torch.save archives, one after the other: chunks of tensors, and values that are not tensors
+    __1_0.distcp    written by another rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, open_regular
+
+from .dcp_writer import CheckpointWriter, new_output
+from .pickles import CheckpointError, check_sums, load_metadata, load_object
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "SafeLoadPlanner",
+    "SafeReader",
+    "new_output",
+    "read_metadata",
+]
+
+
+def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
+    """Read the metadata of a checkpoint, without running code that its pickle may contain.
+
+    The result always has ``mcore_data``, which may be empty.
+
+    Raises:
+        CheckpointError: If there is none, it is damaged, or it names a class that metadata does not need.
+    """
+    return load_metadata(Path(directory) / ".metadata")
+
+
+class SafeReader(FileSystemReader):
+    """A storage reader for ``torch.distributed.checkpoint.load`` that runs no code from a checkpoint.
+
+    Its errors name the file. Use it together with :class:`SafeLoadPlanner`, which does the same for values that are not
+    tensors.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        metadata = load_metadata(Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata"))
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for name, group in itertools.groupby(sorted(plan.items, key=self._file_of), key=self._file_of):
+            try:
+                items = list(group)
+                with open_regular(inside(Path(self.path), name)) as file:
+                    for index in (item.storage_index for item in items):
+                        info = self.storage_data[index]
+                        if not info.transform_descriptors:
+                            window = io.BufferedReader(_Window(file, info.offset, info.length))
+                            check_sums(window, f"entry {index.fqn!r}", contents=False)
+                super().read_data(dataclasses.replace(plan, items=items), planner)
+            except (CheckpointError, FileRefused) as error:
+                raise CheckpointError(f"{Path(self.path) / name}: {error}") from error
+            except Exception as error:  # torch does not document what damaged archives raise
+                raise CheckpointError(
+                    f"{Path(self.path) / name} could not be read ({type(error).__name__}: {error}). It is damaged, cut "
+                    "short or missing: copy the checkpoint again, or use an earlier one."
+                ) from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _file_of(self, item: ReadItem) -> str:
+        name: str = self.storage_data[item.storage_index].relative_path
+        return name
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Loads values that are not tensors with ``weights_only=True``; torch's own planner runs the code in them."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = load_object(value, f"entry {read_item.storage_index.fqn!r}")
+        if not self.flatten_state_dict:
+            self.state_dict[name] = loaded
+            return
+        *path, last = self.mappings[name]
+        target: Any = self.original_state_dict
+        for step in path:
+            target = target[step]
+        target[last] = loaded
+
+
+class CheckpointReader:
+    """Reads parts of a DCP directory. Opens files on demand, and holds at most one chunk of a tensor.
+
+    Args:
+        directory: Directory with a ``.metadata`` file.
+
+    Raises:
+        CheckpointError: See :func:`read_metadata`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self.metadata = read_metadata(directory)
+        self._where = {(index.fqn, index.offset): info for index, info in self.metadata.storage_data.items()}
+        self._recent: tuple[tuple[str, torch.Size], Tensor] | None = None
+        self._rows: tuple[str, dict[int, list[ChunkStorageMetadata]]] | None = None
+
+    def keys(self) -> list[str]:
+        """Return the keys of all entries, sorted."""
+        return sorted(self.metadata.state_dict_metadata)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.metadata.state_dict_metadata
+
+    def is_tensor(self, key: str) -> bool:
+        """Return whether an entry is a tensor."""
+        return isinstance(self._entry(key), TensorStorageMetadata)
+
+    def shape(self, key: str) -> torch.Size:
+        return self._tensor_entry(key).size
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensor_entry(key).properties.dtype
+
+    def numel(self, key: str) -> int:
+        return math.prod(self.shape(key))
+
+    def mcore_data(self, key: str) -> dict[str, Any]:
+        """Return Megatron's facts about a tensor; empty if there are none."""
+        noted: dict[str, Any] = self.metadata.mcore_data.get(key) or {}  # type: ignore[attr-defined]
+        return noted
+
+    def stored_as(self, key: str) -> tuple[tuple[str, int], ...]:
+        """Return file and offset of every chunk. Two keys with the same result share their data."""
+        return tuple((info.relative_path, info.offset) for info in map(self._location, self._indices(key)))
+
+    def tensor(self, key: str, index: Sequence[int] = ()) -> Tensor:
+        """Assemble a tensor from its chunks, whichever files they are in and whatever their sizes.
+
+        Args:
+            key: Key of the tensor.
+            index: Indices into the first dimensions of the tensor, one for each. Only chunks that contain this part are
+                read.
+
+        Returns:
+            A CPU tensor of shape ``self.shape(key)[len(index):]``.
+
+        Raises:
+            KeyError: If there is no such entry.
+            CheckpointError: If the entry is not a tensor, its chunks do not cover it, or a file is damaged.
+        """
+        entry = self._tensor_entry(key)
+        index = tuple(index)
+        whole = [*index, *([0] * (len(entry.size) - len(index)))]
+        start = torch.Size(whole)
+        stop = torch.Size([i + 1 for i in index] + list(entry.size[len(index) :]))
+        if any(not 0 <= i < n for i, n in zip(index, entry.size, strict=False)):
+            raise IndexError(f"{key} has shape {tuple(entry.size)}: there is no part {index}")
+        wanted = [b - a for a, b in zip(start, stop, strict=True)]
+        chunks = self._at_row(key, entry, index[0]) if index else self._covering(key, entry)
+        result = torch.empty(wanted, dtype=entry.properties.dtype)
+        for chunk in chunks:
+            low = [max(a, o) for a, o in zip(start, chunk.offsets, strict=True)]
+            high = [min(b, o + n) for b, o, n in zip(stop, chunk.offsets, chunk.sizes, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            if low == list(chunk.offsets) == list(start) and wanted == list(chunk.sizes):  # nothing to assemble
+                return self._load(key, chunk, entry.properties.dtype).reshape(entry.size[len(index) :])
+            here = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            result[here] = self._chunk(key, chunk, entry.properties.dtype)[there]
+        return result.reshape(entry.size[len(index) :])
+
+    def chunks(self, key: str) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Yield offsets and tensor of each chunk of a tensor, as stored."""
+        entry = self._tensor_entry(key)
+        for chunk in self._covering(key, entry):
+            yield chunk.offsets, self._load(key, chunk, entry.properties.dtype)
+
+    def value(self, key: str) -> Any:
+        """Return an entry that is not a tensor.
+
+        Raises:
+            KeyError: If there is no such entry.
+            CheckpointError: If the entry is damaged, or holds objects of a class that is not known to be harmless.
+        """
+        if self.is_tensor(key):
+            raise CheckpointError(f"{self.directory}: {key} is a tensor")
+        info = self._location(MetadataIndex(key))
+        with self._open(info, key) as file:
+            return load_object(file, self._named(info, key))
+
+    def raw(self, key: str) -> bytes:
+        """Return the serialized bytes of an entry that is not a tensor, checked but not unpickled."""
+        info = self._location(MetadataIndex(key))
+        with self._open(info, key) as file:
+            check_sums(file, self._named(info, key))
+            return file.read()
+
+    def release(self) -> None:
+        """Drop the chunk that was read last. It is kept because neighboring parts are often in the same chunk."""
+        self._recent = None
+
+    def _chunk(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        if self._recent is not None and self._recent[0] == (key, chunk.offsets):
+            return self._recent[1]
+        self.release()
+        loaded = self._load(key, chunk, dtype)
+        self._recent = ((key, chunk.offsets), loaded)
+        return loaded
+
+    def _load(self, key: str, chunk: ChunkStorageMetadata, dtype: torch.dtype) -> Tensor:
+        info = self._location(MetadataIndex(key, chunk.offsets))
+        with self._open(info, key) as file:
+            loaded = load_object(file, self._named(info, key))
+        if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
+            found = f"{tuple(loaded.shape)} {loaded.dtype}" if isinstance(loaded, Tensor) else type(loaded).__name__
+            raise CheckpointError(
+                f"{self._named(info, key)}: .metadata promises {tuple(chunk.sizes)} {dtype}, the file has {found}. "
+                "They are not of the same checkpoint: copy it again."
+            )
+        return loaded
+
+    def _at_row(self, key: str, entry: TensorStorageMetadata, row: int) -> list[ChunkStorageMetadata]:
+        """Return the chunks that contain part of ``tensor[row]``.
+
+        A tensor can have tens of thousands of other chunks, of other layers.
+        """
+        if self._rows is None or self._rows[0] != key:
+            rows: dict[int, list[ChunkStorageMetadata]] = {}
+            for chunk in filter(lambda chunk: math.prod(chunk.sizes), self._covering(key, entry)):
+                for at in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                    rows.setdefault(at, []).append(chunk)
+            self._rows = (key, rows)
+        return self._rows[1].get(row, [])
+
+    def _covering(self, key: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+        """Return the chunks of a tensor, after checking that they cover it."""
+        inside = all(
+            o >= 0 and n >= 0 and o + n <= size
+            for chunk in entry.chunks
+            for o, n, size in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)
+        )
+        held = {tuple(chunk.offsets): math.prod(chunk.sizes) for chunk in entry.chunks if math.prod(chunk.sizes)}
+        if not inside or sum(held.values()) != math.prod(entry.size):
+            raise CheckpointError(
+                f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
+                f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
+            )
+        filled = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
+        for chunk in filled:  # checked before memory is allocated for them
+            info = self._location(MetadataIndex(key, chunk.offsets))
+            self._check_length(info, key)
+            if info.length < (needed := math.prod(chunk.sizes) * entry.properties.dtype.itemsize):
+                raise CheckpointError(
+                    f"{self._named(info, key)}: .metadata promises {needed:,} bytes of values in {info.length:,} bytes of the "
+                    "file. Use another checkpoint."
+                )
+        return filled or entry.chunks[:1]
+
+    def _entry(self, key: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        try:
+            return self.metadata.state_dict_metadata[key]
+        except KeyError:
+            raise KeyError(f"{self.directory} has no entry {key!r}") from None
+
+    def _tensor_entry(self, key: str) -> TensorStorageMetadata:
+        entry = self._entry(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(f"{self.directory}: {key} is not a tensor")
+        return entry
+
+    def _indices(self, key: str) -> list[MetadataIndex]:
+        entry = self._entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            return [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
+        return [MetadataIndex(key)]
+
+    def _location(self, index: MetadataIndex) -> Any:
+        info = self._where.get((index.fqn, index.offset))
+        if info is None:
+            raise CheckpointError(f"{self.directory / '.metadata'} does not say where {index.fqn} {index.offset} lies.")
+        if info.transform_descriptors:
+            raise CheckpointError(
+                f"{self.directory / info.relative_path}: {index.fqn} went through {info.transform_descriptors}, which "
+                "cannot be read here. Load the checkpoint with torch and save it without extensions."
+            )
+        return info
+
+    def _named(self, info: Any, key: str) -> str:
+        return f"{self.directory / info.relative_path} ({key})"
+
+    @contextlib.contextmanager
+    def _open(self, info: Any, key: str) -> Iterator[IO[bytes]]:
+        with open_regular(self._check_length(info, key)) as file:
+            yield io.BufferedReader(_Window(file, info.offset, info.length))
+
+    def _check_length(self, info: Any, key: str) -> Path:
+        """Return the file that contains an entry, after checking that it is long enough."""
+        try:
+            path = inside(self.directory, info.relative_path)
+            size = path.stat().st_size
+        except FileRefused as error:
+            raise CheckpointError(f"{self.directory}: {key} cannot be read: {error}.") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(
+                f"{self.directory / info.relative_path} is missing; {key} lies in it. Copy the checkpoint again."
+            ) from None
+        if info.offset + info.length > size:
+            raise CheckpointError(
+                f"{path} is cut short: it has {size:,} bytes, and {key} lies at {info.offset:,} to "
+                f"{info.offset + info.length:,}. Copy the checkpoint again."
+            )
+        return path
+
+
+class _Window(io.RawIOBase):
+    """A part of a file, as a file object."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._offset + self._at)
+        count: int = self._file.readinto(memoryview(buffer)[: max(self._length - self._at, 0)]) or 0  # type: ignore[attr-defined]
+        self._at += count
+        return count

@@ -1,0 +1,405 @@
+"""A folder of checkpoints, in which the last complete one can always be found."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import operator
+import os
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.optim.state import optimizer_name
+from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.run_lineage import Lineage
+from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
+from mfsdp_compile.wrapper import unwrapped
+
+from .dcp_reader import CheckpointError
+from .extra_state import extra_to_tensor, get_generators
+from .loading import Restored, as_checkpoint_error, load
+from .manifest import Manifest, now, read_manifest, versions, write_durably
+from .saving import PublishingWriter, sharded_part, sync_directory
+
+__all__ = ["Checkpoints"]
+
+_LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
+
+
+class Checkpoints:
+    """Checkpoints of one training, in a folder that all its ranks can access.
+
+    ::
+
+        checkpoints = Checkpoints("runs/a", keep=3)
+        checkpoints.save(step, model, optimizer, extra={"schedule": schedule.state_dict()})
+        ...
+        restored = checkpoints.load(model, optimizer)     # the last one, on any number of ranks
+
+    A checkpoint is the folder ``step-00000100``, in the format of ``torch.distributed.checkpoint``, with a manifest. It
+    gets this name when it is complete and on disk; a save that dies leaves nothing that later saves or loads use. The
+    file ``latest`` holds the name of the last one, for other programs; :meth:`latest` does not use it to find the
+    checkpoint. All methods are collective except :meth:`latest` and :meth:`all`.
+
+    Use one folder per training. Each sharded model is a run, and its checkpoints contain the run's id; loading a
+    checkpoint continues the runs that it comes from. If another run saves into the same folder (two jobs by mistake, or
+    a training that was restarted from scratch), saving goes on, because a mistake in one job must not cost the work of
+    another. ``keep`` then counts and removes only checkpoints of this run and of those that it continues, and a warning
+    names the others.
+
+    Args:
+        root: The folder; created if necessary. All machines must share it.
+        keep: How many of this run's checkpoints to keep, counted from the last. None: all.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], keep: int | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, or None for all; got {keep}")
+        self.root = Path(root).absolute()  # background saves continue even if the program changes its working directory
+        self.keep = keep
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._under_way: Future[Any] | None = None
+        self._told: set[str] = set()  # runs that have been named in a warning
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.wait()
+
+    # -- finding checkpoints ------------------------------------------------------------------------------------------
+
+    def all(self) -> list[Path]:
+        """Return the complete checkpoints, in the order in which they were written.
+
+        Checkpoints with a damaged manifest are left out, with a warning.
+        """
+        complete, damaged = self._find()
+        for _, error in damaged:
+            warnings.warn(f"A checkpoint is left out: {error}", stacklevel=2)
+        return [path for _, path in complete]
+
+    def latest(self) -> Path | None:
+        """Return the checkpoint that was written last, or None if there is none.
+
+        Raises:
+            CheckpointError: If its manifest is damaged.
+        """
+        complete, damaged = self._find()
+        if damaged:
+            with contextlib.suppress(OSError, FileRefused):
+                name = read_text(inside(self.root, _LATEST))
+                for path, what in damaged:
+                    if path.name == name:
+                        raise what
+        return complete[-1][1] if complete else None
+
+    def _find(self) -> tuple[list[tuple[Manifest, Path]], list[tuple[Path, CheckpointError]]]:
+        """Find the checkpoints in the folder.
+
+        Returns:
+            The complete ones with their manifests, by serial number, and the damaged ones with their errors.
+        """
+        complete: list[tuple[Manifest, Path]] = []
+        damaged: list[tuple[Path, CheckpointError]] = []
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if not _NAME.fullmatch(path.name):
+                continue
+            try:
+                if (manifest := read_manifest(path)) is not None:
+                    complete.append((manifest, path))
+            except CheckpointError as error:
+                damaged.append((path, error))
+            except OSError as error:
+                damaged.append((path, CheckpointError(f"{path} cannot be read ({error}).")))
+        return sorted(complete, key=lambda held: (held[0].serial, held[1])), damaged
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+    ) -> Path:
+        """Write a checkpoint, and wait until it is complete.
+
+        Args:
+            step: Training step; not negative.
+            model: The sharded model.
+            optimizer: Extended by ``fully_shard_optimizer``. None: no optimizer state is saved.
+            extra: Data of the program, such as ``state_dict()`` of a scheduler or a data loader: tensors, numbers,
+                strings, and lists, tuples and dicts of them. The first rank's is saved. Random number generators are
+                always saved, for each rank.
+
+        Returns:
+            The checkpoint's folder, on all ranks.
+
+        Raises:
+            TypeError, ValueError: If the step is not an integer, or negative.
+            RuntimeError: If a rank could not write. Earlier checkpoints are unchanged.
+        """
+        save = self._begin(step, model, optimizer, extra)
+        try:
+            dcp.save(save.state, storage_writer=save.writer, process_group=save.group)
+        except CheckpointException as error:
+            raise save.failed(error) from error
+        finally:
+            save.lock.close()
+        return save.path
+
+    def save_async(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        extra: Any = None,
+    ) -> Future[Path]:
+        """Like :meth:`save`, but return as soon as everything has been copied to CPU memory; a thread writes it.
+
+        The next save waits for this one. :meth:`wait` also does, and must be called before the process group is
+        destroyed.
+
+        Returns:
+            A future of the folder. Its exception is the one that :meth:`save` would raise.
+        """
+        save = self._begin(step, model, optimizer, extra)
+        done: Future[Path] = Future()
+
+        def finish(written: Any) -> None:
+            save.lock.close()
+            error = written.exception()
+            if isinstance(error, CheckpointException):
+                error = save.failed(error)
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(save.path)
+
+        try:
+            written = dcp.async_save(save.state, storage_writer=save.writer, process_group=save.group)
+        except BaseException:
+            save.lock.close()
+            raise
+        self._under_way = done
+        written.add_done_callback(finish)  # type: ignore[union-attr]
+        return done
+
+    def wait(self) -> None:
+        """Wait for the save in progress, if any. Raises its exception."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _begin(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any) -> _Save:
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}")
+        self.wait()
+        model = unwrapped(model, "Checkpoints.save")
+        model.sharded.check_parameters_are_everyones("Checkpoints")
+        sharded = model.sharded
+        is_first = dist.get_rank(sharded.everyone) == 0
+        state: dict[str, Any] = {}
+
+        def contents() -> list[str]:
+            if waiting := sharded.synchronisation.microbatches:
+                raise CheckpointError(
+                    f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
+                    "optimizer's step, or drop them with model.zero_grad_buffer()."
+                )
+            state["model"] = model.state_dict()
+            if optimizer is not None:
+                state["optimizer"] = optimizer.state_dict()
+            if extra is not None:
+                state["extra"] = extra_to_tensor(extra)
+            if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
+                state.update({key: sharded_part(value) for key, value in state.items()})
+            state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
+            return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
+
+        agree(sharded.everyone, "Saving a checkpoint", contents, compat.timeout_of(sharded.everyone) * 1.5)
+        group = self._group(sharded)  # waits for all ranks, so only after they have all arrived
+        sharded.compare_buffers("where a checkpoint is saved", group)
+        chosen: list[Any] = [None]
+        lock = contextlib.ExitStack()
+        if is_first:
+            try:
+                lock.enter_context(_locked(self.root))
+                chosen = [(*self._prepare(step, sharded.lineage), None)]
+            except Exception as error:  # the other ranks wait for it
+                lock.close()
+                chosen = [(None, None, 0, f"{type(error).__name__}: {error}")]
+        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        directory, final, serial, refusal = chosen[0]
+        if refusal is not None:
+            raise CheckpointError(f"The first rank cannot write to {self.root}: {refusal}")
+
+        def publish() -> None:
+            os.rename(directory, final)
+            sync_directory(self.root)
+            try:
+                write_durably(self.root / _LATEST, final.name)
+                self._remove_old(sharded.lineage)
+            except OSError as error:  # the checkpoint itself is complete
+                warnings.warn(
+                    f"{final} is complete, but what is around it could not be kept in order: {error}", stacklevel=2
+                )
+
+        manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
+        writer = PublishingWriter(directory, manifest, publish)
+        return _Save(state, writer, group, final, directory, lock)
+
+    def _prepare(self, step: int, lineage: Lineage) -> tuple[Path, Path, int]:
+        """Return the folder to write to, its final path, and the serial number. Runs on the first rank."""
+        for pattern in (
+            ".saving-*",
+            ".removing-*",
+        ):  # left by a process that died; none is active, because this process holds the lock
+            for left in self.root.glob(pattern):
+                remove(left)
+        complete, _ = self._find()
+        self._warn_of_others(complete, lineage)
+        serial = complete[-1][0].serial + 1 if complete else 0
+        final, number = self.root / f"step-{step:08}", 0
+        while final.exists():  # from a run that was continued from an earlier step; it stays
+            number += 1
+            final = self.root / f"step-{step:08}.{number}"
+        directory = self.root / f".saving-{serial}"
+        directory.mkdir()
+        return directory, final, serial
+
+    def _warn_of_others(self, complete: Sequence[tuple[Manifest, Path]], lineage: Lineage) -> None:
+        others = {manifest.run: (manifest, path) for manifest, path in complete if not lineage.has(manifest.run)}
+        for run, (manifest, path) in others.items():
+            if run in self._told:
+                continue
+            self._told.add(run)
+            warnings.warn(
+                f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the last is {path.name}, made "
+                f"{manifest.created}. This run, {lineage.run}, has not loaded it, saves beside it, and does not remove it. If "
+                "another job is at work, give each a folder of its own: loading takes the last checkpoint of all. If this "
+                "training was begun anew, remove the old checkpoints; if it should go on from them, load first.",
+                stacklevel=4,
+            )
+
+    def _remove_old(self, lineage: Lineage) -> None:
+        if self.keep is None:
+            return
+        own = [path for manifest, path in self._find()[0] if lineage.has(manifest.run)]
+        for path in own[: -self.keep]:
+            doomed = self.root / f".removing-{path.name}"
+            os.rename(path, doomed)  # one rename, so that nobody sees a half-removed checkpoint
+            remove(doomed)
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **arguments: Any
+    ) -> Restored | None:
+        """Load the last complete checkpoint; see :func:`load` for the other arguments.
+
+        Returns:
+            What was loaded, or None on all ranks if there is no checkpoint.
+        """
+        self.wait()
+        model = unwrapped(model, "Checkpoints.load")
+        group = self._group(model.sharded)
+        chosen: list[Any] = [None]
+        if dist.get_rank(group) == 0:
+            try:
+                chosen = [self.latest()]
+            except Exception as error:  # the other ranks wait for it
+                chosen = [
+                    error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+                ]
+        dist.broadcast_object_list(chosen, group=group, group_src=0)
+        if isinstance(chosen[0], CheckpointError):
+            raise chosen[0]
+        return load(chosen[0], model, optimizer, **arguments) if chosen[0] is not None else None
+
+    def _group(self, sharded: ShardedModel) -> dist.ProcessGroup:
+        """Return a CPU process group of the model's ranks, used by nothing else because background saves communicate.
+
+        It has torch's timeout for gloo, because a slow disk can take longer than a collective of the model may.
+        """
+        ranks = tuple(dist.get_process_group_ranks(sharded.everyone))
+        if ranks not in self._groups:
+            self._groups[ranks] = compat.new_group(ranks, backend="gloo")
+        return self._groups[ranks]
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save in progress."""
+
+    state: dict[str, Any]
+    writer: PublishingWriter
+    group: dist.ProcessGroup
+    path: Path
+    directory: Path
+    lock: contextlib.ExitStack
+
+    def failed(self, error: CheckpointException) -> CheckpointError:
+        """Return the error to raise, on every rank. The first rank removes what was written, to free the space."""
+        if dist.get_rank(self.group) == 0:
+            with contextlib.suppress(OSError):  # the next save removes what cannot be removed now
+                remove(self.directory)
+        return as_checkpoint_error(error, f"Saving {self.path} failed; earlier checkpoints are as they were")
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Hold a lock, so that one process writes at a time. The OS releases the lock of a process that dies."""
+    root.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    with os.fdopen(descriptor, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{root} is being saved into, by another process or another Checkpoints") from None
+        try:
+            yield
+        finally:  # closing is not enough: a process forked in the meantime also has the file open
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _manifest(
+    step: int, serial: int, sharded: ShardedModel, world_size: int, optimizer: torch.optim.Optimizer | None
+) -> Manifest:
+    layouts = "\n".join(f"{bucket.plan.name}: {bucket.plan.layout.fingerprint}" for bucket in sharded.buckets)
+    return Manifest(
+        step=step,
+        serial=serial,
+        created=now(),
+        world_size=world_size,
+        sharding=str(sharded.topology),
+        layout=hashlib.sha256(layouts.encode()).hexdigest(),
+        versions=versions(),
+        rng=True,
+        run=sharded.lineage.run,
+        continues=sharded.lineage.continues,
+        optimizer=optimizer_name(optimizer) if optimizer is not None else None,
+    )

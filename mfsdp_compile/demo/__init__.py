@@ -1,0 +1,1 @@
+"""``mfsdp demo``: train a small transformer on real text, then report memory, collectives and loss."""

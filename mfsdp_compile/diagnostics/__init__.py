@@ -1,0 +1,1 @@
+"""Commands and functions that explain what happens, or what went wrong."""

@@ -1,0 +1,159 @@
+"""``mfsdp_compile.explain``: a readable account of what ``torch.compile(backend="mfsdp")`` does with a model.
+
+It lists the graphs and what they gather and reduce, what each pass did to the schedule, where Dynamo broke the graph
+and why, which units therefore run eagerly, and what has been compiled more than once and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mfsdp_compile.passes.context import Phase, Report
+from mfsdp_compile.passes.pipeline import Record
+from mfsdp_compile.runtime import compat
+
+from ..backend.verify_step import unchanged
+from ..wrapper import unwrapped
+
+__all__ = ["Explanation", "GraphExplanation", "explain", "reason_and_place"]
+
+
+@dataclass(frozen=True)
+class GraphExplanation:
+    """One of Dynamo's graphs.
+
+    Args:
+        units: Units that it computes with, in order of first use.
+        reports: Reports of the passes, by phase. None is Dynamo's graph itself.
+        schedules: Schedules of the finished graphs, except those that were read from a compile cache.
+    """
+
+    units: tuple[str, ...]
+    reports: Mapping[Phase | None, Sequence[Report]]
+    schedules: Mapping[Phase, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of :func:`explain`; ``print`` it.
+
+    Args:
+        graphs: The graphs, in the order in which they were compiled.
+        breaks: Why Dynamo ended a graph before the end of the model, each with the line of the model.
+        eager: Units that no graph computes with. Hooks gather their parameters.
+        several: Units that several graphs compute with. Each of these graphs gathers the whole unit and reduces all its
+            gradients.
+        recompilations: What was recompiled since torch.compile was last reset, and the guard that failed.
+    """
+
+    graphs: tuple[GraphExplanation, ...]
+    breaks: tuple[str, ...]
+    eager: tuple[str, ...]
+    several: tuple[str, ...] = ()
+    recompilations: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.graphs)} {_plural('graph', len(self.graphs))}, {len(self.breaks)} graph breaks"]
+        for number, graph in enumerate(self.graphs):
+            lines += ["", f"graph {number}: {_listed(graph.units)}"]
+            for phase, reports in graph.reports.items():
+                lines.append(f"  {phase.value if phase is not None else 'dynamo'}")
+                for report in reports:
+                    lines.append(f"    {report.name}, {report.seconds * 1e3:.1f} ms")
+                    lines += [f"      {line}" for line in report.lines]
+                    lines += [f"      schedule: {line}" for line in report.changes]
+                if phase is not None and phase in graph.schedules:
+                    lines.append("    schedule")
+                    lines += [f"      {line}" for line in graph.schedules[phase]]
+        for title, found in (
+            ("graph breaks", self.breaks),
+            ("run as they are, parameters gathered by hooks", self.eager),
+            ("gathered by several graphs, by each as a whole", self.several),
+            ("compiled again", self.recompilations),
+        ):
+            if found:
+                lines += ["", f"{title}:", *(f"  {line}" for line in found)]
+        return "\n".join(lines)
+
+
+def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
+    """Explain what ``torch.compile(backend="mfsdp")`` makes of a sharded model for these inputs.
+
+    Runs one forward of ``model(*args, **kwargs)``. If gradients are enabled, backward graphs are compiled too. Buffers
+    and random state are restored before it returns. It first resets torch.compile's caches
+    (:func:`torch.compiler.reset`), so everything in this process is recompiled at its next call. Collective: all ranks
+    call it.
+
+    Args:
+        model: The model that ``fully_shard_model`` returned. If it is compiled, its options are used; otherwise
+            ``inner="aot_eager"``, which compiles fastest.
+
+    Raises:
+        TypeError: If ``model`` is not sharded.
+    """
+    sharded = unwrapped(model, "explain")
+    recompilations = tuple(_recompilations())
+    compiled = model
+    if model is sharded:
+        compiled = torch.compile(sharded, backend="mfsdp", options={"inner": "aot_eager"})  # type: ignore[assignment]
+    torch.compiler.reset()
+    before = len(sharded.sharded.compiled_graphs)
+    with unchanged(sharded), _collected_breaks() as breaks:
+        compiled(*args, **kwargs)
+    records: list[Record] = sharded.sharded.compiled_graphs[before:]
+    graphs = tuple(
+        GraphExplanation(
+            tuple(dict.fromkeys(bucket.unit for bucket in record.context.buckets)),
+            dict(record.reports),
+            dict(record.schedules),
+        )
+        for record in records
+    )
+    covered = Counter(unit for graph in graphs for unit in graph.units)
+    eager = tuple(unit.name for unit in sharded.sharded.eager.units if unit.buckets and unit.name not in covered)
+    several = tuple(unit for unit, count in covered.items() if count > 1)
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations)
+
+
+@contextlib.contextmanager
+def _collected_breaks() -> Iterator[list[str]]:
+    known = compat.graph_break_reasons()
+    before = len(known)
+    found: list[str] = []
+    yield found
+    for reason in known[before:]:
+        if reason.graph_break:
+            found.append(reason_and_place(str(reason.reason), reason.user_stack))
+
+
+def reason_and_place(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return, in one line, why Dynamo ended a graph and the line of the model where it did."""
+    line = next((line.strip() for line in reason.split("\n") if line.strip()), "no reason given")
+    if not stack:
+        return line
+    frame = stack[-1]
+    return f"{line} -- {frame.filename}:{frame.lineno} in {frame.name}{f': {frame.line}' if frame.line else ''}"
+
+
+def _recompilations() -> Iterator[str]:
+    for metrics in compat.compilation_metrics():
+        if metrics.recompile_reason:
+            where = f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}"
+            yield f"{where}: {' '.join(str(metrics.recompile_reason).split())}"
+
+
+def _plural(word: str, count: int) -> str:
+    return word if count == 1 else f"{word}s"
+
+
+def _listed(units: Sequence[str]) -> str:
+    shown = [unit or "(root)" for unit in units]
+    return ", ".join(shown) if len(shown) <= 6 else f"{len(shown)} units, {shown[0]} to {shown[-1]}"

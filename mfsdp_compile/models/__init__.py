@@ -1,0 +1,1 @@
+"""Small language models: for the demo, for plans and for tests."""

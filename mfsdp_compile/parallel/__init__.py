@@ -1,0 +1,1 @@
+"""Context and pipeline parallelism over sharded models."""

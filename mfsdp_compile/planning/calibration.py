@@ -1,0 +1,505 @@
+"""``mfsdp calibrate``: measure the current machine and save it as :class:`~mfsdp_compile.passes.solver.hardware.Hardware`.
+
+Every rank computes at the same time, as in training; rank 0's times are used. Each time is the best of several rounds.
+Peaks are the best rates found; efficiencies are the typical rates relative to them. Collectives are timed among all
+ranks and among half of them, which separates the time to launch one from the latency of links. Bandwidth and latency
+are fitted to the model that predictions use: ``seconds = launch + (ranks - 1) latency + (ranks - 1) / ranks  bytes /
+bandwidth``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from mfsdp_compile.passes.solver.hardware import Hardware, Link
+from mfsdp_compile.processes import run_ranks
+from mfsdp_compile.runtime import compat
+
+__all__ = ["ON_CPU", "ON_CUDA", "Effort", "Measured", "Timing", "calibrate", "describe", "fit_link"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What to measure, and for how long.
+
+    Args:
+        matmul: Rows, inner size and columns of matrix products. The first product is small; the last one also runs
+            concurrently with collectives.
+        matmul_seconds: Products that would take longer are skipped; the device then has no instructions for their
+            dtype.
+        attention: Batch, heads, length and head width.
+        memory_bytes: Size of the tensor to copy; must be far larger than the caches.
+        collective_bytes: Sizes of the full tensors, in ascending order.
+        round_seconds: Duration of one round of repetitions.
+        rounds: Number of rounds of each measurement.
+    """
+
+    matmul: tuple[tuple[int, int, int], ...]
+    matmul_seconds: float
+    attention: tuple[int, int, int, int]
+    memory_bytes: int
+    collective_bytes: tuple[int, ...]
+    round_seconds: float
+    rounds: int
+
+
+COLLECTIVE_BYTES = tuple(2**i for i in range(10, 27, 2))  # 1 KiB to 64 MiB
+ON_CPU = Effort(
+    matmul=((512, 512, 512), (1024, 768, 768), (1024, 768, 3072), (1024, 3072, 768), (1024, 1024, 1024)),
+    matmul_seconds=0.5,
+    attention=(1, 8, 1024, 64),
+    memory_bytes=128 * 2**20,
+    collective_bytes=COLLECTIVE_BYTES,
+    round_seconds=0.1,
+    rounds=5,
+)
+ON_CUDA = Effort(
+    matmul=((4096, 4096, 4096), (8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (8192, 8192, 8192)),
+    matmul_seconds=1.0,
+    attention=(4, 32, 4096, 128),
+    memory_bytes=2**30,
+    collective_bytes=COLLECTIVE_BYTES,
+    round_seconds=0.1,
+    rounds=5,
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Measured time of a collective.
+
+    Args:
+        kind: ``"all_gather"`` or ``"reduce_scatter"``.
+        ranks: Number of ranks in the group.
+        size: Bytes of the full tensor.
+        seconds: Duration of one collective.
+    """
+
+    kind: str
+    ranks: int
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements on one rank, taken while the other ranks did the same.
+
+    Args:
+        device: Name of the device.
+        matmul: Floating-point operations per second of each matrix product, by dtype.
+        dtype: Dtype that models compute in on this device. Attention and the efficiencies are measured in it.
+        attention: Floating-point operations per second, forward and backward.
+        memory: Bytes read and written per second, by operation.
+        memory_bytes: Memory of the device.
+        kernel_seconds: Duration of the smallest operation.
+        timings: Times of collectives. Empty with one rank.
+        slowdown: Fraction by which computation takes longer while collectives run.
+    """
+
+    device: str
+    matmul: Mapping[str, tuple[float, ...]]
+    dtype: str
+    attention: float
+    memory: Mapping[str, float]
+    memory_bytes: int
+    kernel_seconds: float
+    timings: tuple[Timing, ...]
+    slowdown: float
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def calibrate(out: str, ranks: int, name: str, effort: Effort | None = None) -> int:
+    """Measure the machine, print the results, and write them to ``out``. Returns 2 if that fails, otherwise 0.
+
+    Args:
+        out: Path of a file that ends in ``.json``.
+        ranks: Number of processes. With GPUs, one per GPU.
+        name: Name of the machine.
+        effort: What to measure. Default: :data:`ON_CUDA` with GPUs, otherwise :data:`ON_CPU`.
+
+    Raises:
+        RuntimeError: If a rank fails.
+    """
+    console = Console()
+    gpus = torch.cuda.device_count()
+    problem = _unwritable(Path(out))
+    if problem is None and gpus and ranks > gpus:
+        problem = f"{ranks} ranks need as many GPUs, and there are {gpus}: give --ranks {gpus}"
+    if problem is not None:
+        console.print(problem, markup=False, highlight=False, soft_wrap=True)
+        return 2
+    backend, threads = ("nccl", 1) if gpus else ("gloo", max(1, (os.cpu_count() or 1) // ranks))
+    console.print(
+        f"measuring on {ranks} {'rank' if ranks == 1 else 'ranks'}, which takes about a minute", highlight=False
+    )
+    effort = effort or (ON_CUDA if gpus else ON_CPU)
+    (measured,) = run_ranks(_measure, ranks, effort, backend=backend, threads=threads)
+    try:
+        hardware = describe(measured, name, ranks)
+    except ValueError as error:
+        console.print(f"measured something that cannot be: {error}. Is the machine busy?", markup=False, soft_wrap=True)
+        return 2
+    Path(out).write_text(hardware.to_json())
+    console.print(_table(measured, hardware))
+    if ranks == 1:
+        console.print("One rank has nobody to send to: links are not measured. Give --ranks 2 or more.", soft_wrap=True)
+    console.print(
+        f'written to {out}. It is used by torch.compile(model, backend="mfsdp", options={{"hardware": "{out}"}}) and by '
+        f"mfsdp plan --hardware {out}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why a file cannot be written, or None if it can."""
+    if path.suffix != ".json":
+        return f"{path} does not end in .json, by which a file of hardware is told from a name. Give --out {path}.json"
+    if path.is_dir():
+        return f"cannot write to {path}: it is a folder"
+    if not path.parent.is_dir():
+        return f"cannot write to {path}: there is no folder {path.parent}"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"cannot write to {path}: permission denied"
+    return None
+
+
+def _table(measured: Measured, hardware: Hardware) -> Table:
+    table = Table("what", "measured", "fitted", title=f"{hardware.name}: {measured.device}", title_justify="left")
+    for dtype, rates in measured.matmul.items():
+        typical = f"best of {len(rates)}; median {statistics.median(rates) / 1e9:,.0f}"
+        table.add_row(f"products, {dtype}", f"{max(rates) / 1e9:,.0f} GFLOP/s, {typical}")
+    table.add_row(f"attention, {measured.dtype}", f"{measured.attention / 1e9:,.0f} GFLOP/s, forward and backward")
+    for operation, rate in measured.memory.items():
+        table.add_row(f"memory, {operation}", f"{rate / 1e9:,.1f} GB/s")
+    table.add_row("smallest kernel", _duration(measured.kernel_seconds))
+    for ranks, size in dict.fromkeys((timing.ranks, timing.size) for timing in measured.timings):
+        same = [timing for timing in measured.timings if (timing.ranks, timing.size) == (ranks, size)]
+        taken = ", ".join(f"{timing.kind} {_duration(timing.seconds)}" for timing in same)
+        many = f"{ranks} {'rank' if ranks == 1 else 'ranks'}"
+        table.add_row(f"{_size(size)}, {many}", taken, _duration(_predicted(same[0], hardware)))
+    if measured.timings:
+        table.add_row("launching", "", _duration(hardware.collective_seconds))
+        table.add_row("latency", "", _duration(hardware.intra_node.latency))
+        table.add_row("bandwidth", "", f"{hardware.intra_node.bandwidth / 1e9:,.3g} GB/s")
+        table.add_row("beside collectives", f"products take {measured.slowdown:.0%} longer")
+    return table
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e6:,.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:,.3g} ms"
+
+
+def _size(numbytes: int) -> str:
+    return f"{numbytes / 2**10:,.0f} KiB" if numbytes < 2**20 else f"{numbytes / 2**20:,.0f} MiB"
+
+
+def _predicted(timing: Timing, hardware: Hardware) -> float:
+    link, hops = hardware.intra_node, timing.ranks - 1
+    return hardware.collective_seconds + hops * link.latency + hops / timing.ranks * timing.size / link.bandwidth
+
+
+# -- fitting hardware to times ----------------------------------------------------------------------------------------
+
+
+def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[int]) -> tuple[float, Link]:
+    """Fit launch time, latency and bandwidth to times of collectives.
+
+    Minimizes the squared relative errors of this model, with no negative numbers:
+    ``seconds = launch + (ranks - 1) latency + (ranks - 1) / ranks  bytes / bandwidth``
+
+    Args:
+        sizes: Bytes of the full tensors.
+        seconds: Duration of each collective.
+        ranks: Number of ranks in each group. If all groups have the same size, launch time and latency cannot be
+            separated, and all of it counts as launch time.
+
+    Returns:
+        Seconds to launch a collective, and the link.
+
+    Raises:
+        ValueError: If no bandwidth follows from the times, because in the largest group large tensors take no longer
+            than small ones.
+    """
+    size, taken, group = (np.asarray(values, dtype=np.float64) for values in (sizes, seconds, ranks))
+    largest = group == group.max()
+    few, many = (taken[largest & (size == end)].mean() for end in (size[largest].min(), size[largest].max()))
+    if many <= few or group.max() == 1:
+        raise ValueError(f"no bandwidth: collectives took {few:.3g} s with few bytes and {many:.3g} s with many")
+    hops = group - 1
+    columns = np.stack([np.ones_like(size), hops, hops / group * size], axis=1) / taken[:, None]
+    # With three unknowns it is cheap to try all combinations of zeros. The last one, seconds per byte, is never zero.
+    unknown = (0, 1) if len(set(ranks)) > 1 else (0,)
+    found, error = {2: 0.0}, math.inf
+    for chosen in (kept for count in range(len(unknown) + 1) for kept in combinations(unknown, count)):
+        used = [*chosen, 2]
+        scale = np.linalg.norm(columns[:, used], axis=0)
+        solution = np.linalg.lstsq(columns[:, used] / scale, np.ones_like(taken), rcond=None)[0] / scale
+        off = float(np.linalg.norm(columns[:, used] @ solution - 1))
+        if (solution >= 0).all() and solution[-1] > 0 and off < error:
+            found, error = dict(zip(used, solution.tolist(), strict=True)), off
+    return found.get(0, 0.0), Link(bandwidth=1 / found[2], latency=found.get(1, 0.0))
+
+
+def describe(measured: Measured, name: str, ranks: int) -> Hardware:
+    """Return the machine, rounded to three digits. Each number's source says how it was found."""
+    rates = measured.matmul[measured.dtype]
+    bandwidths = list(measured.memory.values())
+    how = f"measured on {measured.device}, torch {torch.__version__}"
+    sources = {
+        "flops": f"{how}: the best of {len(rates)} matrix products or, of slow dtypes, fewer",
+        "matmul_efficiency": f"{how}: their median by the best, {measured.dtype}",
+        "attention_efficiency": f"{how}: forward and backward, causal, {measured.dtype}",
+        "memory_bandwidth": f"{how}: the best of {', '.join(measured.memory)}",
+        "memory_efficiency": f"{how}: their median by the best",
+        "memory_bytes": "what torch reports; without GPUs a rank's part of the machine's memory",
+        "kernel_seconds": f"{how}: adding to one number",
+        "ranks_per_node": "not measured: the ranks that took part",
+    }
+    if measured.timings:
+        timings = measured.timings
+        launch, link = fit_link([t.size for t in timings], [t.seconds for t in timings], [t.ranks for t in timings])
+        sources |= {
+            "collective_seconds": f"{how}: fitted to {len(timings)} times",
+            "intra_node": f"{how}: fitted to {len(timings)} times",
+            "inter_node": "not measured: as inside a node",
+            "compute_slowdown": f"{how}: a matrix product while all-gathers run",
+        }
+    else:
+        launch, link = measured.kernel_seconds, Link(bandwidth=max(bandwidths) / 2, latency=0.0)
+        missing = "not measured, with one rank: a copy in memory"
+        sources |= dict.fromkeys(("collective_seconds", "intra_node", "inter_node"), missing)
+        sources["compute_slowdown"] = "not measured, with one rank"
+    link = Link(_rounded(link.bandwidth), _rounded(link.latency))
+    return Hardware(
+        name=name,
+        flops={dtype: _rounded(max(found)) for dtype, found in measured.matmul.items()},
+        matmul_efficiency=_rounded(statistics.median(rates) / max(rates)),
+        attention_efficiency=_rounded(min(1.0, measured.attention / max(rates))),
+        memory_bandwidth=_rounded(max(bandwidths)),
+        memory_efficiency=_rounded(statistics.median(bandwidths) / max(bandwidths)),
+        memory_bytes=measured.memory_bytes,
+        kernel_seconds=_rounded(measured.kernel_seconds),
+        collective_seconds=_rounded(launch),
+        ranks_per_node=ranks,
+        intra_node=link,
+        inter_node=link,
+        compute_slowdown=_rounded(measured.slowdown),
+        sources=sources,
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+# -- measuring on every rank ------------------------------------------------------------------------------------------
+
+
+def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    clock = _Clock(device, effort)
+    matmul = {}
+    for each in (torch.float32, torch.bfloat16, torch.float16):
+        dist.barrier()
+        if rates := _matmul(clock, each):
+            matmul[_name(each)] = rates
+    dist.barrier()
+    attention = _attention(clock, dtype)
+    dist.barrier()
+    memory, kernel_seconds = _memory(clock), clock.seconds(_smallest(device))
+    timings: list[Timing] = []
+    world = dist.get_world_size()
+    for size in sorted({max(1, world // 2), world}) if world > 1 else ():
+        group = dist.new_group(range(size))
+        if rank < size:
+            # A group of one sends nothing: the time of its smallest collective is the launch time.
+            for numbytes in effort.collective_bytes if size > 1 else effort.collective_bytes[:1]:
+                timings += _collectives(clock, group, numbytes)
+        dist.barrier()
+    slowdown = _slowdown(clock, dtype, timings[-2].seconds if rank == 0 else 0.0) if world > 1 else 0.0
+    if rank == 0:
+        say(
+            Measured(
+                device=_device_name(device),
+                matmul=matmul,
+                dtype=_name(dtype),
+                attention=attention,
+                memory=memory,
+                memory_bytes=_memory_bytes(device, world),
+                kernel_seconds=kernel_seconds,
+                timings=tuple(timings),
+                slowdown=slowdown,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """Times operations on a device. On CUDA it uses events, so the CPU does not wait between operations."""
+
+    device: torch.device
+    effort: Effort
+
+    def once(self, run: Callable[[], object], calls: int) -> float:
+        """Return the total seconds of ``calls`` calls."""
+        if self.device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            for _ in range(calls):
+                run()
+            end.record()
+            end.synchronize()
+            return start.elapsed_time(end) / 1e3
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return time.perf_counter() - begin
+
+    def seconds(self, run: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
+        """Return the seconds of one call. With a group, all its ranks make the same number of calls."""
+        run()
+        calls = max(1, min(1000, round(self.effort.round_seconds / self.once(run, 1))))
+        if group is not None:
+            agreed = torch.tensor(calls, device=self.device)
+            dist.all_reduce(agreed, dist.ReduceOp.MIN, group)
+            calls = int(agreed)
+        return min(self.once(run, calls) for _ in range(self.effort.rounds)) / calls
+
+
+def _matmul(clock: _Clock, dtype: torch.dtype) -> tuple[float, ...]:
+    """Return floating-point operations per second of each matrix product that is not skipped."""
+    rates: list[float] = []
+    for rows, inner, columns in clock.effort.matmul:
+        flops = 2 * rows * inner * columns
+        if rates and flops / min(rates) > clock.effort.matmul_seconds:
+            continue
+        try:
+            left = torch.randn(rows, inner, device=clock.device).to(dtype)
+            right = torch.randn(columns, inner, device=clock.device).to(dtype)
+            rates.append(flops / clock.seconds(lambda left=left, right=right: F.linear(left, right)))  # type: ignore[misc]
+        except RuntimeError:
+            if clock.device.type == "cuda":
+                raise
+            return ()  # torch has no product of this dtype on this CPU
+    return tuple(rates)
+
+
+def _attention(clock: _Clock, dtype: torch.dtype) -> float:
+    """Return floating-point operations per second of causal attention.
+
+    It counts two products in forward and five in backward, each of them half because of the mask.
+    """
+    batch, heads, length, width = clock.effort.attention
+    shape = (batch, heads, length, width)
+    query, key, value = (
+        torch.randn(shape, device=clock.device).to(dtype).requires_grad_() for _ in ("query", "key", "value")
+    )
+    gradient = torch.randn(shape, device=clock.device).to(dtype)
+
+    def run() -> None:
+        torch.autograd.grad(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True), (query, key, value), gradient
+        )
+
+    return 3.5 * 4 * batch * heads * length**2 * width / 2 / clock.seconds(run)
+
+
+def _memory(clock: _Clock) -> dict[str, float]:
+    """Return bytes read and written per second by large operations."""
+    one, two, out = (torch.zeros(clock.effort.memory_bytes // 4, device=clock.device) for _ in range(3))
+    operations: dict[str, tuple[int, Callable[[], object]]] = {
+        "copy": (2, lambda: out.copy_(one)),
+        "scale": (2, lambda: torch.mul(one, 2.0, out=out)),
+        "add": (3, lambda: torch.add(one, two, out=out)),
+    }
+    return {
+        name: tensors * clock.effort.memory_bytes / clock.seconds(run) for name, (tensors, run) in operations.items()
+    }
+
+
+def _smallest(device: torch.device) -> Callable[[], object]:
+    number = torch.zeros(1, device=device)
+    return lambda: number.add_(1.0)
+
+
+def _collectives(clock: _Clock, group: dist.ProcessGroup, size: int) -> list[Timing]:
+    ranks = group.size()
+    numel = max(1, size // 4 // ranks)
+    shard, whole = torch.ones(numel, device=clock.device), torch.ones(numel * ranks, device=clock.device)
+    name = group.group_name
+    gather = clock.seconds(lambda: compat.wait_tensor(compat.all_gather(shard, ranks, name)), group)
+    reduce = clock.seconds(lambda: compat.wait_tensor(compat.reduce_scatter(whole, "sum", ranks, name)), group)
+    return [
+        Timing("all_gather", ranks, 4 * numel * ranks, gather),
+        Timing("reduce_scatter", ranks, 4 * numel * ranks, reduce),
+    ]
+
+
+def _slowdown(clock: _Clock, dtype: torch.dtype, gather_seconds: float) -> float:
+    """Return the fraction by which the last matrix product takes longer while all-gathers run.
+
+    Enough all-gathers are started to outlast the product.
+
+    Args:
+        gather_seconds: Duration of the largest all-gather. Read on rank 0, which broadcasts how many all-gathers to
+            start.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    rows, inner, columns = clock.effort.matmul[-1]
+    left, right = (torch.randn(n, inner, device=clock.device).to(dtype) for n in (rows, columns))
+    shard = torch.ones(clock.effort.collective_bytes[-1] // 4 // group.size(), device=clock.device)
+
+    def product() -> object:
+        return F.linear(left, right)
+
+    alone = clock.seconds(product)
+    needed = min(64, math.ceil(3 * alone / gather_seconds)) if gather_seconds else 0
+    count = torch.tensor(needed, device=clock.device)
+    dist.broadcast(count, 0)
+    beside = []
+    for _ in range(clock.effort.rounds):
+        dist.barrier()
+        started = [compat.all_gather(shard, group.size(), group.group_name) for _ in range(int(count))]
+        beside.append(clock.once(product, 1))
+        for full in started:
+            compat.wait_tensor(full)
+    return max(0.0, statistics.median(beside) / alone - 1)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{os.cpu_count()} cores, {platform.machine()}"
+
+
+def _memory_bytes(device: torch.device, ranks: int) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

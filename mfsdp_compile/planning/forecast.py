@@ -1,0 +1,279 @@
+"""Predictions for a compiled model, and measurements to compare them with."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from mfsdp_compile.passes.context import Context, Phase
+from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.pipeline import Prediction, Record
+from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solver.solve import explained
+from mfsdp_compile.passes.solver.step_events import PHASES
+from mfsdp_compile.runtime.ranks import profiling
+
+from ..report import PassRow, Report, UnitTime, headline, write
+from ..wrapper import unwrapped
+
+__all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
+
+
+# -- predicted --------------------------------------------------------------------------------------------------------
+
+
+def predicted(model: nn.Module) -> Timeline:
+    """Simulate a training step of a compiled model, from the graphs that run and their schedule.
+
+    Args:
+        model: Sharded, compiled with ``options={"report": True}``, and run once.
+
+    Raises:
+        RuntimeError: If nothing has been compiled, or the graphs came out of a compile cache, which does not store
+            them.
+    """
+    return _Compiled(model).timeline
+
+
+class _Compiled:
+    """The last training graphs of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = unwrapped(model, "report")
+        records: list[Record] = self.model.sharded.compiled_graphs
+        wanted = set(PHASES.values())
+        whole = [r for r in records if r.context.whole_model and wanted <= r.events.keys()]
+        if not whole:
+            raise RuntimeError(_why_nothing(records))
+        self.record = whole[-1]
+        prediction = self.record.prediction
+        assert prediction is not None
+        self.prediction: Prediction = prediction
+        self.context: Context = self.record.context
+        events = {stage: self.record.events[phase] for stage, phase in PHASES.items()}
+        resting = resting_memory(self.context.buckets, prediction.optimizer, self.context.other_bytes)
+        found = simulate(events, self.context, prediction.costs, resting, prediction.optimizer)
+        self.timeline = explained(found, self.record.decisions, PHASES)
+
+
+def _why_nothing(records: Sequence[Record]) -> str:
+    start = "There is nothing to report on: "
+    if not records:
+        return f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training step."
+    failed = [f"{phase.value}: {why}" for r in records for phase, why in r.unpredicted.items()]
+    if failed:
+        return f"{start}the graphs could not be followed ({'; '.join(failed)}). Please report this."
+    if not any(r.context.whole_model for r in records):
+        return (
+            f"{start}no graph holds the whole model; mfsdp_compile.explain(model, *inputs) says where it breaks. Compile with "
+            "fullgraph=True."
+        )
+    if all(not r.schedules for r in records):
+        return f"{start}the graphs came out of a compile cache. Compile with options={{'report': True}}."
+    return f"{start}no backward has been compiled: run a training step."
+
+
+def schedule_of(model: nn.Module) -> ScheduleText:
+    """Return the schedule of a compiled model, to save, edit and pass as ``options={"schedule": path}``.
+
+    Args:
+        model: Sharded, compiled, and run once. Code from a compile cache works too.
+
+    Raises:
+        RuntimeError: If nothing has been compiled.
+    """
+    sharded = unwrapped(model, "schedule_of").sharded
+    lines: dict[Phase, Sequence[str]] = {}
+    for phase, found in sharded.begun_graphs:
+        lines[Phase(phase)] = found
+    if not lines:
+        raise RuntimeError("The model has not been compiled and run: there is no schedule yet.")
+    return ScheduleText.of(lines)
+
+
+# -- measured ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Times at which collectives start, which mark the boundaries between units.
+
+    On CUDA they are measured with events on the compute stream, otherwise with a clock.
+
+    Args:
+        starts: For each collective: where it was started, what it is, and seconds since the beginning of the step.
+        seconds: Duration of the step.
+    """
+
+    starts: Sequence[tuple[str, str, float]]
+    seconds: float
+
+
+def measure(model: nn.Module, step: Callable[[], Any], repeats: int = 5) -> list[Measurement]:
+    """Run ``step`` several times, and record when collectives start. Collective: every rank calls it.
+
+    Costs one clock reading, or one event, per collective.
+
+    Args:
+        step: Computes a loss with the model and calls ``backward()``.
+        repeats: Number of measured runs. One more run precedes them, unmeasured.
+    """
+    device = next(iter(unwrapped(model, "measure").sharded.buckets)).flat.device
+    step()
+    return [_measured(step, device) for _ in range(repeats)]
+
+
+def _measured(step: Callable[[], Any], device: torch.device) -> Measurement:
+    marks: list[tuple[profiling.Launch, Any]] = []
+    mark, since = _clock(device)
+    with profiling.listening(lambda launch: marks.append((launch, mark()))):
+        begin = mark()
+        step()
+        end = mark()
+    return Measurement([(launch.where, launch.what, since(begin, at)) for launch, at in marks], since(begin, end))
+
+
+def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+    """Return a function that marks a point of the computation, and one for the seconds between two marks."""
+    if device.type != "cuda":
+        return time.perf_counter, lambda first, second: second - first
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def since(first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        second.synchronize()
+        return first.elapsed_time(second) / 1e3
+
+    return mark, since
+
+
+def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measurement]) -> list[UnitTime]:
+    """Return predicted and median measured times between starts of collectives, by the unit that computes there.
+
+    Raises:
+        RuntimeError: If the measured collectives are not the predicted ones.
+    """
+    residents = sum(info.resident_bytes > 0 for info in context.buckets)  # started by the runtime, before the graphs
+    starts = timeline.exposures[residents:]
+    expected = [(f"{e.stage.value} graph", e.what, e.name) for e in starts]
+    end = timeline.seconds - sum(s for (stage, _), s in timeline.units.items() if stage is Stage.OPTIMIZER)
+    times: dict[tuple[Stage, str], tuple[float, list[float]]] = {}
+    for one in measured:
+        found = [(where, *_split(what)) for where, what, _ in one.starts]
+        if found != expected:
+            pairs = itertools.zip_longest(found, expected, fillvalue=("nothing",))
+            other, wanted = next((" ".join(a), " ".join(b)) for a, b in pairs if a != b)
+            raise RuntimeError(f"the step that was measured has {other}, where {wanted} was predicted")
+    before = 0.0
+    last: Exposure | None = None
+    for position in range(len(starts) + 1):
+        e = starts[position] if position < len(starts) else None
+        at = e.issued if e is not None else end
+        stage = e.stage if e is not None else Stage.BACKWARD
+        unit = (e.during or e.unit) if e is not None else (last.during if last is not None else "")
+        if last is not None and e is not None and last.stage is not e.stage:
+            stage, unit = last.stage, f"after {last.during}"  # nothing starts there until the backward begins
+        found_times = [_interval(one, position) for one in measured]
+        so_far, all_measured = times.get((stage, unit), (0.0, [0.0] * len(measured)))
+        times[stage, unit] = so_far + at - before, [a + b for a, b in zip(all_measured, found_times, strict=True)]
+        before, last = at, e
+    return [UnitTime(stage, unit, seconds, median(each)) for (stage, unit), (seconds, each) in times.items()]
+
+
+def _interval(one: Measurement, position: int) -> float:
+    """Return the seconds from the previous start to this one, or from the last start to the end."""
+    begin = one.starts[position - 1][2] if position else 0.0
+    return (one.starts[position][2] if position < len(one.starts) else one.seconds) - begin
+
+
+def _split(what: str) -> tuple[str, str]:
+    """Return ``("reduce", "layers.0")`` for ``"reduce layers.0, stage 2"``."""
+    kind, _, name = what.partition(" ")
+    return kind, name.partition(",")[0]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def report(
+    model: nn.Module,
+    folder: Path | str | None = None,
+    *,
+    measured: Sequence[Measurement] = (),
+    title: str = "Training step",
+    name: str = "report",
+) -> Report:
+    """Report what a compiled model's training step is predicted to do, why, and how that compares with measurements.
+
+    Args:
+        model: Sharded, compiled with ``options={"report": True}``, and run once.
+        folder: Folder for ``report.html``, ``report.txt`` and ``report.trace.json``. None: nothing is written.
+        measured: Results of :func:`measure`.
+        title: Title of the report.
+        name: Base name of the files.
+
+    Returns:
+        The report. ``mfsdp_compile.report.to_text`` prints it.
+
+    Raises:
+        RuntimeError: If there is nothing to report on. The message says why.
+        OSError: If the files cannot be written.
+    """
+    compiled = _Compiled(model)
+    record, context, timeline = compiled.record, compiled.context, compiled.timeline
+    notes = ["Predicted figures come from the cost model of the hardware named below, not from this machine."]
+    times: list[UnitTime] = []
+    if measured:
+        try:
+            times = _by_unit(timeline, context, measured)
+        except RuntimeError as error:
+            notes.append(f"What was measured is not compared: {error}.")
+    rows = [
+        PassRow(phase.value if phase is not None else "dynamo", r.name, r.seconds, r.lines, r.changes)
+        for phase, reports in record.reports.items()
+        for r in reports
+    ]
+    verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
+    made = Report(
+        title,
+        headline(timeline, context.policy.memory_budget),
+        timeline,
+        context.buckets,
+        {phase.value: lines for phase, lines in record.schedules.items()},
+        rows,
+        list(dict.fromkeys(verdicts)),
+        times,
+        _environment(compiled),
+        notes,
+        context.policy.memory_budget,
+    )
+    if folder is not None:
+        write(made, folder, name)
+    return made
+
+
+def _environment(compiled: _Compiled) -> Mapping[str, str]:
+    sharded, prediction, settled = compiled.model.sharded, compiled.prediction, compiled.record.settled
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(sharded.buckets[0].flat.device),
+        "sharding": str(sharded.topology),
+        "hardware of the prediction": prediction.costs.hardware.name,
+        "inner compiler": "inductor" if prediction.costs.fused else "aot_eager",
+        "optimizer of the prediction": prediction.optimizer.name,
+        "policy": str(compiled.context.policy),
+        **({"schedule": str(settled)} if settled is not None else {}),
+    }

@@ -1,0 +1,344 @@
+"""Workloads to plan: models of known shape, Hugging Face configurations, and models from a factory."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mfsdp_compile.models.gpt import Gpt, GptBlock, GptConfig
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
+from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
+from mfsdp_compile.parallel.context_parallel import ContextParallel
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.untrusted_files import read_json, safe_name, typed
+
+__all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "Part", "Workload", "workload"]
+
+Inputs = tuple[Sequence[Any], Mapping[str, Any]]
+
+
+class Degrees(NamedTuple):
+    """Numbers of ranks that divide a model in ways other than sharding its parameters.
+
+    Args:
+        expert: Ranks that divide experts.
+        tensor: Ranks that divide all layers (tensor parallelism).
+        context: Ranks that divide sequences.
+        pipeline: Ranks that divide layers among them: the stages of a pipeline.
+    """
+
+    expert: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+
+    @property
+    def together(self) -> int:
+        """Number of ranks that compute one batch together."""
+        return self.tensor * self.context * self.pipeline
+
+    def __str__(self) -> str:
+        names = {"EP": self.expert, "TP": self.tensor, "CP": self.context, "PP": self.pipeline}
+        return ", ".join(f"{name} {size}" for name, size in names.items() if size > 1)
+
+
+UNDIVIDED = Degrees()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of a divided model, before sharding.
+
+    Args:
+        degrees: Degrees of division.
+        experts: Process group of expert parallelism, if any.
+        context: Division of sequences, if any.
+        stage: Stage of the pipeline.
+    """
+
+    degrees: Degrees = UNDIVIDED
+    experts: dist.ProcessGroup | None = None
+    context: ContextParallel | None = None
+    stage: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.degrees.pipeline - 1
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How a model is divided in ways other than sharding.
+
+    Args:
+        by: Names of the :class:`Degrees` that the model supports.
+        build: Builds this rank's part of the model, except for tensor parallelism. Called where tensors have no values.
+        inputs: Returns the arguments of the part's forward, for a batch size and the length of whole sequences.
+        parallelize: Divides the part over tensor-parallel ranks, in place.
+        alike: For a number of stages, returns the number of the first stage that is like it, for each stage.
+    """
+
+    by: frozenset[str]
+    build: Callable[[Part], nn.Module]
+    inputs: Callable[[Part, int, int], Inputs] | None = None
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
+    alike: Callable[[int], Sequence[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, and what one rank computes with it in a step.
+
+    Args:
+        name: Name of the workload.
+        build: Builds the model. Called where tensors have no values.
+        unit_modules: See ``fsdp_unit_modules`` of :func:`~mfsdp_compile.fully_shard_model`.
+        inputs: Returns the arguments of forward, ``(args, kwargs)``, for one rank's batch size and length.
+        loss: Computes a scalar from the result of forward.
+        batch, length: Number of sequences per rank, and tokens per sequence.
+        dtype: Dtype that the model computes in.
+        checkpoint: Activation checkpointing of units. ``"none"``. ``"full"``: save their inputs, and recompute
+            everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
+            calls selective op checkpointing.
+        divided: How the model is divided by expert, tensor, context and pipeline parallelism. None: it cannot be.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    unit_modules: Any
+    inputs: Callable[[int, int], Inputs]
+    loss: Callable[[Any], Tensor] = lambda output: output
+    batch: int = 1
+    length: int = 2048
+    dtype: torch.dtype = torch.bfloat16
+    checkpoint: str = "none"
+    divided: Divided | None = None
+
+
+@dataclass(frozen=True)
+class _Shape:
+    model: type[nn.Module]
+    unit: type[nn.Module]
+    config: Any
+    length: int = 8192
+    source: str = field(default="", repr=False)
+
+
+_LLAMA3 = "https://arxiv.org/abs/2407.21783, table 3"
+
+SHAPES: Mapping[str, _Shape] = {
+    "demo": _Shape(Llama, Block, LlamaConfig(), 128, "mfsdp demo"),
+    "llama2-7b": _Shape(
+        Llama, Block, LlamaConfig(32000, 4096, 32, 32, 32, 11008), 4096, "https://arxiv.org/abs/2307.09288"
+    ),
+    "llama3-8b": _Shape(Llama, Block, LlamaConfig(128256, 4096, 32, 32, 8, 14336, 500_000.0), 8192, _LLAMA3),
+    "llama3-70b": _Shape(Llama, Block, LlamaConfig(128256, 8192, 80, 64, 8, 28672, 500_000.0), 8192, _LLAMA3),
+    "llama3-405b": _Shape(Llama, Block, LlamaConfig(128256, 16384, 126, 128, 8, 53248, 500_000.0), 8192, _LLAMA3),
+    "gpt3-175b": _Shape(Gpt, GptBlock, GptConfig(50257, 12288, 96, 96, 2048), 2048, "https://arxiv.org/abs/2005.14165"),
+    "mixtral-8x7b": _Shape(
+        MoeLlama,
+        MoeBlock,
+        MoeConfig(32000, 4096, 32, 32, 8, 14336, 1e6, experts=8, chosen=2),
+        4096,
+        "https://arxiv.org/abs/2401.04088",
+    ),
+    "deepseek-moe-16b": _Shape(
+        MoeLlama,
+        MoeBlock,
+        MoeConfig(102400, 2048, 27, 16, 16, 1408, experts=64, chosen=6, shared=2),
+        4096,
+        "https://arxiv.org/abs/2401.06066; all layers with experts",
+    ),
+}
+"""Known models by name. ``source`` says where their sizes come from."""
+
+CHECKPOINT = ("none", "selective", "full")
+
+
+def workload(
+    model: str,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpoint: str = "none",
+    unit_modules: Any = None,
+) -> Workload:
+    """Return the workload for an argument of ``mfsdp plan --model``.
+
+    Args:
+        model: One of these: a name in :data:`SHAPES`; ``hf:`` followed by a folder or file with a Hugging Face
+            configuration, or by a name in :data:`SHAPES`; ``package.module:name``. Configurations may be of a language
+            model (including encoder-decoder models) or an image classifier. ``package.module:name`` is a function that
+            returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload` with its own
+            inputs and loss.
+        batch, length: Sequences per rank, and their length. None: the model's default length, or 1 for images.
+        dtype: Dtype that the model computes in.
+        checkpoint: See :class:`Workload`.
+        unit_modules: Overrides what is known about the model.
+
+    Raises:
+        ValueError: If there is no such model. The message lists the known ones.
+    """
+    if checkpoint not in CHECKPOINT:
+        raise ValueError(f"checkpoint takes one of {', '.join(CHECKPOINT)}, got {checkpoint!r}")
+    if batch < 1 or (length is not None and length < 1):
+        raise ValueError(f"batch and length must be at least 1, got {batch} and {length}")
+    given = {"batch": batch, "dtype": dtype, "checkpoint": checkpoint}
+    name = model.removeprefix("hf:")
+    if name in SHAPES:
+        shape = SHAPES[name]
+        found = Workload(name, lambda: shape.model(shape.config), [shape.unit], _tokens(shape.config.vocabulary))
+        if shape.model is MoeLlama:
+            by_experts = Divided(frozenset({"expert"}), lambda part: MoeLlama(shape.config, part.experts))
+            found = replace(found, divided=by_experts)
+        if shape.model is Llama:
+            found = replace(found, divided=divided_llama(shape.config, dtype))
+        found = replace(found, length=length or shape.length, **given)
+    elif model.startswith("hf:"):
+        found = replace(_hugging_face(name, dtype), **given)
+        found = replace(found, length=length or found.length)
+    elif ":" in model:
+        found = _from_factory(model, given, length)
+    else:
+        raise ValueError(
+            f"no model is called {model!r}. Known: {', '.join(SHAPES)}; or give hf:FOLDER with a config.json, or "
+            "package.module:name of a function that makes one"
+        )
+    return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
+
+
+def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
+    """Return how to divide a Llama by tensor, context and pipeline parallelism, in any combination.
+
+    Between the layers that tensor-parallel ranks divide, activations are divided by positions.
+
+    Args:
+        dtype: Dtype of the activations between stages of a pipeline.
+    """
+
+    def build(part: Part) -> nn.Module:
+        attend = {"attend": part.context.attention} if part.context is not None else {}
+        return Llama(config, **attend, stage=part.stage, stages=part.degrees.pipeline)
+
+    def inputs(part: Part, batch: int, length: int) -> Inputs:
+        of_rank = length // part.degrees.context
+        tokens = [torch.zeros(batch, of_rank, dtype=torch.int64) for _ in range(2)]
+        positions = part.context.positions(length) if part.context is not None else torch.arange(length)
+        shape = (batch, of_rank // part.degrees.tensor, config.width)
+        first = tokens[0] if part.stage == 0 else torch.zeros(shape, dtype=dtype, requires_grad=True)
+        return [first, *([tokens[1]] if part.is_last else [])], {"positions": positions}
+
+    def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(model, Llama)
+        return parallelize(model, mesh, sequence=True)
+
+    def alike(stages: int) -> list[int]:
+        kinds = [
+            (stage == 0, stage == stages - 1, len(layers_of_stage(config.layers, stage, stages)))
+            for stage in range(stages)
+        ]
+        return [kinds.index(kind) for kind in kinds]
+
+    return Divided(frozenset({"tensor", "context", "pipeline"}), build, inputs, parallel, alike)
+
+
+def _tokens(vocabulary: int) -> Callable[[int, int], Inputs]:
+    def inputs(batch: int, length: int) -> Inputs:
+        return [torch.zeros(batch, length, dtype=torch.int64) for _ in range(2)], {}
+
+    return inputs
+
+
+def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(f"hf:{path} needs the package transformers: pip install 'mfsdp-compile[models]'") from error
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(
+            f"hf:{path}: there is no such file, nor a config.json in such a folder; names are not looked up in the hub. "
+            f"Models that are known by name: {', '.join(SHAPES)}"
+        )
+    try:
+        values = typed(read_json(file), dict, "it")
+        safe_name(values.get("model_type"), "model_type")
+        names = [safe_name(name) for name in typed(values.get("architectures") or [], list, "architectures")]
+        config = transformers.AutoConfig.for_model(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{file} is no configuration of transformers: {error}") from error
+    config.use_cache = False
+    named = getattr(transformers, names[0], None) if names else None
+    if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+        named = None
+    takes_images = getattr(named, "main_input_name", "input_ids") == "pixel_values"
+    if hasattr(config, "vision_config"):
+        raise ValueError(
+            f"{file}: it depends on the model where images are among tokens, so that inputs cannot be made up. Give a "
+            "package.module:name of a mfsdp_compile.planning.Workload, which says what they are"
+        )
+
+    def build() -> nn.Module:
+        if named is None:
+            return _traceable(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype))
+        return _traceable(named(config))
+
+    def inputs(batch: int, length: int) -> Inputs:
+        if takes_images:
+            size = config.image_size
+            height, width = (size, size) if isinstance(size, int) else size
+            pixels = torch.zeros(batch, config.num_channels, height, width, dtype=dtype)
+            return [], {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.int64)}
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        return [], {"input_ids": tokens, "labels": tokens}
+
+    length = 1 if takes_images else min(getattr(config, "max_position_embeddings", None) or 2048, 8192)
+    name = values.get("_name_or_path") or os.path.basename(os.path.abspath(path))
+    return Workload(name, build, "auto", inputs, lambda output: output.loss, length=length)
+
+
+def _traceable(model: Any) -> nn.Module:
+    """Remove two things from a transformers model's forward that torch.compile cannot trace.
+
+    They are hooks for router logits and hidden states, which the model installs when it first runs, and a warning that
+    the name of its class does not determine its loss.
+    """
+    with contextlib.suppress(ImportError):  # there are no such hooks before version 5
+        from transformers.utils.output_capturing import install_all_output_capturing_hooks
+
+        install_all_output_capturing_hooks(model)
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"
+    return model
+
+
+def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Workload:
+    module_name, _, attribute = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be imported: {error}") from error
+    if isinstance(factory, Workload):
+        return replace(factory, **given, length=length or factory.length)
+    if not callable(factory):
+        raise ValueError(f"{path} is a {type(factory).__name__}, and neither a function nor a Workload")
+    found = Workload(path, factory, "auto", _tokens(0), _sum_of_floats)
+    return replace(found, **given, length=length or found.length)
+
+
+def _sum_of_floats(output: Any) -> Tensor:
+    """Return a loss for any output: the first scalar in it, or otherwise the sum of the means of its tensors."""
+    floats = [t for t in compat.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+    scalars = [t for t in floats if t.dim() == 0]
+    return scalars[0] if scalars else torch.stack([t.float().mean() for t in floats]).sum()

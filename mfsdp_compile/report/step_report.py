@@ -1,0 +1,298 @@
+"""Contents of a report as plain data, and the tables that all its forms are made from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from mfsdp_compile.passes.context import BucketInfo
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline
+
+from .numbers import bytes_text, called, change_text, flops_text, is_exposed, percent_text, reason_text, seconds_text
+
+__all__ = ["PassRow", "Report", "Table", "UnitTime", "headline", "peak_text", "tables"]
+
+
+@dataclass(frozen=True)
+class PassRow:
+    """What a pass did to a graph.
+
+    Args:
+        graph: Graph, such as ``"forward"``.
+        name: Name of the pass.
+        seconds: Duration of the pass.
+        lines: What it reported, one decision per line.
+        changes: How it changed the schedule.
+    """
+
+    graph: str
+    name: str
+    seconds: float
+    lines: Sequence[str]
+    changes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """Predicted and measured seconds of a unit in a stage of the step, including waits."""
+
+    stage: Stage
+    unit: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A training step, and how its schedule was decided.
+
+    Args:
+        title: Title of the report.
+        headline: The most important results: pairs of label and text. :func:`headline` makes the usual ones.
+        timeline: Timeline of the simulated step.
+        buckets: Buckets of the model, in order of first use.
+        schedule: Lines of the schedule, by graph.
+        passes: Passes, in the order in which they ran.
+        verdicts: Results of the verifier.
+        measured: Measurements to compare with the prediction. Empty if there are none.
+        environment: What the numbers depend on: versions, hardware, options.
+        notes: Other remarks.
+        budget_bytes: Memory budget of the step. None: no budget.
+    """
+
+    title: str
+    headline: Sequence[tuple[str, str]]
+    timeline: Timeline
+    buckets: Sequence[BucketInfo] = ()
+    schedule: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    passes: Sequence[PassRow] = ()
+    verdicts: Sequence[str] = ()
+    measured: Sequence[UnitTime] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise ValueError(f"a budget is a number of bytes above 0, got {self.budget_bytes}")
+
+
+_MANY = 40
+"""Maximum number of exposed collectives that are shown without expanding the table."""
+_NUMBER = re.compile(r"(<|[+-])?[\d,]*\.?\d+( ?(%|s|ms|us|B|[KMG]iB))?")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A part of a report, as text.
+
+    Args:
+        title: Title of the table.
+        header: Names of the columns. A single empty name: lines without a header.
+        rows: Rows, with as many cells as the header. Only the last cell may be long.
+        about: A sentence that says what is shown.
+        total: Whether the last row is the sum of the others.
+        detail: Whether to collapse the table if it is long.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    about: str = ""
+    total: bool = False
+    detail: bool = False
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row) != len(self.header):
+                raise ValueError(f"table {self.title!r} has {len(self.header)} columns, and a row of {len(row)}: {row}")
+
+    @property
+    def numeric(self) -> tuple[bool, ...]:
+        """Which columns hold only numbers."""
+        columns = ([cell for cell in column if cell not in ("", "-")] for column in zip(*self.rows, strict=True))
+        return tuple(bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in columns)
+
+
+def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[str, str]]:
+    """Return the usual headline of a simulated step."""
+    sent = sum(e.seconds for e in timeline.exposures)
+    exposed = timeline.exposed_seconds
+    found = [
+        ("step time", f"{seconds_text(timeline.seconds)} (predicted)"),
+        ("computation", f"{seconds_text(timeline.compute_seconds)} (predicted)"),
+        ("communication", f"{seconds_text(sent)}, {len(timeline.exposures):,} collectives (predicted)"),
+        (
+            "exposed communication",
+            f"{seconds_text(exposed)}, {percent_text(exposed, timeline.seconds)} of the step (predicted)",
+        ),
+        ("peak memory", f"{bytes_text(timeline.peak_bytes)} (predicted)"),
+    ]
+    if budget_bytes is not None:
+        found.append(("memory budget", f"{bytes_text(budget_bytes)}, {_left(timeline.peak_bytes, budget_bytes)}"))
+    if timeline.flops:
+        rate = f"{flops_text(timeline.flops / timeline.seconds)}/s" if timeline.seconds else "-"
+        found.append(("matrix products", f"{flops_text(timeline.flops)}, {rate} (predicted)"))
+    return found
+
+
+def peak_text(timeline: Timeline) -> str:
+    """Describe the peak in a sentence: how high it is, where, and its parts."""
+    parts = sorted(timeline.peak_parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{category.value} {bytes_text(size)}" for category, size in parts if size)
+    return f"The peak is {bytes_text(timeline.peak_bytes)}, {_peak_place(timeline)}: {listed or 'nothing'}."
+
+
+def _peak_place(timeline: Timeline) -> str:
+    place = f"in the {timeline.peak_stage.value}"
+    return f"{place}, at {timeline.peak_at}" if timeline.peak_at else place
+
+
+def tables(report: Report) -> list[Table]:
+    """Return all tables of a report. The first one is the headline. Empty tables are left out."""
+    found = [
+        _peak(report.timeline, report.budget_bytes),
+        _exposures(report.timeline.exposures),
+        _units(report),
+        _buckets(report.buckets),
+        _passes(report.passes),
+        _lines("verifier", report.verdicts, "What the verifier found in the finished graphs."),
+    ]
+    for graph, lines in report.schedule.items():
+        about = "Starts and ends of collectives, in order, and the number of operators between them."
+        found.append(_lines(f"schedule of the {graph}", lines, about, detail=True))
+    environment = tuple(report.environment.items())
+    found.append(Table("environment", ("", ""), environment, "What the numbers above depend on."))
+    found.append(_lines("notes", report.notes, ""))
+    summary = Table("summary", ("", ""), tuple(report.headline))
+    return [summary, *(table for table in found if table.rows)]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _lines(title: str, lines: Iterable[str], about: str, detail: bool = False) -> Table:
+    return Table(title, ("",), tuple((line,) for line in lines), about, detail=detail)
+
+
+def _peak(timeline: Timeline, budget: int | None) -> Table:
+    peak = timeline.peak_bytes
+    rows = []
+    for category in Category:
+        size = timeline.peak_parts.get(category, 0)
+        rows.append((category.value, bytes_text(size), percent_text(size, peak)))
+    rows.append(("peak", bytes_text(peak), percent_text(peak, peak)))
+    about = f"What is in memory when most is, {_peak_place(timeline)} (predicted)."
+    if budget is not None:
+        about += f" The budget is {bytes_text(budget)}: {_left(peak, budget)}."
+    return Table("peak memory", ("category", "bytes", "share"), tuple(rows), about, total=True)
+
+
+def _left(peak: int, budget: int) -> str:
+    return f"{bytes_text(budget - peak)} left" if peak <= budget else f"exceeded by {bytes_text(peak - budget)}"
+
+
+def _exposures(exposures: Sequence[Exposure]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for e in sorted(filter(is_exposed, exposures), key=lambda e: -e.exposed):
+        times = (seconds_text(e.seconds), seconds_text(e.hidden), seconds_text(e.exposed))
+        rows.append((f"{called(e.name)} {e.what}", e.stage.value, *times, reason_text(e)))
+    hidden: dict[tuple[str, Stage], list[Exposure]] = {}
+    for e in exposures:
+        if not is_exposed(e):
+            hidden.setdefault((e.what, e.stage), []).append(e)
+    for (what, stage), some in hidden.items():
+        seconds = seconds_text(sum(e.seconds for e in some))
+        name = f"{len(some):,} {what}{'s' if len(some) > 1 else ''}"
+        rows.append((name, stage.value, seconds, seconds, seconds_text(0.0), "hidden behind computation"))
+    if exposures:
+        sums = (sum(e.seconds for e in exposures), sum(e.hidden for e in exposures), sum(e.exposed for e in exposures))
+        rows.append((f"all {len(exposures):,}", "", *map(seconds_text, sums), ""))
+    about = (
+        "Collectives that computation waits for, the longest wait first, and those that it hides, together (predicted)."
+    )
+    header = ("collective", "stage", "takes", "hidden", "exposed", "because")
+    return Table("exposed communication", header, tuple(rows), about, total=True, detail=len(rows) > _MANY)
+
+
+def _units(report: Report) -> Table:
+    rows: dict[tuple[Stage, str], tuple[float, float | None]] = {
+        key: (seconds, None)
+        for key, seconds in report.timeline.units.items()
+        if not report.measured or key[0] is Stage.OPTIMIZER  # measured boundaries may divide units differently
+    }
+    rows = {(time.stage, time.unit): (time.predicted, time.measured) for time in report.measured} | rows
+    lines = list(_alike((called(unit), stage.value, *_times(*times)) for (stage, unit), times in rows.items()))
+    about = "Seconds of each unit in each stage of the step, waits included. Neighbours that are alike share a line."
+    compared = [(predicted, measured) for predicted, measured in rows.values() if measured is not None]
+    if not compared:
+        lines = [row[:3] for row in [*lines, ("total", "", *_times(sum(p for p, _ in rows.values()), None))]]
+        return Table("time by unit", ("unit", "stage", "predicted"), tuple(lines), about, total=True, detail=True)
+    predicted, measured, error = _times(sum(p for p, _ in compared), sum(m for _, m in compared))
+    lines.append(
+        ("total" if len(compared) == len(rows) else "total of what was measured", "", predicted, measured, error)
+    )
+    about += f" Of what was measured, together: {predicted} predicted, {measured} measured, so that the prediction is off by {error}."
+    header = ("unit", "stage", "predicted", "measured", "error")
+    return Table("time by unit", header, tuple(lines), about, total=True, detail=True)
+
+
+def _times(predicted: float, measured: float | None) -> tuple[str, str, str]:
+    if measured is None:
+        return seconds_text(predicted), "", ""
+    return seconds_text(predicted), seconds_text(measured), change_text(predicted, measured)
+
+
+def _buckets(buckets: Sequence[BucketInfo]) -> Table:
+    rows = []
+    for info in buckets:
+        layout = info.layout
+        content = layout.numel - layout.padding
+        shard = layout.shard_numel * info.main_dtype.itemsize
+        names = (slot.name.removeprefix(f"{info.unit}.") for slot in layout.slots)
+        padding = percent_text(layout.padding, content)
+        sizes = _bucket_sizes(len(layout.slots), content, layout.padding, padding, shard, info.gathered_bytes)
+        rows.append((called(info.name), *sizes, ", ".join(names)))
+    lines = list(_alike(rows))
+    if len(buckets) > 1:
+        count = sum(len(info.layout.slots) for info in buckets)
+        padding_numel = sum(info.layout.padding for info in buckets)
+        content = sum(info.layout.numel for info in buckets) - padding_numel
+        shards = sum(info.layout.shard_numel * info.main_dtype.itemsize for info in buckets)
+        gathered = sum(info.gathered_bytes for info in buckets)
+        padding = percent_text(padding_numel, content)
+        sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
+        lines.append((f"all {len(buckets):,}", *sizes, ""))
+    about = (
+        "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
+        "and of the gathered whole. Neighbours that are alike share a line."
+    )
+    header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
+    return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)
+
+
+def _bucket_sizes(count: int, content: int, padding: int, share: str, shard: int, gathered: int) -> tuple[str, ...]:
+    return f"{count:,}", f"{content:,}", f"{padding:,}", share, bytes_text(shard), bytes_text(gathered)
+
+
+def _passes(passes: Sequence[PassRow]) -> Table:
+    rows = []
+    for row in passes:
+        lines = [*row.lines, *(f"schedule: {change}" for change in row.changes)] or ["nothing"]
+        rows.append((row.graph, row.name, seconds_text(row.seconds), lines[0]))
+        rows += [("", "", "", line) for line in lines[1:]]
+    about = "What each pass decided, how it changed the order of collectives, and how long it took (measured)."
+    return Table("passes", ("graph", "pass", "took", "what it did"), tuple(rows), about, detail=True)
+
+
+def _alike(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Merge consecutive rows that differ only in their first cell."""
+    for rest, group in groupby(rows, key=lambda row: row[1:]):
+        names = [name for name, *_ in group]
+        if len(names) < 3:
+            yield from ((name, *rest) for name in names)
+        else:
+            yield (f"{names[0]} to {names[-1]}, {len(names):,} alike", *rest)

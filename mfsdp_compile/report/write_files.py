@@ -1,0 +1,55 @@
+"""Writing the files of a report."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from .html import to_html
+from .perfetto import to_chrome_trace
+from .step_report import Report
+from .text import to_text
+
+__all__ = ["write"]
+
+
+def write(report: Report, folder: Path | str, name: str) -> dict[str, Path]:
+    """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is created if necessary.
+
+    Each file is written completely or not at all. The files of an earlier report stay until all new ones are written.
+
+    Returns:
+        The paths, by ``"html"``, ``"text"`` and ``"trace"``.
+
+    Raises:
+        ValueError: If ``name`` is not a file name.
+        OSError: If the files cannot be written. The message names the folder.
+    """
+    if not name or Path(name).name != name:
+        raise ValueError(f"name is the beginning of file names, without a folder; got {name!r}")
+    folder = Path(folder)
+    texts = {
+        "html": ("html", to_html(report)),
+        "text": ("txt", to_text(report)),
+        "trace": ("trace.json", json.dumps(to_chrome_trace(report.timeline), allow_nan=False)),
+    }
+    paths = {form: folder / f"{name}.{end}" for form, (end, _) in texts.items()}
+    temporary = {form: folder / f".{path.name}.{os.getpid()}.tmp" for form, path in paths.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for form, (_, text) in texts.items():
+            temporary[form].write_text(text, encoding="utf-8")
+        for form, path in paths.items():
+            os.replace(temporary[form], path)
+    except OSError as error:
+        for path in temporary.values():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise OSError(
+            error.errno,
+            f"the report {name!r} cannot be written to {folder}: {error.strerror or error}. Give a folder "
+            "that can be written to, on a disk that is not full",
+        ) from error
+    return paths

@@ -1,0 +1,476 @@
+"""How long things take: a roofline for computation, latency and bandwidth for collectives.
+
+Plain data in and out, deterministic, nothing is measured here: ranks that have the same graph and the same hardware file
+find the same numbers.
+
+Computation. A matrix product takes as long as its floating-point operations, or its bytes, whichever is more (the
+roofline of https://doi.org/10.1145/1498765.1498785). Everything else moves bytes. Where the inner compiler fuses, operators
+that it can fuse and that follow on one another are one kernel, which reads what comes from outside and writes what goes
+outside: nothing in between is counted. Times are those of large kernels; a kernel takes at least ``kernel_seconds``.
+
+Collectives. A ring over ``n`` ranks, ``l`` of them in each of ``m`` nodes::
+
+    seconds = launch + (n - m) latency_in_node + (m - 1) latency_between + (n - 1) / n  bytes / bandwidth
+
+which is how NCCL's own tuning model counts. A ring that spans nodes leaves each node through as many network cards as it
+has ranks there, so that ``bandwidth`` is the smaller of the fast link's and ``l`` times one rank's own. All-reduce does it
+twice, over a ring or a tree, whichever is faster.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.exchange import stride_of
+
+from .. import roles
+from ..context import BucketInfo, Kind, role_of
+from .hardware import Hardware
+
+__all__ = [
+    "CostModel",
+    "Kernel",
+    "Ring",
+    "collective_seconds",
+    "inlined",
+    "is_alias",
+    "kernels",
+    "origin",
+    "readers",
+    "reduced_bytes",
+    "value_bytes",
+]
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Ranks that communicate.
+
+    Args:
+        size: how many.
+        stride: distance between two of them, in ranks of the job: 1 for neighbours, the size of the inner group for an
+            outer one. Ranks are numbered node by node.
+    """
+
+    size: int
+    stride: int = 1
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Ring:
+        """Ranks by their numbers in the job."""
+        return Ring(len(ranks), stride_of(ranks))
+
+    def in_node(self, ranks_per_node: int) -> int:
+        """How many of them share a node."""
+        return min(self.size, max(1, ranks_per_node // self.stride))
+
+
+def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) -> float:
+    """How long a collective takes, alone on the network.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
+        payload: bytes of the whole tensor: what is gathered, or reduced; what one rank sends to all others and itself.
+        ring: the ranks.
+    """
+    if ring.size == 1:
+        return payload / (hardware.memory_bandwidth * hardware.memory_efficiency / 2)  # a copy
+    local = ring.in_node(hardware.ranks_per_node)
+    nodes = math.ceil(ring.size / local)
+    inside, between = hardware.intra_node, hardware.inter_node
+    bandwidth = inside.bandwidth
+    if nodes > 1:
+        bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
+    latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
+    moved = (ring.size - 1) / ring.size * payload / bandwidth
+    if kind == "all_to_all":  # to each rank by the way that leads there, both ways at a time
+        apart = payload / ring.size
+        moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
+    if kind == "all_reduce":
+        tree = 2 * ((local - 1) * inside.latency + math.log2(nodes) * between.latency)
+        return hardware.collective_seconds + min(2 * latency, tree) + 2 * moved
+    return hardware.collective_seconds + latency + moved
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs on one kind of machine.
+
+    Args:
+        hardware: of it.
+        fused: whether the inner compiler fuses kernels, and computes gradients where they are packed.
+        holds_inputs: whether what a collective reads is kept until it has been awaited: by Inductor's code, and by the work
+            objects of gloo and NCCL; not by process groups of ranks that do not exist.
+        groups: process groups that the model's own collectives run over, by name.
+    """
+
+    hardware: Hardware
+    fused: bool
+    holds_inputs: bool = True
+    groups: Mapping[str, Ring] = field(default_factory=dict)
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def gather(self, info: BucketInfo, portions: bool = False) -> float:
+        """Of a bucket, at each use, from shards or from portions; 0.0 where nothing is sent."""
+        if info.exchange.gather_size == 1 and not info.exchange.gather_group:
+            return 0.0
+        ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
+        return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
+
+    def reduction(self, info: BucketInfo, stage: int) -> float:
+        """Of one stage of the reduction of a bucket's gradients."""
+        exchange = info.exchange
+        ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
+        return collective_seconds(exchange.collectives[stage], reduced_bytes(info, stage), ring, self.hardware)
+
+    def cast(self, info: BucketInfo) -> float:
+        """Of the shard, to what is sent; 0.0 where it has that dtype."""
+        shard = info.layout.shard_numel
+        if info.main_dtype == info.exchange.dtype:
+            return 0.0
+        return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
+
+    def finish(self, info: BucketInfo) -> float:
+        """Of a reduced gradient: what casts it to the shard's dtype, and scales it; 0.0 where it is as it should be."""
+        exchange, main = info.exchange, info.main_dtype.itemsize
+        casts = exchange.comm_dtype != info.main_dtype
+        scales = exchange.scale != 1 and not exchange.scales_first
+        shard = info.layout.shard_numel
+        if casts and scales and not self.fused:
+            return self.moved(shard * (exchange.comm_dtype.itemsize + main)) + self.moved(shard * 2 * main)
+        return self.moved(shard * (exchange.comm_dtype.itemsize + main)) if casts or scales else 0.0
+
+    # -- computation --------------------------------------------------------------------------------------------------
+
+    def moved(self, size: int) -> float:
+        """Seconds of a kernel that reads and writes ``size`` bytes together."""
+        hardware = self.hardware
+        return hardware.kernel_seconds + size / (hardware.memory_bandwidth * hardware.memory_efficiency)
+
+    def compute(self, flops: float, size: int, dtype: torch.dtype, attention: bool) -> float:
+        """Seconds of a matrix product, or fused attention."""
+        hardware = self.hardware
+        efficiency = hardware.attention_efficiency if attention else hardware.matmul_efficiency
+        rate = hardware.flops_of(str(dtype).removeprefix("torch.")) * efficiency
+        return hardware.kernel_seconds + max(
+            flops / rate, size / (hardware.memory_bandwidth * hardware.memory_efficiency)
+        )
+
+    def kernel(self, kernel: Kernel) -> float:
+        if kernel.collective is not None:
+            kind, payload, group = kernel.collective
+            return collective_seconds(kind, payload, self.groups.get(group, Ring(1)), self.hardware)
+        if kernel.flops:
+            return self.compute(kernel.flops, kernel.bytes, kernel.dtype, kernel.attention)
+        return self.moved(kernel.bytes) if kernel.bytes else 0.0
+
+
+def reduced_bytes(info: BucketInfo, stage: int) -> int:
+    """What goes into a stage of a bucket's reduction."""
+    exchange = info.exchange
+    scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
+    return info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What runs as one.
+
+    Args:
+        nodes: in graph order.
+        flops: of matrix products, in floating-point operations; 0 for what only moves data.
+        bytes: that it reads and writes.
+        dtype: that matrix products are computed in.
+        attention: whether it is fused attention.
+        place: in the order of the graph.
+        finishes: the bucket whose reduced gradient it casts or scales; None for what the model computes.
+        collective: of a collective of the model's own, which the model waits for (tensor or expert parallelism): its kind,
+            bytes of the whole tensor, and the name of its process group.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    flops: float
+    bytes: int
+    dtype: torch.dtype
+    attention: bool = False
+    place: float = 0.0
+    finishes: int | None = None
+    collective: tuple[str, int, str] | None = None
+
+    @property
+    def inner(self) -> tuple[fx.Node, ...]:
+        """Nodes whose values nobody else reads: where kernels are fused they are never in memory."""
+        own = set(self.nodes)
+        return tuple(node for node in self.nodes if own.issuperset(readers(node)))
+
+
+def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
+    """The computation of a graph with roles, in order, and the model's own collectives; gathers, reductions and what belongs to
+    them apart."""
+    found: list[Kernel] = []
+    region_of: dict[fx.Node, int] = {}
+    barrier: dict[fx.Node, int] = {}  # by node: how many kernels that cannot be fused it depends on the end of
+    regions: list[list[fx.Node]] = []
+    sums: list[str | None] = []  # what the reductions of each of them sum
+    count = 0
+    nowhere = inlined(graph) if fused else set()
+    for node in graph.nodes:
+        before = max((barrier[source] for source in node.all_input_nodes if source in barrier), default=0)
+        barrier[node] = before
+        if (not is_compute(node) and not _is_of_model(node)) or node in nowhere:
+            continue
+        if fused and _is_fusible(node):
+            following = [region_of[s] for s in _producers(node) if s in region_of]
+            # It joins the kernel of what it reads, if nothing that it needs runs after that kernel, and it loops as that does:
+            # a bias's gradient, the sum of rows, does not join the backward of a norm, which sums within them.
+            joined, axis = max(following, default=-1), _reduced(node)
+            if (
+                joined >= 0
+                and before <= min(barrier[n] for n in regions[joined])
+                and (axis is None or sums[joined] in (None, axis))
+            ):
+                regions[joined].append(node)
+                sums[joined] = sums[joined] or axis
+                region_of[node] = joined
+            else:
+                regions.append([node])
+                sums.append(axis)
+                region_of[node] = len(regions) - 1
+            continue
+        count += 1
+        barrier[node] = count
+        found.append(_kernel([node], nowhere))
+    found += [_kernel(region, nowhere) for region in regions]
+    order = {node: float(position) for position, node in enumerate(graph.nodes)}
+    finishing = {node: reduction.bucket for reduction in roles.reductions(graph) for node in reduction.after}
+    placed = (replace(k, place=_place(k, order), finishes=finishing.get(k.nodes[0])) for k in found)
+    return sorted(placed, key=lambda kernel: kernel.place)
+
+
+def _reduced(node: fx.Node) -> str | None:
+    """What a reduction sums: ``"within rows"``, over the last dimension among others, or ``"rows"``. None: it is none, or of all
+    that there is."""
+    packet = getattr(node.target, "overloadpacket", None)
+    value = node.all_input_nodes[0].meta.get("val") if packet in _REDUCTIONS and node.all_input_nodes else None
+    dims = node.args[1] if len(node.args) > 1 else None
+    dims = [dims] if isinstance(dims, int) else dims
+    if not isinstance(value, Tensor) or not isinstance(dims, (list, tuple)) or not dims:
+        return None
+    reduced = {dim % value.dim() for dim in dims}
+    if len(reduced) == value.dim():
+        return None
+    return "within rows" if value.dim() - 1 in reduced else "rows"
+
+
+def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
+    """Where a kernel runs: at its last node, but before others read what it computes."""
+    own = set(kernel.nodes)
+    readers = (order[user] - 0.5 for node in kernel.nodes for user in node.users if user not in own)
+    return min(order[kernel.nodes[-1]], min(readers, default=math.inf))
+
+
+def _producers(node: fx.Node) -> Iterable[fx.Node]:
+    """What computes a node's inputs."""
+    return map(origin, node.all_input_nodes)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What computes a node's value: views and parts of several values looked through."""
+    while (is_alias(node) or node.target is operator.getitem) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node's value: views and parts of several values looked through."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_alias(user) or user.target is operator.getitem:
+                pending.append(user)
+            else:
+                found[user] = None
+    return list(found)
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Whether a node's value lies where its first input does: a view, or what torch calls an unsafe one."""
+    return roles.is_view(node) or node.target is _aten._unsafe_view.default
+
+
+def is_compute(node: fx.Node) -> bool:
+    """Whether a node is computation of the model: no collective, nothing that belongs to one, no view."""
+    if node.op != "call_function" or is_alias(node) or roles.is_collective(node):
+        return False
+    role = role_of(node)
+    if role is not None and role.kind in _OF_COLLECTIVES:
+        return False
+    return node.target not in _NOTHING and not isinstance(node.target, type(len))
+
+
+_OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.START_REDUCE, Kind.REDUCED)
+_NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
+
+
+def inlined(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that make constants, and what is made of constants alone, where only fused kernels read it: these compute it wherever
+    they need it, so that it is never in memory."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not is_compute(node):
+            continue
+        if node.all_input_nodes:
+            constant = torch.Tag.pointwise in getattr(node.target, "tags", ()) and found.issuperset(_producers(node))
+        else:
+            constant = getattr(node.target, "overloadpacket", None) in _CONSTANTS
+        if constant and all(is_compute(reader) and _is_fusible(reader) for reader in readers(node)):
+            found.add(node)
+    return found
+
+
+def _is_of_model(node: fx.Node) -> bool:
+    """Whether a node starts a collective of the model's own."""
+    return node.op == "call_function" and roles.is_collective(node) and role_of(node) is None
+
+
+def _collective(node: fx.Node) -> tuple[str, int, str]:
+    """Its kind, bytes of the whole tensor, and the name of its process group."""
+    name = node.target._opname  # type: ignore[union-attr]
+    kind = next((kind for kind in _KINDS if name.startswith(kind)), "all_to_all")
+    payload = sum(map(value_bytes, node.all_input_nodes)) if kind != "all_gather" else value_bytes(node)
+    group = node.args[-1]
+    return kind, payload, getattr(group, "group_name", group)  # type: ignore[return-value, arg-type]
+
+
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
+    if _is_of_model(nodes[0]):
+        return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
+    if nodes[0].target is roles.PORTION:  # of what it copies it reads only a part
+        return Kernel(tuple(nodes), 0.0, 2 * value_bytes(nodes[0]), nodes[0].meta["val"].dtype, False)
+    own = set(nodes)
+    read: dict[fx.Node, int] = {}
+    for source in dict.fromkeys(source for node in nodes for source in node.all_input_nodes):
+        if (whole := origin(source)) not in own and whole not in nowhere:
+            read[whole] = min(
+                read.get(whole, 0) + value_bytes(source), value_bytes(whole)
+            )  # two views of it: read once
+    size = sum(read.values())
+    size += sum(value_bytes(node) for node in nodes if not own.issuperset(readers(node)))
+    (first, *more) = nodes
+    flops, attention = (0.0, False) if more else _flops(first)
+    dtype = next(
+        (
+            v.dtype
+            for n in first.all_input_nodes
+            for v in compat.tree_leaves(n.meta.get("val"))
+            if isinstance(v, Tensor) and v.is_floating_point()  # states of random numbers are bytes
+        ),
+        torch.float32,
+    )
+    return Kernel(tuple(nodes), flops, size, dtype, attention)
+
+
+def _flops(node: fx.Node) -> tuple[float, bool]:
+    """Floating-point operations of a matrix product or of attention, and whether it is attention."""
+    target, args = _operator(node)
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0.0, False
+    name = target._opname
+    if "attention" in name and "scaled_dot_product" in name:
+        names = [argument.name for argument in target._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | dict(node.kwargs)
+        return _attention_flops(given, backward="backward" in name), True
+    formula = compat.flop_formula(target)
+    if formula is None:
+        return 0.0, False
+    values, kwargs = fx.node.map_arg((args, dict(node.kwargs)), lambda n: _concrete(n.meta.get("val")))
+    return float(formula(*values, **kwargs, out_val=_concrete(node.meta.get("val")))), False
+
+
+def _operator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What a node computes, and its arguments. Operators that use random numbers, as attention may, lie inside another one
+    where they are computed again."""
+    before = {"run_and_save_rng_state": 0, "run_with_rng_state": 1}.get(str(node.target))
+    if before is None:
+        return node.target, node.args
+    return node.args[before], node.args[before + 1 :]
+
+
+def _attention_flops(given: Mapping[str, Any], backward: bool) -> float:
+    """Two matrix products forward and five backward (one of them again); half of that with a causal mask, as kernels
+    skip what is masked (https://arxiv.org/abs/2205.14135)."""
+    query, key, value = (_concrete(given[name].meta["val"]) for name in ("query", "key", "value"))
+    batch, heads, length, width = query.shape
+    keys, value_width = key.shape[-2], value.shape[-1]
+    products = 2.0 * batch * heads * length * keys * (width + value_width)
+    causal = 0.5 if given.get("is_causal") else 1.0
+    return products * causal * (2.5 if backward else 1.0)
+
+
+def _concrete(value: Any) -> Any:
+    """With numbers for symbolic sizes."""
+    if isinstance(value, torch.SymInt):
+        return compat.concrete(value)
+    if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
+        return torch.empty([compat.concrete(size) for size in value.shape], dtype=value.dtype, device="meta")
+    return value
+
+
+def value_bytes(node: fx.Node) -> int:
+    """Of a node's value; of all of them, if it has several."""
+    return sum(_tensor_bytes(v) for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
+
+
+def _tensor_bytes(value: Tensor) -> int:
+    """That are read or written: what is expanded counts once."""
+    numel = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        if compat.concrete(stride) != 0:
+            numel *= compat.concrete(size)
+    return numel * value.dtype.itemsize
+
+
+_FUSIBLE_NAMES = """
+sum mean amax amin var var_mean prod any all argmax argmin logsumexp cumsum _softmax _log_softmax
+_softmax_backward_data _log_softmax_backward_data native_layer_norm native_layer_norm_backward
+native_dropout native_dropout_backward rms_norm _fused_rms_norm _fused_rms_norm_backward
+embedding index gather slice_scatter select_scatter cat constant_pad_nd clone copy
+full full_like zeros zeros_like ones ones_like empty empty_like arange scalar_tensor iota where
+new_zeros new_full new_empty lift_fresh_copy _to_copy masked_fill
+"""
+_FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_aten, name, None)) is not None}
+_CONSTANTS = {_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota}
+_REDUCTIONS = {
+    *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.prod, _aten.any, _aten.all),
+    _aten.logsumexp,
+}
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._opname == "inductor_seeds":
+        return False  # those of all dropouts are drawn at once; what reads one of them runs where it is needed
+    return (
+        torch.Tag.pointwise in target.tags
+        or target.overloadpacket in _FUSIBLE
+        or target.namespace == "prims"
+        or target.namespace == "inductor_prims"
+    )

@@ -1,0 +1,390 @@
+"""What a finished graph does to time and memory, in order: kernels, starts and ends of collectives, lives of storages.
+
+Lives are those of the code that runs: a storage is there from the operator that computes it to the last one that reads it
+or a view of it; what a collective reads, and what it writes, until it has been awaited (torch keeps both). Fused kernels
+never store what only they read, write over an input of the same size that nobody reads after them, and compute gradients
+where they are packed, from the first one of a bucket on.
+
+A backward graph begins with what its forward graph has saved: tensors that both share by name.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.runtime import compat
+
+from .. import roles
+from ..context import BucketInfo, Context, Kind, role_of
+from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers
+
+__all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
+
+_PACK = torch.ops.mfsdp.pack_gradients.default
+_CONVOLUTIONS: dict[Any, int] = {
+    torch.ops.aten.convolution.default: 0,
+    torch.ops.aten.convolution_backward.default: 1,
+}
+"""Which argument is the image; the weight follows."""
+
+
+class Category(str, Enum):
+    """What memory is used for."""
+
+    SHARDS = "parameter shards"
+    OPTIMIZER = "optimizer state"
+    GATHERED = "gathered parameters"
+    GRADIENTS = "gradients"
+    SAVED = "saved for backward"
+    TEMPORARY = "temporary"
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory that a graph allocates, or was given.
+
+    Args:
+        bytes: of it.
+        category: what it is for.
+        begin: place in the graph where it is allocated; -1: it was there before.
+        end: place of its last use; None: it outlives the graph.
+        bucket: that it is a gather, or a reduction, of.
+        handed_on: whether what is computed at its end takes its memory over.
+    """
+
+    bytes: int
+    category: Category
+    begin: float
+    end: float | None
+    bucket: int | None = None
+    handed_on: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A gather, or a stage of a reduction.
+
+    Args:
+        what: ``"gather"`` or ``"reduce"``.
+        bucket, stage: of which bucket, and of its reduction.
+        before: seconds of computation right before it starts: a cast, or gradients that are copied together.
+        seconds: that it takes alone on the network.
+        group: that it runs over; those of one group run one after the other.
+    """
+
+    what: str
+    bucket: int
+    stage: int
+    before: float
+    seconds: float
+    group: str
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A collective in a graph.
+
+    Args:
+        start, wait: places in the graph.
+        first_use, last_use: of what it gathers.
+        ready: where the last gradient is computed that it reduces.
+        copied: gradients that are not computed in the bucket, but copied there, and go then.
+    """
+
+    collective: Collective
+    start: float
+    wait: float
+    first_use: float = 0.0
+    last_use: float = 0.0
+    ready: float = 0.0
+    copied: tuple[Storage, ...] = ()
+
+
+Saved = Mapping[str, Storage | None]
+"""What a forward graph hands to its backward graph, by name; None for inputs of the forward, which live anyway."""
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """Of one graph.
+
+    Args:
+        kernels: computation, by place.
+        seconds: of each.
+        collectives: in order of their starts.
+        storages: all of them, those that came from the forward graph among them.
+        uses: place of the first use of each bucket, whether it is sent or not, in order.
+        saved: for the backward graph.
+    """
+
+    kernels: tuple[Kernel, ...]
+    seconds: tuple[float, ...]
+    collectives: tuple[Placed, ...]
+    storages: tuple[Storage, ...]
+    uses: tuple[tuple[float, int], ...]
+    saved: Saved = field(default_factory=dict)
+
+
+def flow_of(
+    graph: fx.Graph, context: Context, costs: CostModel, *, user_outputs: int = 0, saved: Saved | None = None
+) -> Flow:
+    """What a graph with roles does.
+
+    Args:
+        user_outputs: of a forward graph: the outputs after these are saved for backward.
+        saved: of the forward graph, if this is its backward.
+    """
+    return _Reader(graph, context, costs, user_outputs, saved).read()
+
+
+class _Reader:
+    def __init__(
+        self, graph: fx.Graph, context: Context, costs: CostModel, user_outputs: int, saved: Saved | None
+    ) -> None:
+        self.graph, self.context, self.costs = graph, context, costs
+        self.user_outputs, self.before = user_outputs, saved
+        self.place = {node: float(i) for i, node in enumerate(graph.nodes)}
+        self.kernels = kernels(graph, costs.fused)
+        self.nowhere = inlined(graph) if costs.fused else set()
+        self.kernel_of: dict[fx.Node, Kernel] = {}
+        for kernel in self.kernels:
+            for node in kernel.nodes:
+                self.kernel_of[node] = kernel
+                self.place[node] = kernel.place
+        self.roots: dict[fx.Node, list[Storage]] = {}
+        self.storages: list[Storage] = []
+        self.given: dict[Storage, Storage] = {}  # of the forward graph, and as this graph knows them: some are shared
+
+    def read(self) -> Flow:
+        for node in self.graph.nodes:
+            self.roots[node] = self._roots(node)
+            if self.costs.fused and node.target in _CONVOLUTIONS:
+                self._lay_out_anew(node)
+        self._end_lives()
+        if self.costs.fused:
+            self._reuse()
+        collectives = tuple(sorted(self._collectives(), key=lambda c: c.start))
+        seconds = tuple(self.costs.kernel(kernel) for kernel in self.kernels)
+        storages = tuple(s for s in self.storages if s.bytes)
+        uses = sorted(
+            (min(self.place[use] for use in gather.uses), gather.bucket)
+            for gather in roles.gathers(self.graph)
+            if gather.uses
+        )
+        return Flow(tuple(self.kernels), seconds, collectives, storages, tuple(uses), self._saved())
+
+    # -- storages -----------------------------------------------------------------------------------------------------
+
+    def _roots(self, node: fx.Node) -> list[Storage]:
+        """The storages behind a node's value, in order."""
+        if node.op == "placeholder":
+            return self._given(node)
+        if node.op != "call_function":
+            return []
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if node.target is operator.getitem and source is not None:
+            return self._item(source, node.args[1])
+        if source is not None and (is_alias(node) or self._passes_on(node)):
+            return self.roots[source]
+        return [self._allocate(node, value) for value in compat.tree_leaves(node.meta.get("val"))]
+
+    def _item(self, source: fx.Node, index: Any) -> list[Storage]:
+        """The storages of one of several values, which may be several again."""
+        values, whole = self.roots[source], source.meta.get("val")
+        if not isinstance(whole, (list, tuple)) or not isinstance(index, int):
+            return values
+        index %= len(whole)
+        begin, end = (len(compat.tree_leaves(list(whole[:stop]))) for stop in (index, index + 1))
+        return values[begin:end]
+
+    def _passes_on(self, node: fx.Node) -> bool:
+        """Whether a node's value lies where its first input does: an awaited collective, something written to."""
+        target = node.target
+        if target is torch.ops._c10d_functional.wait_tensor.default:
+            return True
+        return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+    def _given(self, node: fx.Node) -> list[Storage]:
+        if self.before is None or node.name not in self.before:
+            return []
+        storage = self.before[node.name]
+        if storage is None:
+            return []
+        if storage not in self.given:
+            self.given[storage] = Storage(storage.bytes, storage.category, -1, -1, storage.bucket)
+            self.storages.append(self.given[storage])
+        return [self.given[storage]]
+
+    def _allocate(self, node: fx.Node, value: Any) -> Storage:
+        """For one of a node's values; of no bytes for what is no tensor, so that the others keep their places."""
+        size = 0
+        if isinstance(value, Tensor):
+            size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
+        role = role_of(node)
+        kind = role.kind if role is not None else None
+        category = _CATEGORIES.get(kind, Category.TEMPORARY) if kind is not None else Category.TEMPORARY
+        bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
+        if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
+            category, bucket = Category.GRADIENTS, kernel.finishes
+        if self.costs.fused and self._is_stored_nowhere(node):
+            size = 0
+        begin = self.place[node]
+        if node.target is _PACK and self.costs.fused:
+            begin = min([begin, *(self.place[g] for g in self._packed_in_place(node))])
+        storage = Storage(size, category, begin, begin, bucket)
+        self.storages.append(storage)
+        return storage
+
+    def _lay_out_anew(self, node: fx.Node) -> None:
+        """Inductor computes convolutions of images with channels last. What the model is given comes in another layout, and so do
+        gathered weights: these are copied at each use, that once, and its copy is what is saved for backward."""
+        at = _CONVOLUTIONS[node.target]
+        image, weight = node.args[at : at + 2]
+        assert isinstance(image, fx.Node)
+        assert isinstance(weight, fx.Node)
+        if not _wants_channels_last(weight.meta["val"]):
+            return
+        self._allocate(node, weight.meta["val"])
+        source = origin(image)
+        if source.op == "placeholder" and not self.roots[source] and _wants_channels_last(image.meta["val"]):
+            self.roots[source] = [self._allocate(node, image.meta["val"])]
+
+    def _is_stored_nowhere(self, node: fx.Node) -> bool:
+        """A value inside a fused kernel, a constant that such kernels make, or one that is computed where it is packed."""
+        kernel = self.kernel_of.get(node)
+        if (kernel is not None and node in kernel.inner) or node in self.nowhere:
+            return True
+        return any(self._is_packed_in_place(node, user) for user in readers(node))
+
+    def _is_packed_in_place(self, node: fx.Node, pack: fx.Node) -> bool:
+        """Whether a gradient is computed in its slice of the bucket: nobody else reads it, and it has the dtype."""
+        if pack.target is not _PACK or len(readers(node)) > 1 or node not in self.kernel_of:
+            return False
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.dtype == pack.meta["val"].dtype
+
+    def _packed_in_place(self, pack: fx.Node) -> list[fx.Node]:
+        found = []
+        for gradient in map(origin, pack.all_input_nodes):
+            if self._is_packed_in_place(gradient, pack):
+                found.append(gradient)
+        return found
+
+    def _end_lives(self) -> None:
+        kept: set[int] = set()
+        for value in compat.tree_leaves(self.graph.output_node().args):
+            if isinstance(value, fx.Node):
+                kept.update(id(storage) for storage in self.roots[value])
+        for node in self.graph.nodes:
+            if node.op != "call_function" or is_alias(node) or node.target is operator.getitem:
+                continue
+            at = self.place[node]
+            launches = roles.is_collective(node) or node.target is torch.ops.mfsdp.reduce_if_due.default
+            if launches and self.costs.holds_inputs:
+                at = max([at, *(self.place[user] for user in node.users)])
+            for source in node.all_input_nodes:
+                for storage in self.roots[source]:
+                    storage.end = max(storage.end or 0.0, at)
+            for storage in self.roots[node]:
+                storage.end = max(storage.end or 0.0, at)
+        for storage in self.storages:
+            if id(storage) in kept:
+                storage.end = None
+                if self.before is not None:
+                    storage.category = Category.GRADIENTS
+
+    def _reuse(self) -> None:
+        """A fused kernel writes over an input that dies with it, of the same size."""
+        dying: dict[float, list[Storage]] = {}
+        for storage in self.storages:
+            if storage.end is not None and storage.bucket is None and storage.bytes:
+                dying.setdefault(storage.end, []).append(storage)
+        for kernel in self.kernels:
+            if kernel.flops or kernel.collective is not None:
+                continue
+            free = [s for s in dying.get(kernel.place, []) if s.begin < kernel.place]
+            for storage in [s for n in kernel.nodes for s in self.roots[n] if s.begin == kernel.place and s.bytes]:
+                for old in free:
+                    if old.bytes == storage.bytes:
+                        old.handed_on = True
+                        free.remove(old)
+                        break
+
+    def _saved(self) -> dict[str, Storage | None]:
+        values = compat.tree_leaves(self.graph.output_node().args)[self.user_outputs :]
+        found: dict[str, Storage | None] = {}
+        for value in values:
+            if isinstance(value, fx.Node):
+                storages = self.roots[value]
+                found[value.name] = storages[0] if storages else None
+                for storage in storages:
+                    if storage.category is Category.TEMPORARY:
+                        storage.category = Category.SAVED
+        return found
+
+    # -- collectives --------------------------------------------------------------------------------------------------
+
+    def _collectives(self) -> Iterator[Placed]:
+        place, context, costs = self.place, self.context, self.costs
+        for gather in roles.gathers(self.graph):
+            info = context.buckets[gather.bucket]
+            if gather.start is None:
+                continue
+            start, wait = gather.collective
+            uses = [place[use] for use in gather.uses if use.op != "output"] or [place[wait]]
+            collective = gather_of(info, gather.bucket, costs, gather.is_of_portions)
+            yield Placed(collective, place[start], place[wait], min(uses), max(uses))
+        for reduction in roles.reductions(self.graph):
+            info = context.buckets[reduction.bucket]
+            in_place = self._packed_in_place(reduction.pack) if costs.fused else []
+            gradients = [origin(node) for node in reduction.pack.all_input_nodes]
+            elsewhere = (storage for node in gradients if node not in in_place for storage in self.roots[node])
+            copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
+            for stage, (start, wait) in enumerate(reduction.stages):
+                collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
+                ready = max(
+                    place[node] for node in reduction.pack.all_input_nodes
+                )  # views too: that is where it starts
+                yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
+
+
+def _wants_channels_last(value: Tensor) -> bool:
+    return value.dim() == 4 and not value.is_contiguous(memory_format=torch.channels_last)
+
+
+def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = False) -> Collective:
+    """The gather of a bucket, from shards or from portions."""
+    if portions:
+        return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
+    cast = 0.0 if info.has_resident else costs.cast(info)  # a resident has the dtype that is sent
+    return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group)
+
+
+def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:
+    """A stage of the reduction of a bucket.
+
+    Args:
+        copied: whether gradients are copied into the bucket, and not computed there.
+    """
+    moved = 2 * info.layout.numel * info.exchange.comm_dtype.itemsize
+    before = costs.moved(moved) if copied and stage == 0 else 0.0
+    return Collective("reduce", bucket, stage, before, costs.reduction(info, stage), info.exchange.groups[stage])
+
+
+_CATEGORIES = {
+    Kind.CAST: Category.GATHERED,
+    Kind.START_GATHER: Category.GATHERED,
+    Kind.GATHERED: Category.GATHERED,
+    Kind.PORTION: Category.GATHERED,
+    Kind.PACK: Category.GRADIENTS,
+    Kind.START_REDUCE: Category.GRADIENTS,
+    Kind.REDUCED: Category.GRADIENTS,
+}

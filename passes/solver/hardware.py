@@ -1,0 +1,160 @@
+"""What a machine can do: numbers that steer predictions, from data files that say where each comes from.
+
+    >>> hardware("h100-ib").flops_of("bfloat16")
+    989500000000000.0
+
+Plain data. ``mfsdp calibrate`` measures the machine at hand and writes such a file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mfsdp_compile.runtime.untrusted_files import FileRefused, parse_json, read_text, safe_name, typed, whole
+
+__all__ = ["Hardware", "Link", "hardware", "known_hardware"]
+
+
+def _finite(value: Any, what: str) -> None:
+    if not math.isfinite(typed(value, (int, float), what)):
+        raise FileRefused(f"{what} is {value}, and must be finite")
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks are connected.
+
+    Args:
+        bandwidth: bytes per second that a rank sends, and receives at the same time, in large collectives.
+        latency: seconds from one rank to the next.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        _finite(self.bandwidth, "bandwidth")
+        _finite(self.latency, "latency")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of machine.
+
+    Args:
+        name: of it.
+        flops: peak floating-point operations per second of matrix products, dense, by dtype (``"bfloat16"``).
+        matmul_efficiency: the part of the peak that large matrix products reach.
+        attention_efficiency: the part of the peak that fused attention reaches.
+        memory_bandwidth: peak bytes per second of the device's memory.
+        memory_efficiency: the part of it that kernels which only move data reach.
+        memory_bytes: of the device, as torch reports them.
+        kernel_seconds: that the smallest kernel takes.
+        collective_seconds: that the smallest collective takes between two ranks of a node, besides the latency of links.
+        ranks_per_node: that the fast link connects.
+        intra_node: the link between ranks of a node.
+        inter_node: the link of one rank to other nodes.
+        compute_slowdown: computation takes longer by this fraction while a collective runs (NCCL's kernels take
+            multiprocessors away).
+        sources: where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
+    """
+
+    name: str
+    flops: Mapping[str, float] = field(hash=False)
+    matmul_efficiency: float
+    attention_efficiency: float
+    memory_bandwidth: float
+    memory_efficiency: float
+    memory_bytes: int
+    kernel_seconds: float
+    collective_seconds: float
+    ranks_per_node: int
+    intra_node: Link
+    inter_node: Link
+    compute_slowdown: float = 0.0
+    sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        safe_name(self.name, "name")
+        for name in (
+            *("matmul_efficiency", "attention_efficiency", "memory_efficiency", "memory_bandwidth", "kernel_seconds"),
+            *("collective_seconds", "compute_slowdown"),
+        ):
+            _finite(getattr(self, name), f"{self.name}: {name}")
+        for name in ("memory_bytes", "ranks_per_node"):
+            whole(getattr(self, name), f"{self.name}: {name}", low=-(1 << 63))
+        for name, value in typed(self.flops, Mapping, "flops").items():  # type: ignore[type-abstract]
+            _finite(value, f"{self.name}: flops of {safe_name(name)}")
+        for name, text in typed(self.sources, Mapping, "sources").items():  # type: ignore[type-abstract]
+            safe_name(name), safe_name(text, f"the source of {name}")
+        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{self.name}: {name} is a fraction above 0, got {getattr(self, name)}")
+        for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
+        for name in ("kernel_seconds", "collective_seconds", "compute_slowdown"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{self.name}: {name} cannot be negative, got {getattr(self, name)}")
+        for link in (self.intra_node, self.inter_node):
+            if link.bandwidth <= 0 or link.latency < 0:
+                raise ValueError(f"{self.name}: not a link: {link}")
+        if "float32" not in self.flops or min(self.flops.values()) <= 0:
+            raise ValueError(f"{self.name}: flops need positive numbers, one for float32 among them: {self.flops}")
+
+    def flops_of(self, dtype: str) -> float:
+        """Peak of a dtype; for one that the table lacks, float32's."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def to_json(self) -> str:
+        """The text of a data file."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Hardware:
+        """From the text of a data file.
+
+        Raises:
+            ValueError: it is none; the message names ``where`` it came from.
+        """
+        try:
+            given = dict(typed(parse_json(text), dict, "it"))
+            links: dict[str, Any] = {
+                name: Link(**typed(given.pop(name), dict, name)) for name in ("intra_node", "inter_node")
+            }
+            return Hardware(**given, **links)
+        except (ValueError, TypeError, KeyError) as error:
+            expected = ", ".join(f.name for f in fields(Hardware))
+            raise ValueError(f"{where} does not describe hardware: {error}. It takes {expected}.") from error
+
+
+def known_hardware() -> list[str]:
+    """Names of the machines that come with this package."""
+    folder = resources.files(__package__) / "machines"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def hardware(name: str) -> Hardware:
+    """By name, or from a file that ends in ``.json``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name.endswith(".json"):
+        try:
+            return Hardware.from_json(read_text(Path(name)), name)
+        except (OSError, FileRefused) as error:
+            raise ValueError(f"hardware file {name}: {error}") from error
+    if name not in known_hardware():
+        raise ValueError(
+            f"no hardware is called {name!r}. Known: {', '.join(known_hardware())}; or give a file that `mfsdp "
+            "calibrate` has written, which ends in .json"
+        )
+    text = (resources.files(__package__) / "machines" / f"{name}.json").read_text()
+    return Hardware.from_json(text, name)

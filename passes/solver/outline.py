@@ -1,0 +1,210 @@
+"""A graph before anything in it is scheduled, in short: computation in segments, and where each bucket is needed.
+
+A flow (:mod:`.flow`) has thousands of kernels and storages. What a schedule can change lies between few of them: where a
+bucket is first and last used, and where its gradients are complete. An outline has one segment between two such places: its
+time, and what it does to memory. Schedules are tried on outlines, in a millisecond; and a model of 126 equal layers is
+outlined from four of them (:mod:`mfsdp_compile.planning`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..context import Context
+from .flow import Category, Flow, Placed
+
+__all__ = ["Gradients", "Outline", "Segment", "Use", "grouped", "outline_of"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Computation between two places where something may start or end.
+
+    Args:
+        seconds: that it takes.
+        flops: of its matrix products.
+        rise: bytes in memory at most, above what was there as it began.
+        saved: bytes more, or fewer, of what is saved for backward, when it is over.
+        temporary: the same of everything else that is neither gathered nor a bucket of gradients.
+    """
+
+    seconds: float
+    flops: float
+    rise: int
+    saved: int
+    temporary: int
+
+
+@dataclass(frozen=True)
+class Use:
+    """The gather of a unit: of its buckets that are used before those of another.
+
+    Args:
+        buckets: their numbers in the context.
+        first: the segment before which it must be there.
+        last: for each bucket the segment after which it may go.
+        waits: for each bucket the segment before which it is awaited; empty: ``first`` for all.
+    """
+
+    buckets: tuple[int, ...]
+    first: int
+    last: tuple[int, ...]
+    waits: tuple[int, ...] = ()
+
+    @property
+    def lives(self) -> list[tuple[int, int, int]]:
+        """Each bucket, the segment before which it is awaited, and the one after which it may go."""
+        return list(zip(self.buckets, self.waits or (self.first,) * len(self.buckets), self.last, strict=True))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A bucket of gradients.
+
+    Args:
+        bucket: its number in the context.
+        begin: the segment that computes the first gradient in its place; None where they are computed elsewhere, and copied.
+        ready: the segment that computes the last one.
+        elsewhere: bytes of gradients that go when they have been copied.
+    """
+
+    bucket: int
+    begin: int | None
+    ready: int
+    elsewhere: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Of one graph.
+
+    Args:
+        segments: in order.
+        units: for each, the unit whose parameters it computes with.
+        uses: gathers that communicate, by first use.
+        wholes: first and last segment of buckets that are whole without a gather, and cast: by bucket.
+        gradients: by the segment that completes them.
+    """
+
+    segments: tuple[Segment, ...]
+    units: tuple[str, ...]
+    uses: tuple[Use, ...] = ()
+    wholes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    gradients: tuple[Gradients, ...] = ()
+
+
+def outline_of(flow: Flow, context: Context) -> Outline:
+    """The outline of a flow. Of collectives it takes what is needed when, not where they stand."""
+    return _Outliner(flow, context).outline()
+
+
+def grouped(lives: Iterable[tuple[int, int, int]], context: Context) -> list[Use]:
+    """Buckets with the segments of their first and last uses, in order of the first ones, by unit."""
+    of_units = itertools.groupby(lives, key=lambda life: context.buckets[life[0]].unit)
+    found = []
+    for _, together in of_units:
+        buckets, waits, last = zip(*together, strict=True)
+        found.append(Use(buckets, waits[0], last, waits))
+    return found
+
+
+_AFTER = 0.125
+"""Places are whole numbers and halves: this is right behind one."""
+
+
+class _Outliner:
+    def __init__(self, flow: Flow, context: Context) -> None:
+        self.flow, self.context = flow, context
+        self.gathers = sorted((p for p in flow.collectives if p.collective.what == "gather"), key=lambda p: p.first_use)
+        self.reductions = [p for p in flow.collectives if p.collective.what == "reduce" and p.collective.stage == 0]
+        gathered = {placed.collective.bucket for placed in self.gathers}
+        self.begins: dict[int, float] = {}  # of buckets of gradients that are computed in place
+        self.casts: dict[int, tuple[float, float]] = {}  # of buckets that are whole without a gather
+        packs = {placed.collective.bucket: placed for placed in self.reductions}
+        for storage in flow.storages:
+            bucket = storage.bucket
+            if bucket is None or storage.end is None:
+                continue
+            if storage.category is Category.GRADIENTS and bucket in packs and storage.begin <= packs[bucket].ready:
+                self.begins[bucket] = min(self.begins.get(bucket, storage.begin), storage.begin)
+            elif storage.category is Category.GATHERED and bucket not in gathered:
+                self.casts[bucket] = (storage.begin, storage.end)
+        computed = [
+            (kernel, s) for kernel, s in zip(flow.kernels, flow.seconds, strict=True) if kernel.finishes is None
+        ]
+        self.kernels, self.seconds = [kernel for kernel, _ in computed], [seconds for _, seconds in computed]
+        self.places = [kernel.place for kernel in self.kernels]
+
+    def outline(self) -> Outline:
+        if not self.places:
+            return Outline((), ())
+        borders = {p.first_use for p in self.gathers} | {p.last_use + _AFTER for p in self.gathers}
+        borders |= {p.ready + _AFTER for p in self.reductions} | set(self.begins.values())
+        borders |= {begin for begin, _ in self.casts.values()} | {end + _AFTER for _, end in self.casts.values()}
+        borders |= {place for place, _ in self.flow.uses}
+        self.starts = sorted({bisect_left(self.places, border) for border in borders} - {len(self.places)} | {0})
+        gradients = sorted((self._gradients(placed) for placed in self.reductions), key=lambda g: g.ready)
+        wholes = {bucket: (self._at(begin), self._before(end)) for bucket, (begin, end) in self.casts.items()}
+        return Outline(tuple(self._segments()), self._units(), tuple(self._uses()), wholes, tuple(gradients))
+
+    def _at(self, place: float) -> int:
+        """The segment that the next kernel, from this place on, is in."""
+        return bisect_right(self.starts, min(bisect_left(self.places, place), len(self.places) - 1)) - 1
+
+    def _before(self, place: float) -> int:
+        """The segment of the last kernel up to this place."""
+        return bisect_right(self.starts, max(bisect_right(self.places, place) - 1, 0)) - 1
+
+    def _units(self) -> tuple[str, ...]:
+        first = [(self._at(place), self.context.buckets[bucket].unit) for place, bucket in self.flow.uses]
+        units, current = [], first[0][1] if first else ""
+        for number in range(len(self.starts)):
+            while first and first[0][0] <= number:
+                current = first.pop(0)[1]
+            units.append(current)
+        return tuple(units)
+
+    def _uses(self) -> list[Use]:
+        lives = [(p.collective.bucket, self._at(p.first_use), self._before(p.last_use)) for p in self.gathers]
+        return grouped(lives, self.context)
+
+    def _gradients(self, placed: Placed) -> Gradients:
+        bucket = placed.collective.bucket
+        begin = self._at(self.begins[bucket]) if bucket in self.begins else None
+        return Gradients(bucket, begin, self._before(placed.ready), sum(s.bytes for s in placed.copied))
+
+    def _segments(self) -> Iterator[Segment]:
+        copied = {storage for placed in self.reductions for storage in placed.copied}
+        changes: list[tuple[int, int, Category, int]] = []  # at which kernel, in which order there, what
+        count = len(self.places)
+        for storage in self.flow.storages:
+            if storage.bucket is not None or storage.category is Category.GRADIENTS:
+                continue
+            saved = storage.category is Category.SAVED
+            category = Category.SAVED if saved else Category.TEMPORARY
+            if storage.begin >= 0:
+                changes.append((min(bisect_left(self.places, storage.begin), count - 1), 0, category, storage.bytes))
+            if storage.end is not None and storage not in copied:
+                at = max(bisect_right(self.places, storage.end) - 1, 0)
+                changes.append((at, -1 if storage.handed_on else 1, category, -storage.bytes))
+        changes.sort(key=lambda change: change[:2])
+        position = 0
+        for start, stop in itertools.pairwise([*self.starts, count]):
+            level = rise = 0
+            net: dict[Category, int] = {Category.SAVED: 0, Category.TEMPORARY: 0}
+            while position < len(changes) and changes[position][0] < stop:
+                _, _, of, size = changes[position]
+                level += size
+                rise = max(rise, level)
+                net[of] += size
+                position += 1
+            yield Segment(
+                sum(self.seconds[start:stop]),
+                sum(kernel.flops for kernel in self.kernels[start:stop]),
+                rise,
+                net[Category.SAVED],
+                net[Category.TEMPORARY],
+            )

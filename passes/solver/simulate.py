@@ -1,0 +1,492 @@
+"""A training step on paper: when everything runs, what is in memory meanwhile, and what computation waits for.
+
+Computation runs in the order of the graphs. A collective starts when computation reaches its start and the ones before it
+on its group are over, as on NCCL's streams and gloo's threads; a wait holds computation up until it is over. Memory goes by
+the order of the graphs alone: that is how torch's allocators see it. One step is a forward, a backward and the optimizer's
+step; parameters that stay gathered between uses are gathered again as it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from ..context import BucketInfo, Context
+from .costs import CostModel, Ring, collective_seconds
+from .flow import Category, Collective, Flow
+
+__all__ = [
+    "Allocate",
+    "Compute",
+    "Enter",
+    "Event",
+    "Exposure",
+    "Free",
+    "Memory",
+    "OptimizerCost",
+    "Span",
+    "Stage",
+    "Start",
+    "Timeline",
+    "Turn",
+    "Wait",
+    "events_of",
+    "resting_memory",
+    "simulate",
+]
+
+
+class Stage(str, Enum):
+    """A part of a training step."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """What an optimizer costs, by element of this rank's trainable shards.
+
+    Args:
+        name: of it.
+        state_bytes: that it keeps. AdamW: two moments in float32.
+        moved_bytes: that its step reads and writes.
+        extra_bytes: that its step allocates for a moment; the ``foreach`` implementations of torch take one copy of the
+            parameters, fused ones nothing.
+    """
+
+    name: str = "adamw"
+    state_bytes: int = 8
+    moved_bytes: int = 28
+    extra_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that runs.
+
+    Args:
+        stream: ``"compute"``, ``"gather"`` or ``"reduce"``.
+        kind: ``"compute"``, ``"gather"``, ``"reduce"``, ``"wait"`` (computation stands still) or ``"optimizer"``.
+        name: unit, or bucket.
+        stage: of the step.
+        begin, end: in seconds from the step's beginning.
+    """
+
+    stream: str
+    kind: str
+    name: str
+    stage: Stage
+    begin: float
+    end: float
+
+
+@dataclass(slots=True)
+class Exposure:
+    """A collective, and how much of it computation waits for.
+
+    Args:
+        what: ``"gather"`` or ``"reduce"``.
+        bucket: its number in the context; name: of the bucket.
+        unit: of the bucket.
+        stage: of the step.
+        seconds: that it takes.
+        exposed: seconds that computation stands still for it.
+        queued: seconds that it waited for others on its group before it could start.
+        ahead: seconds of computation between its start and its wait.
+        issued, begin: when it is started, and when it begins to run.
+        during: the unit that computes when it is started.
+        reason: in words, where something is exposed; whoever scheduled it knows.
+    """
+
+    what: str
+    bucket: int
+    name: str
+    unit: str
+    stage: Stage
+    seconds: float
+    exposed: float
+    queued: float
+    ahead: float
+    issued: float = 0.0
+    begin: float = 0.0
+    during: str = ""
+    reason: str = ""
+
+    @property
+    def hidden(self) -> float:
+        return max(0.0, self.seconds - self.exposed)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in memory over a step; after each change.
+
+    Args:
+        seconds: of the changes.
+        parts: bytes by category, at each.
+    """
+
+    seconds: Sequence[float]
+    parts: Mapping[Category, Sequence[int]]
+
+    @property
+    def totals(self) -> list[int]:
+        return [sum(values) for values in zip(*self.parts.values(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step.
+
+    Args:
+        seconds: of the whole step.
+        compute_seconds: of computation, the optimizer's among it.
+        flops: floating-point operations of this rank's matrix products.
+        spans: what runs when; empty if they were not asked for.
+        exposures: every collective, in order of their starts.
+        memory: over time; None if it was not asked for.
+        peak_bytes: the most that is in memory at a time.
+        peak_parts: what that is made of.
+        peak_stage, peak_at: where it is: in the neighbourhood of which unit.
+        units: seconds by stage and unit, what it waits for included.
+        turns: begin and end of each forward and backward, in seconds from the step's beginning.
+    """
+
+    seconds: float
+    compute_seconds: float
+    flops: float
+    spans: Sequence[Span]
+    exposures: Sequence[Exposure]
+    memory: Memory | None
+    peak_bytes: int
+    peak_parts: Mapping[Category, int]
+    peak_stage: Stage
+    peak_at: str
+    units: Mapping[tuple[Stage, str], float] = field(default_factory=dict)
+    turns: Sequence[tuple[float, float]] = ()
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(exposure.exposed for exposure in self.exposures)
+
+
+def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, other: int = 0) -> dict[Category, int]:
+    """Bytes that a rank holds between steps, gradients apart.
+
+    Args:
+        other: bytes of buffers and whatever else is there.
+    """
+    shards = residents = state = 0
+    for info in buckets:
+        shard = info.layout.shard_numel
+        is_part = info.resident_bytes and info.main_dtype == info.exchange.dtype and not info.lets_go
+        if not is_part:  # of the resident
+            shards += shard * info.main_dtype.itemsize
+        residents += info.resident_bytes
+        state += shard * optimizer.state_bytes * info.trainable
+    return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
+
+
+class Allocate(NamedTuple):
+    """Memory is taken."""
+
+    category: Category
+    bytes: int
+
+
+class Free(NamedTuple):
+    """Memory is given back."""
+
+    category: Category
+    bytes: int
+
+
+class Compute(NamedTuple):
+    """Computation, ``flops`` of it matrix products."""
+
+    seconds: float
+    flops: float
+
+
+class Enter(NamedTuple):
+    """The first use of a bucket."""
+
+    bucket: int
+
+
+class Start(NamedTuple):
+    """A collective is started."""
+
+    collective: Collective
+
+
+class Wait(NamedTuple):
+    """A collective is awaited."""
+
+    collective: Collective
+
+
+Event = Allocate | Free | Compute | Enter | Start | Wait
+
+
+class Turn(NamedTuple):
+    """A forward or a backward of one microbatch.
+
+    Args:
+        stage: which of them.
+        events: what happens in it, in order.
+        begin: seconds from the step's beginning before which it cannot start: others have to come first.
+    """
+
+    stage: Stage
+    events: Iterable[Event]
+    begin: float = 0.0
+
+
+def simulate(
+    turns: Mapping[Stage, Iterable[Event]] | Iterable[Turn],
+    context: Context,
+    costs: CostModel,
+    resting: Mapping[Category, int],
+    optimizer: OptimizerCost | None,
+    *,
+    details: bool = True,
+) -> Timeline:
+    """One step.
+
+    Args:
+        turns: what happens in the forward, and in the backward if there is one, in order; or forwards and backwards of several
+            microbatches.
+        resting: bytes at rest, by category.
+        optimizer: None: the step ends before it.
+        details: spans and memory over time too, not only sums.
+    """
+    clock = _Clock(context, costs, resting, details)
+    clock.gather_residents()
+    if isinstance(turns, Mapping):
+        turns = [Turn(stage, events) for stage, events in turns.items()]
+    for turn in turns:
+        clock.stand_still(turn.stage, "", turn.begin)
+        begun = clock.now
+        clock.run(turn.stage, turn.events)
+        clock.turns.append((begun, clock.now))
+    if optimizer is not None:
+        clock.step(optimizer)
+    return clock.timeline()
+
+
+def events_of(flow: Flow) -> list[Event]:
+    """What happens in a graph, in order: at one place what is needed is allocated first, and freed last."""
+    found: list[tuple[float, int, Event]] = []
+    for storage in flow.storages:
+        if storage.begin >= 0:
+            found.append((storage.begin, 2, Allocate(storage.category, storage.bytes)))
+        if storage.end is not None:
+            order = 0 if storage.handed_on else 4
+            found.append((max(storage.end, storage.begin), order, Free(storage.category, storage.bytes)))
+    for kernel, seconds in zip(flow.kernels, flow.seconds, strict=True):
+        found.append((kernel.place, 3, Compute(seconds, kernel.flops)))
+    for placed in flow.collectives:
+        found.append((placed.start, 3, Start(placed.collective)))
+        found.append((placed.wait, 3, Wait(placed.collective)))
+    found += [(place, 1, Enter(bucket)) for place, bucket in flow.uses]
+    found.sort(key=lambda entry: entry[:2])
+    return [event for _, _, event in found]
+
+
+class _Running(NamedTuple):
+    """A collective under way: when it ends, and how much had been computed when it was started."""
+
+    end: float
+    computed: float
+    exposure: Exposure
+
+
+class _Clock:
+    def __init__(self, context: Context, costs: CostModel, resting: Mapping[Category, int], details: bool) -> None:
+        self.context, self.costs, self.details = context, costs, details
+        self.now = 0.0
+        self.computed = 0.0
+        self.flops = 0.0
+        self.free_at: dict[str, float] = {}  # by group
+        self.busy: list[tuple[float, float]] = []  # collectives, for what they take from computation
+        self.residents: dict[int, _Running] = {}
+        self.spans: list[Span] = []
+        self._computing = -1  # position of the last span of computation
+        self.exposures: list[Exposure] = []
+        self.units: dict[tuple[Stage, str], float] = {}
+        self.turns: list[tuple[float, float]] = []
+        self.live = dict.fromkeys(Category, 0)
+        self.live.update(resting)
+        self.times: list[float] = []
+        self.parts: dict[Category, list[int]] = {category: [] for category in Category}
+        self.total = sum(self.live.values())
+        self.peak, self.peak_parts, self.peak_stage, self.peak_at = self.total, dict(self.live), Stage.FORWARD, ""
+        self.note()
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, category: Category, size: int, stage: Stage, unit: str) -> None:
+        self.live[category] += size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.peak_parts, self.peak_stage, self.peak_at = self.total, dict(self.live), stage, unit
+        self.note()
+
+    def free(self, category: Category, size: int) -> None:
+        self.live[category] -= size
+        self.total -= size
+        self.note()
+
+    def note(self) -> None:
+        if not self.details:
+            return
+        self.times.append(self.now)
+        for category, size in self.live.items():
+            self.parts[category].append(size)
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def compute(self, seconds: float) -> None:
+        """Run computation, slower where collectives run beside it."""
+        slow = self.costs.hardware.compute_slowdown
+        self.computed += seconds
+        if not slow or not self.busy:
+            self.now += seconds
+            return
+        if self.busy[0][1] <= self.now:
+            self.busy = [interval for interval in self.busy if interval[1] > self.now]
+        for begin, end in self.busy if len(self.busy) < 2 else sorted(self.busy):
+            if end <= self.now:
+                continue
+            before = max(0.0, begin - self.now)
+            if seconds <= before:
+                break
+            seconds -= before
+            self.now = max(self.now, begin)
+            beside = (end - self.now) / (1 + slow)
+            if seconds <= beside:
+                self.now += seconds * (1 + slow)
+                return
+            seconds -= beside
+            self.now = end
+        self.now += seconds
+
+    def launch(self, collective: Collective, stage: Stage, unit: str) -> _Running:
+        """Start a collective now."""
+        begin = max(self.now, self.free_at.get(collective.group, 0.0))
+        end = begin + collective.seconds
+        self.free_at[collective.group] = end
+        self.busy.append((begin, end))
+        info = self.context.buckets[collective.bucket]
+        self.span(collective.what, collective.what, info.name, stage, begin, end)
+        seconds, queued = collective.seconds, begin - self.now
+        exposure = Exposure(
+            collective.what,
+            collective.bucket,
+            info.name,
+            info.unit,
+            stage,
+            seconds,
+            0.0,
+            queued,
+            0.0,
+            self.now,
+            begin,
+            unit,
+        )
+        self.exposures.append(exposure)
+        return _Running(end, self.computed, exposure)
+
+    def gather_residents(self) -> None:
+        for number, info in enumerate(self.context.buckets):
+            if info.resident_bytes:
+                ring = Ring(info.resident_size, info.resident_stride)
+                seconds = collective_seconds("all_gather", info.resident_bytes, ring, self.costs.hardware)
+                self.work(Stage.FORWARD, info.unit, self.costs.cast(info))
+                collective = Collective("gather", number, 0, 0.0, seconds, "residents")
+                self.residents[number] = self.launch(collective, Stage.FORWARD, "")
+
+    def span(self, stream: str, kind: str, name: str, stage: Stage, begin: float, end: float) -> None:
+        if not self.details or end <= begin:
+            return
+        if stream == "compute":
+            last = self.spans[self._computing] if self._computing >= 0 else None
+            if last is not None and (last.kind, last.name, last.stage, last.end) == (kind, name, stage, begin):
+                self.spans[self._computing] = replace(last, end=end)
+                return
+            self._computing = len(self.spans)
+        self.spans.append(Span(stream, kind, name, stage, begin, end))
+
+    def run(self, stage: Stage, events: Iterable[Event]) -> None:
+        buckets = self.context.buckets
+        running: dict[Collective, _Running] = {}
+        unit = ""
+        for event in events:
+            if isinstance(event, Allocate):
+                self.allocate(event.category, event.bytes, stage, unit)
+            elif isinstance(event, Free):
+                self.free(event.category, event.bytes)
+            elif isinstance(event, Compute):
+                self.work(stage, unit, event.seconds)
+                self.flops += event.flops
+            elif isinstance(event, Enter):
+                unit = buckets[event.bucket].unit
+                if (resident := self.residents.pop(event.bucket, None)) is not None:
+                    self.await_(stage, unit, resident)
+            elif isinstance(event, Start):
+                collective = event.collective
+                self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
+                running[collective] = self.launch(collective, stage, unit)
+            else:
+                self.await_(stage, unit, running.pop(event.collective))
+
+    def work(self, stage: Stage, unit: str, seconds: float) -> None:
+        begun = self.now
+        self.compute(seconds)
+        if self.now > begun:
+            self.span("compute", "compute", unit, stage, begun, self.now)
+            self.units[stage, unit] = self.units.get((stage, unit), 0.0) + self.now - begun
+
+    def await_(self, stage: Stage, unit: str, running: _Running) -> None:
+        exposure = running.exposure
+        exposure.exposed = self.stand_still(stage, unit, running.end)
+        exposure.ahead = self.computed - running.computed
+
+    def stand_still(self, stage: Stage, unit: str, until: float) -> float:
+        if until <= self.now:
+            return 0.0
+        begun, self.now = self.now, until
+        self.span("compute", "wait", unit, stage, begun, until)
+        self.units[stage, unit] = self.units.get((stage, unit), 0.0) + until - begun
+        return until - begun
+
+    def step(self, optimizer: OptimizerCost) -> None:
+        elements = sum(info.layout.shard_numel for info in self.context.buckets if info.trainable)
+        begun = self.now
+        self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
+        self.compute(self.costs.moved(elements * optimizer.moved_bytes))
+        self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
+        self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun
+        self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
+
+    def timeline(self) -> Timeline:
+        memory = Memory(self.times, self.parts) if self.details else None
+        return Timeline(
+            self.now,
+            self.computed,
+            self.flops,
+            self.spans,
+            self.exposures,
+            memory,
+            self.peak,
+            self.peak_parts,
+            self.peak_stage,
+            self.peak_at,
+            self.units,
+            self.turns,
+        )

@@ -1,0 +1,386 @@
+"""An outline with decisions: what a step would do, as events for the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cached_property
+
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
+from ..context import BucketInfo, Context, Phase
+from ..decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
+from .costs import CostModel
+from .flow import Category, gather_of, reduction_of
+from .outline import Gradients, Outline, Use, grouped
+from .simulate import (
+    Allocate,
+    Compute,
+    Enter,
+    Event,
+    Free,
+    OptimizerCost,
+    Stage,
+    Start,
+    Timeline,
+    Turn,
+    Wait,
+    resting_memory,
+    simulate,
+)
+
+__all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
+
+STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
+PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
+"""Of a training step."""
+
+
+_Reductions = tuple[Sequence[tuple[int, Event]], Sequence[tuple[int, list[Event]]], list[Event]]
+"""What reductions do before a segment, after one, and at the end."""
+
+
+def gathered_bytes(use: Use, context: Context) -> int:
+    """Of a unit, when it is gathered."""
+    return sum(context.buckets[bucket].gathered_bytes for bucket in use.buckets)
+
+
+class Plan:
+    """Outlines of the graphs of a step, what their collectives cost, and what was decided.
+
+    Args:
+        outlines: of forward and backward, or of an inference graph.
+        context: of the graphs.
+        costs: of this machine.
+    """
+
+    def __init__(self, outlines: Mapping[Phase, Outline], context: Context, costs: CostModel) -> None:
+        self.outlines = {phase: outlines[phase] for phase in Phase if phase in outlines}  # in the order of a step
+        self.context, self.costs = context, costs
+        buckets = context.buckets
+        self._gathers = {
+            (number, portions): gather_of(info, number, costs, portions)
+            for number, info in enumerate(buckets)
+            for portions in ((False, True) if info.portion_size else (False,))
+            if info.exchange.gather_group
+        }
+        self._stages = {
+            (number, copied): [
+                reduction_of(info, number, stage, costs, copied) for stage in range(len(info.exchange.groups))
+            ]
+            for number, info in enumerate(buckets)
+            if info.trainable
+            for copied in (False, True)
+        }
+        backward = self.outlines.get(Phase.BACKWARD)
+        reduced = [g.bucket for g in backward.gradients] if backward is not None else []
+        behind = reductions_by_policy(
+            context.policy, [buckets[bucket] for bucket in reduced], context.overlap.reductions
+        )
+        self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
+        self._placed: dict[object, _Reductions] = {}
+        self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
+        self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
+        self._starts: dict[tuple[int, bool], list[Event]] = {}
+        self._waits: dict[tuple[int, bool], list[Event]] = {}
+        for (number, portions), gather in self._gathers.items():
+            info = buckets[number]
+            # What is sent is made for it, if it is a cast of the shard; a portion is there since the forward.
+            sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
+            cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
+            if portions:
+                sent = info.portion_bytes
+            gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
+            whole = Allocate(Category.GATHERED, info.gathered_bytes)
+            at_start, at_wait = ([], gone) if costs.holds_inputs else (gone, [])
+            self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
+            self._waits[number, portions] = [Wait(gather), *at_wait]
+
+    def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> list[Use]:
+        """The gathers of a graph where some buckets stay from forward to backward."""
+        uses = self.outlines[phase].uses
+        if phase is not Phase.BACKWARD or not kept:
+            return list(uses)
+        return grouped((life for use in uses for life in use.lives if life[0] not in kept), self.context)
+
+    def gather_seconds(self, use: Use, portions: Set[int] = frozenset()) -> float:
+        """``portions``: buckets that are gathered from those."""
+        return sum(self._gathers[bucket, bucket in portions].seconds for bucket in use.buckets)
+
+    @cached_property
+    def in_both(self) -> frozenset[int]:
+        """Buckets that forward gathers and backward gathers again."""
+        if Phase.FORWARD not in self.outlines or Phase.BACKWARD not in self.outlines:
+            return frozenset()
+        both = ({b for use in self.outlines[p].uses for b in use.buckets} for p in (Phase.FORWARD, Phase.BACKWARD))
+        return frozenset(set.intersection(*both))
+
+    def portions(self, kept: Set[int]) -> frozenset[int]:
+        """Buckets of which a portion stays for the backward, where these stay whole."""
+        return frozenset(bucket for bucket in self.in_both - kept if self.context.buckets[bucket].portion_size)
+
+    def decisions_by_policy(self) -> Decisions:
+        """What the policy says without a solver."""
+        context, policy, kept = self.context, self.context.policy, self._kept_by_policy()
+        gathers = {
+            phase: {
+                bucket: gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)
+                for use in self.uses(phase, kept)
+                for bucket in use.buckets
+            }
+            for phase in self.outlines
+        }
+        return Decisions(kept, gathers, self._reductions_by_policy, portions=self.portions(kept))
+
+    def _kept_by_policy(self) -> frozenset[int]:
+        forward, backward = self.outlines.get(Phase.FORWARD), self.outlines.get(Phase.BACKWARD)
+        if forward is None or backward is None:
+            return frozenset()
+        last_used = {bucket: last for use in forward.uses for bucket, _, last in use.lives}
+        needed = {bucket: first for use in backward.uses for bucket, first, _ in use.lives}
+        return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed)
+
+    def resting(self, optimizer: OptimizerCost) -> Mapping[Category, int]:
+        """Bytes that a rank holds between steps, gradients apart."""
+        if optimizer not in self._resting:
+            self._resting[optimizer] = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
+        return self._resting[optimizer]
+
+    def timeline(self, decisions: Decisions, optimizer: OptimizerCost, *, details: bool = False) -> Timeline:
+        """A step with these decisions, simulated.
+
+        Args:
+            details: spans and memory over time too, not only sums.
+        """
+        events, resting = self.events(decisions), self.resting(optimizer)
+        return simulate(events, self.context, self.costs, resting, optimizer, details=details)
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def events(self, decisions: Decisions) -> dict[Stage, list[Event]]:
+        """Of all graphs, in order."""
+        return {STAGES[phase]: self._events(phase, decisions) for phase in self.outlines}
+
+    def turns(
+        self, decisions: Decisions, order: Iterable[Phase], received: int = 0, sent: int = 0, held: bool = True
+    ) -> list[Turn]:
+        """Of several microbatches of one step, whose gradients are summed whole and reduced in the last backward.
+
+        Args:
+            order: forwards and backwards, one of each for every microbatch.
+            received: bytes of the input of a forward, which its backward needs.
+            sent: bytes of the output of a forward; its gradient has as many.
+            held: the output stays until its backward is over, and memory for all inputs and gradients of outputs is there
+                anyway. If False, the output goes when it is sent, and the others are there from when they arrive; what stays
+                to the end is the gradient of the input.
+        """
+        order = list(order)
+        last = len(order) - 1 - order[::-1].index(Phase.BACKWARD)
+        found: list[Turn] = []
+        made: dict[object, list[Event]] = {}
+        into, out = Allocate(Category.TEMPORARY, received), Free(Category.TEMPORARY, sent)
+        arrives: dict[Phase, list[Event]] = {Phase.FORWARD: [], Phase.BACKWARD: []}
+        goes: dict[Phase, list[Event]] = {Phase.FORWARD: [], Phase.BACKWARD: [out]}
+        if not held:
+            arrives = {Phase.FORWARD: [into], Phase.BACKWARD: [Allocate(Category.TEMPORARY, sent)]}
+            goes = {Phase.FORWARD: [out], Phase.BACKWARD: [out]}  # the input goes, and its gradient stays
+        begins = True
+        for place, phase in enumerate(order):
+            key = phase, phase is Phase.BACKWARD and (begins, place == last)
+            if key not in made:
+                events = self._events(phase, decisions, begins, place == last)
+                made[key] = [*arrives[phase], *events, *goes[phase]]
+            begins = begins and phase is Phase.FORWARD
+            found.append(Turn(STAGES[phase], made[key]))
+        return found
+
+    def _events(self, phase: Phase, decisions: Decisions, begins: bool = True, ends: bool = True) -> list[Event]:
+        """Of one graph.
+
+        Args:
+            begins: no gradients of other microbatches wait.
+            ends: those that wait are reduced.
+        """
+        outline = self.outlines[phase]
+        count = len(outline.segments)
+        before: list[list[Event]] = [[] for _ in range(count + 1)]  # a segment; the last: at the end
+        after: list[list[Event]] = [[] for _ in range(count + 1)]
+        kept = decisions.kept if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset()
+        self._place_gathers(phase, self.uses(phase, kept), kept, decisions, before, after)
+        if phase is Phase.BACKWARD:
+            for use in outline.uses:
+                for bucket, last in zip(use.buckets, use.last, strict=True):
+                    if bucket in kept:
+                        after[last].append(Free(Category.GATHERED, self.context.buckets[bucket].gathered_bytes))
+        for bucket, (first, last) in outline.wholes.items():
+            size = self.context.buckets[bucket].gathered_bytes
+            before[first].append(Allocate(Category.GATHERED, size))
+            after[last].append(Free(Category.GATHERED, size))
+        self._place_reductions(outline.gradients, decisions, (begins, ends), before, after)
+        return self._joined(phase, before, after)
+
+    def _joined(self, phase: Phase, before: Sequence[list[Event]], after: Sequence[list[Event]]) -> list[Event]:
+        events: list[Event] = []
+        for first, segment, last in zip(before, self._segments[phase], after, strict=False):
+            events += first
+            events += segment
+            events += last
+        return events + before[-1]
+
+    def _of_segments(self, outline: Outline) -> list[list[Event]]:
+        """What each segment does by itself."""
+        units: dict[str, list[Event]] = {}
+        for number, info in enumerate(self.context.buckets):
+            units.setdefault(info.unit, []).append(Enter(number))
+        found: list[list[Event]] = []
+        current = None
+        for unit, segment in zip(outline.units, outline.segments, strict=True):
+            events: list[Event] = list(units.get(unit, ())) if unit != current else []
+            current = unit
+            if segment.rise:
+                events.append(Allocate(Category.TEMPORARY, segment.rise))
+            events.append(Compute(segment.seconds, segment.flops))
+            if segment.rise:
+                events.append(Free(Category.TEMPORARY, segment.rise))
+            net = [(segment.saved, Category.SAVED), (segment.temporary, Category.TEMPORARY)]
+            events += [Free(category, -size) for size, category in net if size < 0]  # first: both were in the rise
+            events += [Allocate(category, size) for size, category in net if size > 0]
+            found.append(events)
+        return found
+
+    def _place_gathers(
+        self,
+        phase: Phase,
+        uses: Sequence[Use],
+        kept: Set[int],
+        decisions: Decisions,
+        before: list[list[Event]],
+        after: list[list[Event]],
+    ) -> None:
+        policy, context = self.context.policy, self.context
+        portions = decisions.portions or frozenset()
+        again = portions if phase is Phase.BACKWARD else frozenset()
+        leaves = portions if phase is Phase.FORWARD else frozenset()
+        aheads = decisions.gathers.get(phase, {})
+        starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
+        for i, use in enumerate(uses):
+            ahead = next((aheads[bucket] for bucket in use.buckets if bucket in aheads), None)
+            units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)).units
+            starts[max(i - units, -1)].append(use)
+        for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
+            place = uses[i].first if i >= 0 else 0
+            for use in started:
+                for bucket in use.buckets:
+                    before[place] += self._starts[bucket, bucket in again]
+            for bucket, first, last in uses[i].lives if i >= 0 else ():
+                before[first] += self._waits[bucket, bucket in again]
+                info = context.buckets[bucket]
+                if bucket in leaves:
+                    copied = Compute(self.costs.moved(2 * info.portion_bytes), 0.0)
+                    after[last] += [Allocate(Category.GATHERED, info.portion_bytes), copied]
+                if bucket not in kept:
+                    after[last].append(Free(Category.GATHERED, info.gathered_bytes))
+
+    def _place_reductions(
+        self,
+        gradients: Sequence[Gradients],
+        decisions: Decisions,
+        sums: tuple[bool, bool],
+        before: list[list[Event]],
+        after: list[list[Event]],
+    ) -> None:
+        hows = [decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket] for g in gradients]
+        key = sums, tuple((how.later, how.packed) for how in hows)
+        if key not in self._placed:  # many schedules that are tried differ in their gathers alone
+            self._placed[key] = self._reductions(gradients, hows, *sums)
+        packed, others, at_end = self._placed[key]
+        for segment, allocated in packed:
+            before[segment].append(allocated)
+        for segment, events in others:
+            after[segment] += events
+        before[-1] += at_end
+
+    def _reductions(
+        self, gradients: Sequence[Gradients], hows: Sequence[Behind], begins: bool, ends: bool
+    ) -> _Reductions:
+        context = self.context
+        # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
+        # the end.
+        starts: list[list[Event]] = [[] for _ in gradients]
+        ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
+        behind: list[list[Event]] = [[] for _ in gradients]
+        for i, (g, how) in enumerate(zip(gradients, hows, strict=True)):
+            info = context.buckets[g.bucket]
+            stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
+            held = info.layout.numel * info.exchange.comm_dtype.itemsize
+            place = starts[i]
+            if info.exchange.may_wait(0):
+                place += self._waiting(info, begins, ends)
+                if not ends:
+                    continue
+            for stage, collective in enumerate(stages):
+                scatters = info.exchange.collectives[stage] == "reduce_scatter"
+                result = held // info.exchange.group_sizes[stage] if scatters else held
+                place += [Allocate(Category.GRADIENTS, result), Start(collective)]
+                if not self.costs.holds_inputs:
+                    place.append(Free(Category.GRADIENTS, held))
+                following = i + how.later * (stage + 1)
+                if following >= len(gradients):
+                    place = ahead[-1]
+                else:
+                    place = ahead[following] if how.packed and following > i else behind[following]
+                place.append(Wait(collective))
+                if self.costs.holds_inputs:
+                    place.append(Free(Category.GRADIENTS, held))
+                held = result
+            final = Allocate(Category.GRADIENTS, info.layout.shard_numel * info.main_dtype.itemsize)
+            if seconds := self.costs.finish(info):
+                place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
+            else:
+                place += [Free(Category.GRADIENTS, held), final]
+            if not begins and not info.exchange.may_wait(0):  # added to what is there
+                place.append(Free(Category.GRADIENTS, final.bytes))
+        packed: list[tuple[int, Event]] = []
+        others: list[tuple[int, list[Event]]] = []
+        for i, g in enumerate(gradients):
+            info = context.buckets[g.bucket]
+            bucket = Allocate(Category.GRADIENTS, info.layout.numel * info.exchange.comm_dtype.itemsize)
+            if g.begin is not None:
+                packed.append((g.begin, bucket))
+            pack: list[Event] = [bucket] if g.begin is None else []
+            if g.elsewhere:
+                pack.append(Free(Category.TEMPORARY, g.elsewhere))
+            others.append((g.ready, [*ahead[i], *pack, *starts[i], *behind[i]]))
+        return packed, others, ahead[-1]
+
+    def _waiting(self, info: BucketInfo, begins: bool, ends: bool) -> list[Event]:
+        """A packed gradient is added to the sum of those before; what is left is the sum, if it is reduced now."""
+        packed = info.layout.numel * info.exchange.comm_dtype.itemsize
+        total = info.layout.numel * info.grad_dtype.itemsize
+        if begins and ends:
+            return []
+        if begins:
+            copied = Compute(self.costs.moved(packed + total), 0.0)
+            return [Allocate(Category.GRADIENTS, total), copied, Free(Category.GRADIENTS, packed)]
+        events: list[Event] = [Compute(self.costs.moved(packed + 2 * total), 0.0), Free(Category.GRADIENTS, packed)]
+        if ends and info.grad_dtype != info.exchange.comm_dtype:
+            cast = Compute(self.costs.moved(packed + total), 0.0)
+            events += [Allocate(Category.GRADIENTS, packed), cast, Free(Category.GRADIENTS, total)]
+        return events
+
+    def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
+        """Starts and waits in order, a line each, by graph."""
+        names = [info.name for info in self.context.buckets]
+        found: dict[Phase, list[str]] = {}
+        for phase in self.outlines:
+            lines = found.setdefault(phase, [])
+            portions = (decisions.portions or frozenset()) if phase is Phase.BACKWARD else frozenset()
+            for event in self._events(phase, decisions):
+                if isinstance(event, (Start, Wait)):
+                    collective = event.collective
+                    what, number = collective.what, collective.stage + 1
+                    if isinstance(event, Wait):
+                        what = "wait" if what == "gather" else "await"
+                    if what == "gather" and collective.bucket in portions:
+                        number = self.context.buckets[collective.bucket].portion_size
+                    lines.append(str(ScheduleLine(what, names[collective.bucket], number)))
+        return found

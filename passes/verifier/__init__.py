@@ -1,0 +1,1 @@
+"""Checks every graph against the rules that keep gradients right."""

@@ -1,0 +1,369 @@
+"""What the verifier's rules look at: a graph's collectives and the data flow around them.
+
+Unlike :mod:`.roles`, which takes graphs for right, this takes in broken ones too: a collective that nobody awaits, one
+that reads something else than it should, one that a pass made and gave no role. Which bucket a node belongs to is what its
+role or its mark says, or else what it reads; whether that is so is for the rules to check.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .. import roles
+from ..context import BucketInfo, Context, Kind, Phase, role_of
+from ..roles import GATHERS, REDUCES
+
+__all__ = ["Analysis", "Launch", "Memory", "Portion", "Reduction", "Whole", "arguments", "tensor_of"]
+
+_aten = torch.ops.aten
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+PACK = torch.ops.mfsdp.pack_gradients.default
+RELEASE = torch.ops.inductor.resize_storage_bytes_.default
+_COPIES = (*roles.CASTS, _aten.clone.default, _aten.contiguous.default)
+
+
+class Memory(NamedTuple):
+    """The elements ``[start, stop)`` of what ``root`` allocates, or is given."""
+
+    root: fx.Node
+    start: float = 0
+    stop: float = math.inf
+
+    def overlaps(self, other: Memory) -> bool:
+        return self.root is other.root and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A collective of ours.
+
+    Args:
+        node: starts it.
+        bucket: that it is for.
+        gathers: or else reduces.
+        waits: for it.
+        readers: what reads its result unawaited.
+    """
+
+    node: fx.Node
+    bucket: int
+    gathers: bool
+    waits: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+
+    @property
+    def input(self) -> fx.Node | None:
+        return self.node.all_input_nodes[0] if self.node.all_input_nodes else None
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A bucket that is whole.
+
+    Args:
+        bucket: its number.
+        node: the whole bucket.
+        launch: the gather that makes it whole; None where nothing is sent.
+        aliases: the node, unless it is one of the graph's inputs, and its views, views of views.
+        casts: of these, and views of them.
+        copies: clones, and casts and views of them.
+        uses: what reads one of all these.
+    """
+
+    bucket: int
+    node: fx.Node
+    launch: Launch | None
+    aliases: tuple[fx.Node, ...]
+    casts: tuple[fx.Node, ...]
+    copies: tuple[fx.Node, ...]
+    uses: tuple[fx.Node, ...]
+
+    @property
+    def reads(self) -> list[fx.Node]:
+        """What reads its memory; not what reads copies."""
+        own = {self.node, *self.aliases}
+        return [n for n in (*self.aliases, *self.casts, *self.copies, *self.uses) if own & set(n.all_input_nodes)]
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """A copy of this rank's portion of a bucket, in a forward graph.
+
+    Args:
+        bucket: that it is for.
+        node: copies it.
+        whole: that it is copied from, if it is a whole bucket.
+    """
+
+    bucket: int
+    node: fx.Node
+    whole: Whole | None
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """The reduction of a bucket's gradients.
+
+    Args:
+        bucket: that its last stage is for.
+        pack: that its first stage reads; None where it reads something else.
+        stages: its collectives.
+        before: what is computed in front of each, of nothing else.
+        returned: positions among the graph's outputs, and what is computed in front of each of them.
+    """
+
+    bucket: int
+    pack: fx.Node | None
+    stages: tuple[Launch, ...]
+    before: tuple[tuple[fx.Node, ...], ...]
+    returned: tuple[tuple[int, tuple[fx.Node, ...]], ...]
+
+
+class Analysis:
+    """Of one graph."""
+
+    def __init__(self, graph: fx.Graph, context: Context, phase: Phase) -> None:
+        self.graph, self.context, self.phase = graph, context, phase
+        self.order = {node: position for position, node in enumerate(graph.nodes)}
+        (values,) = graph.output_node().args
+        self.outputs: list[Any] = list(values) if isinstance(values, (list, tuple)) else [values]
+        """In order; None and constants too, so that positions count."""
+        self.launches = list(self._launches())
+        self._launch_of = {launch.node: launch for launch in self.launches}
+        self.wholes = list(self._wholes())
+        self.reductions = list(self._reductions())
+
+    def info(self, bucket: int) -> BucketInfo:
+        return self.context.buckets[bucket]
+
+    @cached_property
+    def whole_of(self) -> dict[fx.Node, Whole]:
+        """By node that is a gathered bucket, a view or a cast of one; or a shard that views are taken of."""
+        return {n: whole for whole in self.wholes for n in (whole.node, *whole.aliases, *whole.casts, *whole.copies)}
+
+    @cached_property
+    def portion_of(self) -> dict[fx.Node, Portion]:
+        """By node that copies one."""
+        found = {}
+        for node in self.graph.find_nodes(op="call_function", target=roles.PORTION):
+            if (bucket := _bucket_of(node)) is not None:
+                whole = self.whole_of.get(node.all_input_nodes[0])
+                is_whole = whole is not None and whole.node is node.all_input_nodes[0]
+                found[node] = Portion(bucket, node, whole if is_whole else None)
+        return found
+
+    @property
+    def portions(self) -> list[Portion]:
+        return list(self.portion_of.values())
+
+    def needed_until(self, portion: fx.Node) -> int:
+        """Position up to which a portion, copied here or a placeholder, must not change."""
+        if portion.op != "placeholder":
+            return len(self.order)
+        return max((self.in_flight(self._launch_of[n])[1] for n in portion.users if n in self._launch_of), default=0)
+
+    @cached_property
+    def writes(self) -> list[tuple[fx.Node, Memory]]:
+        """What is written to, and by what; gathers that write where they are told are none."""
+        return [
+            (node, self.memory(target))
+            for node in self.graph.nodes
+            if node not in self._launch_of
+            for target in _written(node)
+        ]
+
+    def memory(self, node: fx.Node) -> Memory:
+        """Where a node's value lies."""
+        start, stop = 0.0, math.inf  # of the node at hand
+        while node.op == "call_function":
+            source = node.all_input_nodes[0] if node.all_input_nodes else None
+            if (part := _part(node)) is not None:
+                start, stop = part[0] + start, min(part[0] + stop, part[1])
+            elif roles.is_view(node):
+                start, stop = 0, math.inf  # elements may change places
+            elif written := _written(node):
+                source = written[0]
+            elif node.target is not WAIT:
+                break
+            if source is None:
+                break
+            node = source
+        return Memory(node, start, stop)
+
+    def in_flight(self, launch: Launch) -> tuple[int, int]:
+        """Positions of the start of a collective and of its end."""
+        start = self.order[launch.node]
+        return start, max((self.order[wait] for wait in launch.waits), default=len(self.order))
+
+    def live(self, whole: Whole) -> tuple[int, int]:
+        """Positions between which a gathered bucket must not change."""
+        start = self.order[whole.launch.node if whole.launch else whole.node]
+        return start, max((self.order[read] for read in whole.reads), default=start)
+
+    def parameter(self, bucket: int, node: fx.Node) -> str | None:
+        """The name of the parameter that a view of a bucket is part of, if it is of one."""
+        slots = self.info(bucket).layout.slots
+        while node.op == "call_function" and node.all_input_nodes:
+            source = node.all_input_nodes[0]
+            part = _part(node)
+            whole = self.whole_of.get(source)
+            if part is not None and (source in self._launch_of or (whole is not None and whole.node is source)):
+                return next((s.name for s in slots if s.numel and s.offset == part[0]), None)
+            node = source
+        return slots[0].name if len(slots) == 1 else None
+
+    def slices(self, whole: Whole) -> list[tuple[fx.Node, tuple[int, int]]]:
+        """Parts ``(start, stop)`` that are taken of a gathered bucket."""
+        found = ((user, _part(user)) for user in whole.node.users)
+        return [(user, part) for user, part in found if part is not None]
+
+    # -- how it is found ----------------------------------------------------------------------------------------------
+
+    def _launches(self) -> Iterator[Launch]:
+        for node in self.graph.nodes:
+            if node.op != "call_function" or (node.target not in GATHERS and node.target not in REDUCES):
+                continue
+            bucket = _bucket_of(node)
+            if bucket is None or bucket >= len(self.context.buckets):
+                continue
+            waits = tuple(user for user in node.users if user.target is WAIT)
+            readers = tuple(user for user in node.users if user.target is not WAIT)
+            yield Launch(node, bucket, node.target in GATHERS, waits, readers)
+
+    def _wholes(self) -> Iterator[Whole]:
+        for node in self.graph.nodes:
+            role = role_of(node)
+            launch = self._launch_of.get(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
+            if node.op == "placeholder":
+                if role is not None and any(roles.has_kind(user, Kind.VIEW) for user in node.users):
+                    yield self._whole(role.bucket, node, None)
+            elif role is not None and role.kind is Kind.GATHERED:
+                yield self._whole(role.bucket, node, launch)
+            elif launch is not None and launch.gathers:
+                yield self._whole(launch.bucket, node, launch)
+
+    def _whole(self, bucket: int, root: fx.Node, launch: Launch | None) -> Whole:
+        aliases: dict[fx.Node, None] = {} if root.op == "placeholder" else {root: None}
+        casts: dict[fx.Node, None] = {}
+        copies: dict[fx.Node, None] = {}
+        uses: dict[fx.Node, None] = {}
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            for user in node.users:
+                if user.target in _COPIES or node in copies:
+                    found = casts if user.target in roles.CASTS and node not in copies else copies
+                else:
+                    found = casts if node in casts else aliases
+                if not (roles.is_view(user) or user.target in _COPIES):
+                    if node.op != "placeholder":
+                        uses[user] = None
+                elif user not in found:
+                    found[user] = None
+                    pending.append(user)
+        return Whole(bucket, root, launch, tuple(aliases), tuple(casts), tuple(copies), tuple(uses))
+
+    def _reductions(self) -> Iterator[Reduction]:
+        """One for each collective that no other one goes on from."""
+        launches = {launch.node: launch for launch in self.launches if not launch.gathers}
+        if not launches:
+            return
+        sources = {launch: _climb(launch.input) for launch in launches.values()}
+        previous = {launch: launches.get(_awaited(root)) for launch, (root, _) in sources.items()}
+        continued = set(previous.values())
+        returned: dict[Launch | None, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+        for position, value in enumerate(self.outputs):
+            if isinstance(value, fx.Node):
+                root, passed = _climb(value)
+                returned.setdefault(launches.get(_awaited(root)), []).append((position, passed))
+        for launch in launches.values():
+            if launch in continued:
+                continue
+            stages = [launch]
+            while (before := previous[stages[0]]) is not None and before not in stages:
+                stages.insert(0, before)
+            root = sources[stages[0]][0]
+            pack = root if root is not None and root.target is PACK else None
+            passed = tuple(sources[stage][1] for stage in stages)
+            yield Reduction(launch.bucket, pack, tuple(stages), passed, tuple(returned.get(launch, ())))
+
+
+def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
+    """Up to a collective, its wait or packed gradients, through what is computed of one thing alone: that, and what was
+    passed."""
+    passed: list[fx.Node] = []
+    while (
+        node is not None
+        and node.op == "call_function"
+        and node.target not in (PACK, WAIT, *GATHERS, *REDUCES)
+        and len(node.all_input_nodes) == 1
+    ):
+        passed.insert(0, node)
+        node = node.all_input_nodes[0]
+    return node, tuple(passed)
+
+
+def _awaited(node: fx.Node | None) -> Any:
+    """What a node is a wait for; itself, if it is none."""
+    return node.args[0] if node is not None and node.target is WAIT else node
+
+
+def _bucket_of(node: fx.Node) -> int | None:
+    """The bucket that a collective is for; None for the model's own collectives."""
+    if (role := role_of(node)) is not None:
+        return role.bucket
+    if (mark := (node.meta.get("custom") or {}).get(roles.MARK)) is not None:
+        return mark
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    while source is not None and source.op == "call_function" and source.target in (*roles.CASTS, WAIT):
+        source = source.all_input_nodes[0]
+    role = role_of(source) if source is not None else None
+    return role.bucket if role is not None and role.kind in (Kind.SHARD, Kind.PACK, Kind.START_REDUCE) else None
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Of a call of an operator, by name."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def tensor_of(node: Any) -> Tensor | None:
+    """What a node says of its value."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _part(node: fx.Node) -> tuple[int, int] | None:
+    """The elements ``(start, stop)`` that a slice takes of a flat tensor; None if the node is no such slice."""
+    if node.op != "call_function" or node.target is not _aten.slice.Tensor:
+        return None
+    given = arguments(node)
+    start, stop = given.get("start") or 0, given.get("end")
+    value = tensor_of(given["self"])
+    flat = value is None or value.dim() == 1
+    if not flat or given.get("step", 1) != 1 or not isinstance(start, int) or not isinstance(stop, int):
+        return None
+    return start, stop
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The inputs that an operator writes to."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if not node.target._schema.is_mutable:
+        return []
+    given = arguments(node)
+    found: list[fx.Node] = []
+    for argument in node.target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found

@@ -1,0 +1,571 @@
+"""The rules that a graph with sharded parameters keeps to; each looks at an :class:`Analysis` and says what breaks it.
+
+They speak of what would make numbers wrong, lose memory or hang, and of nothing else: a slow schedule breaks none. So they
+hold in front of every pass and after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from mfsdp_compile.runtime.exchange import When
+
+from .. import roles
+from ..context import Kind, Phase, role_of
+from .analysis import RELEASE, Analysis, Launch, Memory, Reduction, arguments, tensor_of
+from .contract import Contract, Output, gradients_of, packed, reads_of
+
+__all__ = ["RULES", "Breach", "Rule"]
+
+_aten, _mfsdp = torch.ops.aten, torch.ops.mfsdp
+_OPERATORS = {
+    torch.ops._c10d_functional.reduce_scatter_tensor.default: "reduce_scatter",
+    torch.ops._c10d_functional.all_reduce.default: "all_reduce",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Breach:
+    """What breaks a rule.
+
+    Args:
+        rule: ``"V1"``.
+        what: one clause.
+        node: where.
+        bucket: its number, if one is concerned.
+        parameter: its name, if one is concerned.
+    """
+
+    rule: str
+    what: str
+    node: fx.Node
+    bucket: int | None = None
+    parameter: str | None = None
+
+
+Findings = Iterator[tuple[Any, ...]]
+"""Of a rule: what, the node, and as far as they are concerned the bucket and the parameter."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of the ten.
+
+    Args:
+        number: ``"V1"``, stable.
+        name: in a word or two, stable.
+        check: looks at a graph.
+    """
+
+    number: str
+    name: str
+    check: Callable[[Analysis, Contract | None], Findings]
+
+    def breaches(self, found: Analysis, contract: Contract | None) -> Iterator[Breach]:
+        for finding in self.check(found, contract):
+            yield Breach(self.number, *finding)
+
+
+def _gathers(found: Analysis) -> Iterator[Launch]:
+    return (launch for launch in found.launches if launch.gathers)
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def _awaited(found: Analysis, _: Contract | None) -> Findings:
+    """A gathered bucket is awaited before anything reads it or a view of it.
+
+    What stays gathered between uses (a resident) is awaited too, shards themselves are not read as parameters, and no
+    shell, which has no memory, is left.
+    """
+    order = found.order
+    for launch in _gathers(found):
+        for reader in launch.readers:
+            yield f"{reader} reads it unawaited", reader, launch.bucket, found.parameter(launch.bucket, reader)
+        if not launch.waits and not launch.readers:
+            yield "nothing awaits its gather", launch.node, launch.bucket
+        for wait in launch.waits:
+            if order[wait] < order[launch.node]:
+                yield "it is awaited before its gather starts", wait, launch.bucket
+    for whole in found.wholes:
+        bucket, exchange = whole.bucket, found.info(whole.bucket).exchange
+        if whole.launch is not None and whole.launch.bucket != bucket:
+            other = found.info(whole.launch.bucket).name
+            yield f"what is awaited for it is the gather of {other!r}", whole.node, bucket
+        if whole.node.op == "placeholder":
+            # A bucket that forward kept is an input of its backward.
+            value, numel = tensor_of(whole.node), found.info(bucket).layout.numel
+            partial = value is not None and value.numel() != numel
+            kept = found.phase is Phase.BACKWARD and bool(exchange.gather_group)
+            if partial or (not kept and (exchange.gather_group or found.info(bucket).has_resident)):
+                yield f"views are taken of {whole.node} itself", whole.node, bucket
+            continue
+        if whole.launch is None and exchange.gather_group:
+            yield f"{whole.node} is read, which no gather has made whole", whole.node, bucket
+        for node in (*whole.aliases, *whole.casts, *whole.copies, *whole.uses):
+            if node is not whole.node and order[node] < order[whole.node]:
+                yield f"{node} reads it before its wait", node, bucket, found.parameter(bucket, node)
+    for node in found.graph.nodes:
+        if (role := role_of(node)) is None:
+            continue
+        if role.kind is Kind.SHELL:
+            yield "a shell is left in the graph", node, role.bucket
+        if role.kind is Kind.SHARD and found.info(role.bucket).has_resident:
+            for user in node.users:
+                if roles.is_view(user) and user not in found.whole_of:
+                    yield f"{user} reads what stays gathered unawaited", user, role.bucket
+        if role.kind is Kind.VIEW:
+            source = node.all_input_nodes[0]
+            of, its = found.whole_of.get(source), role_of(source)
+            if of is None and its is not None and its.kind in (Kind.VIEW, Kind.START_GATHER):
+                continue  # said already
+            if of is None:
+                yield f"{node} is a view of {source}, which is not gathered", node, role.bucket
+            elif of.bucket != role.bucket:
+                name = found.parameter(of.bucket, node)
+                yield f"{node} is a view of {found.info(of.bucket).name!r} instead", node, role.bucket, name
+
+
+def _released(found: Analysis, _: Contract | None) -> Findings:
+    """A bucket is gathered once in a graph, for somebody, and its memory released at most once, after its last read.
+
+    A gathered bucket is released by its last read. A pass may do it by hand, with ``resize_storage_bytes_``: not before
+    its wait, and not what belongs to the runtime (residents, what forward kept).
+    """
+    seen: set[int] = set()
+    for whole in found.wholes:
+        if whole.bucket in seen:
+            yield "it is gathered twice, and two of it are in memory", whole.node, whole.bucket
+        seen.add(whole.bucket)
+        if whole.launch is not None and not whole.uses:
+            yield "it is gathered and never read", whole.node, whole.bucket
+    places = [(found.memory(whole.node), whole) for whole in found.wholes]
+    released: set[fx.Node] = set()
+    for node in found.graph.find_nodes(op="call_function", target=RELEASE):
+        memory, at = found.memory(node.all_input_nodes[0]), found.order[node]
+        for place, whole in places:
+            if not place.overlaps(memory):
+                continue
+            if memory.root in released:
+                yield "it is released a second time", node, whole.bucket
+            if memory.root.op == "placeholder":
+                yield "what is released is not the graph's own", node, whole.bucket
+            if at < found.order[whole.node]:
+                yield "it is released before it is awaited", node, whole.bucket
+            for read in whole.reads:
+                if found.order[read] > at and read is not node and read.target is not RELEASE:
+                    yield f"{read} reads it after its release", read, whole.bucket, found.parameter(whole.bucket, read)
+                    break
+        released.add(memory.root)
+
+
+def _apart(found: Analysis, _: Contract | None) -> Findings:
+    """Gathered buckets that are in use at a time are never in the same memory, and nothing else is written there.
+
+    Matters where collectives write into buffers that a pass gives them (``all_gather_into_tensor_out``), and for
+    operators that write in place. Nor is anything written to a portion that waits for its gather in backward.
+    """
+    places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
+    by_root: dict[fx.Node, list[Any]] = {}
+    for place in places:
+        by_root.setdefault(place[0].root, []).append(place)
+    for sharing in by_root.values():
+        for i, (memory, start, end, whole) in enumerate(sharing):
+            for other_memory, other_start, other_end, other in sharing[:i]:
+                if memory.overlaps(other_memory) and start <= other_end and other_start <= end:
+                    what = f"it is gathered into memory where {found.info(other.bucket).name!r} is still in use"
+                    yield what, whole.node, whole.bucket
+    for launch in _gathers(found):
+        out = arguments(launch.node).get("out")
+        role = role_of(found.memory(out).root) if out is not None else None
+        if role is not None and role.kind is Kind.SHARD:
+            yield "it is gathered into memory of the runtime", launch.node, launch.bucket
+    for node, memory in found.writes:
+        at = found.order[node]
+        role = role_of(memory.root)
+        if role is not None and role.kind is Kind.PORTION and at < found.needed_until(memory.root):
+            yield f"{node} writes to the portion of it", node, role.bucket
+        for place in by_root.get(memory.root, ()):
+            if place[0].overlaps(memory) and found.order[place[3].node] < at and at <= place[2]:
+                yield f"{node} writes to it while it is in use", node, place[3].bucket
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _once(found: Analysis, contract: Contract | None) -> Findings:
+    """Each trainable element is reduced exactly once in a backward and returned; frozen elements never are."""
+    seen: set[int] = set()
+    for reduction in found.reductions:
+        bucket, node, info = reduction.bucket, reduction.stages[0].node, found.info(reduction.bucket)
+        if found.phase not in (Phase.BACKWARD, Phase.JOINT):
+            yield f"the {found.phase.value} graph reduces gradients", node, bucket
+        if not info.trainable:
+            yield "it is frozen, and is reduced", node, bucket
+        if bucket in seen:
+            yield "it is reduced twice", node, bucket
+        seen.add(bucket)
+        if not reduction.returned:
+            yield "its reduced gradient is lost", reduction.stages[-1].node, bucket
+        if reduction.pack is not None:
+            yield from _places(found, contract, reduction.pack, bucket)
+    for bucket in (contract.gradients if contract is not None else {}).keys() - seen:
+        yield "its gradients are not reduced any more", found.graph.output_node(), bucket
+
+
+def _places(found: Analysis, contract: Contract | None, pack: fx.Node, bucket: int) -> Findings:
+    """Whether each gradient is in the place of its parameter in a packed bucket, and in no other one."""
+    slots = found.info(bucket).layout.slots
+    expected = contract.gradients.get(bucket, {}) if contract is not None else {}
+    index_of = {gradient.name: index for index, gradient in expected.items()}
+    there: set[int] = set()
+    for (gradient, index), offset in zip(packed(pack, found.info(bucket).layout), pack.args[1], strict=False):  # type: ignore[arg-type]
+        if index is None:
+            yield f"{gradient} is packed at {offset}, where no parameter is that lacks a gradient", pack, bucket
+            continue
+        there.add(index)
+        name, value = slots[index].name, tensor_of(gradient)
+        if value is not None and value.numel() != slots[index].numel:
+            yield f"{gradient}, packed for it, has {value.numel()} elements", pack, bucket, name
+        elif gradient.name in index_of and expected.get(index) != expected[index_of[gradient.name]]:
+            yield (
+                f"{gradient}, the gradient of {slots[index_of[gradient.name]].name}, is packed for it",
+                pack,
+                bucket,
+                name,
+            )
+    if list(pack.args[1]) != sorted(pack.args[1]):  # type: ignore[type-var, arg-type]
+        yield "gradients are not packed in order", pack, bucket
+    for index in expected.keys() - there:
+        yield "its gradient is lost", pack, bucket, slots[index].name
+
+
+def _complete(found: Analysis, contract: Contract | None) -> Findings:
+    """A reduction starts from the packed gradients of its bucket, after all that contributes to them.
+
+    A gradient is what it was when the graph came to the passes: the same sum (one term per use of a tied parameter), of
+    the same inputs at least.
+    """
+    order = found.order
+    now, names = (gradients_of(found), {node.name for node in order}) if contract is not None else ({}, set())
+    for reduction in found.reductions:
+        first, bucket, slots = reduction.stages[0], reduction.bucket, found.info(reduction.bucket).layout.slots
+        if reduction.pack is None:
+            yield f"the reduction reads {first.input}, which is not packed", first.node, bucket
+            continue
+        role = role_of(reduction.pack)
+        if role is not None and role.bucket != bucket:
+            yield f"the gradients of {found.info(role.bucket).name!r} are reduced for it", first.node, bucket
+            continue
+        for node in (reduction.pack, *reduction.before[0], first.node):
+            for source in node.all_input_nodes:
+                if order[source] > order[node]:
+                    yield f"{node} does not wait for {source}", node, bucket
+        expected = contract.gradients.get(bucket, {}) if contract is not None else {}
+        for index, gradient in now.get(bucket, {}).items():
+            was, name = expected.get(index), slots[index].name
+            if was is None or gradient.name in {other.name for i, other in expected.items() if i != index}:
+                continue  # of rule V4
+            if gradient.terms < was.terms:
+                what = f"{gradient.name} is the sum of {gradient.terms} terms, of {was.terms} that there were"
+                yield what, reduction.pack, bucket, name
+            elif lost := was.inputs & ~gradient.inputs:
+                source = contract.inputs[lost.bit_length() - 1] if contract is not None else ""
+                yield f"{gradient.name} does not depend on {source} any more", reduction.pack, bucket, name
+            elif was.name in names and was.name not in {gradient.name, *gradient.made_of}:
+                yield f"{gradient.name} is packed in the place of {was.name}", reduction.pack, bucket, name
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+def _ordered(found: Analysis, contract: Contract | None) -> Findings:
+    """Every rank starts the same collectives on the same process groups, in one order.
+
+    Those of the exchange of each bucket, stage after stage, with the operator, the group and the size that it gives, and
+    none where a branch decides; portions are of fewer ranks, and gathered over these. That the order is the same on all
+    ranks is for the digest of the schedule to say.
+    """
+    for launch in _gathers(found):
+        info, given = found.info(launch.bucket), arguments(launch.node)
+        wanted = info.exchange.gather_size, info.exchange.gather_group
+        if _of_portions(found, contract, launch):
+            wanted = info.portion_size, info.portion_group
+        if (got := (given.get("group_size"), given.get("group_name"))) != wanted:
+            yield f"it is gathered over {_group(*got)}, not {_group(*wanted)}", launch.node, launch.bucket
+    for portion in found.portions:
+        info, (_, *ranks) = found.info(portion.bucket), portion.node.args
+        if tuple(ranks) != (wanted := (info.portion_size, info.portion_group)):
+            yield f"its portion is one of {_group(*ranks)}, not {_group(*wanted)}", portion.node, portion.bucket
+    for reduction in found.reductions:
+        exchange = found.info(reduction.bucket).exchange
+        if len(reduction.stages) != len(exchange.groups):
+            what = f"{len(reduction.stages)} collectives reduce it, not {len(exchange.groups)}"
+            yield what, reduction.stages[0].node, reduction.bucket
+        stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
+        for i, (launch, collective, size, group) in enumerate(stages):
+            given = arguments(launch.node)
+            operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
+            its_size = given.get("group_size", size)  # an all-reduce says none
+            its_group = given.get("group_name", given.get("group"))
+            if (operator, its_size, its_group) != (collective, size, group):
+                its = f"{operator} over {_group(its_size, its_group)}"
+                what = f"stage {i + 1} is {its}, not {collective} over {_group(size, group)}"
+                yield what, launch.node, reduction.bucket
+    for node in found.graph.find_nodes(op="get_attr"):
+        for inner in _inner_nodes(node):
+            role, bucket = role_of(inner), (inner.meta.get("custom") or {}).get(roles.MARK)
+            if role is not None or bucket is not None:
+                yield f"{inner} is in the body of a branch, {node}", node, role.bucket if role is not None else bucket
+                break
+
+
+def _of_portions(found: Analysis, contract: Contract | None, launch: Launch) -> bool:
+    """Whether a bucket is to be gathered from portions; of graphs made by hand, whether it is."""
+    if contract is not None:
+        return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
+    return launch.input is not None and roles.has_kind(launch.input, Kind.PORTION)
+
+
+def _group(size: Any, name: Any) -> str:
+    return f"{size} ranks (group {name!r})"
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    """Of the graph that an attribute holds, if it does."""
+    body: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        body = getattr(body, part, None)
+    if isinstance(body, fx.GraphModule):
+        for inner in body.graph.nodes:
+            yield inner
+            if inner.op == "get_attr":
+                yield from _inner_nodes(inner)
+
+
+def _in_step(found: Analysis, _: Contract | None) -> Findings:
+    """While a collective is under way nothing touches what it reads or writes, and it is awaited before the graph ends.
+
+    Collectives run on streams of their own; their wait is what orders them against computation and against each other.
+    A reduction reads no unawaited result of another one.
+    """
+    flights: dict[fx.Node, list[tuple[Memory, Launch, tuple[int, int]]]] = {}
+    for launch in found.launches:
+        flight = found.in_flight(launch)
+        for node in (launch.input, launch.node):
+            if node is not None:
+                memory = found.memory(node)
+                flights.setdefault(memory.root, []).append((memory, launch, flight))
+        if launch.gathers:
+            continue  # the rest is of rule V1
+        for reader in launch.readers:
+            yield f"{reader} reads the reduction unawaited", reader, launch.bucket
+        if not launch.waits:
+            yield "nothing awaits the reduction", launch.node, launch.bucket
+        if flight[1] < flight[0]:
+            yield "the reduction is awaited before it starts", launch.waits[0], launch.bucket
+    releases = found.graph.find_nodes(op="call_function", target=RELEASE)
+    for node, memory in (*found.writes, *((node, found.memory(node.all_input_nodes[0])) for node in releases)):
+        for place, launch, (start, end) in flights.get(memory.root, ()):
+            if place.overlaps(memory) and start < found.order[node] < end:
+                yield f"{node} changes memory that {launch.node} works on", node, launch.bucket
+
+
+# -- what goes in and out ---------------------------------------------------------------------------------------------
+
+
+def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
+    """No gathered bucket, view or cast of one is saved for backward, nor returned; what the model returns apart.
+
+    As a whole those buckets may be that were decided to stay; and of others, where that was decided, a portion.
+    """
+    before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
+    own = contract.user_outputs if contract is not None else 0
+    policy = found.context.policy
+    may_keep = policy.keep_last or policy.reshard_after_forward is not True
+    started = {launch.node: launch for launch in found.launches if launch.gathers}
+    for position, value in enumerate(found.outputs):
+        whole = found.whole_of.get(value)
+        saved = found.phase is Phase.FORWARD and position >= own
+        if (launch := started.get(value)) is not None:
+            yield f"output {position} is its unawaited gather", value, launch.bucket
+        portion = found.portion_of.get(value)
+        if portion is not None and not (saved and contract is not None and portion.bucket in contract.portions):
+            yield f"its portion {value} is {'saved for backward' if saved else 'returned'}", value, portion.bucket
+        if whole is None or value.op == "placeholder" or not (saved or contract is None or value.name not in before):
+            continue
+        if value in whole.copies and value.name in before:
+            continue  # a copy that the model makes
+        decided = may_keep if contract is None else whole.bucket in contract.kept and value.name in before
+        if not (saved and decided and value is whole.node and whole.launch is not None and found.context.whole_model):
+            what = "saved for backward" if saved else "returned"
+            yield f"{value} is {what}", value, whole.bucket, found.parameter(whole.bucket, value)
+
+
+def _scaled(found: Analysis, contract: Contract | None) -> Findings:
+    """Each bucket is summed over all its ranks and microbatches, and scaled by the factor of its exchange, once.
+
+    Stages have the exchange's operation, wait for the last microbatch where it says so, with the sum of this bucket; and
+    float16 is scaled before it is summed.
+    """
+    for reduction in found.reductions:
+        bucket, exchange = reduction.bucket, found.info(reduction.bucket).exchange
+        for i, launch in enumerate(reduction.stages[: len(exchange.groups)]):
+            given, inspected = arguments(launch.node), exchange.inspected and i == 0
+            if given.get("reduce_op") != exchange.reduce_op:
+                yield f"stage {i + 1} is a {given.get('reduce_op')}, not a {exchange.reduce_op}", launch.node, bucket
+            got = given.get("when", When.ALWAYS.value), given.get("inspected", False)
+            if got != (exchange.when[i], inspected):
+                what = f"stage {i + 1} runs {got[0]!r}, inspected: {got[1]}, not {exchange.when[i]!r}, {inspected}"
+                yield what, launch.node, bucket
+            role = role_of(given["token"]) if "token" in given else None
+            if role is not None and role.bucket != bucket:
+                yield f"the sum over microbatches of {found.info(role.bucket).name!r} is reduced", launch.node, bucket
+        for _, after in reduction.returned:
+            yield from _factors(found, reduction, after)
+        before = contract.gradients.get(bucket, {}) if contract is not None else {}
+        names = {gradient.name for gradient in before.values()}
+        layout = found.info(bucket).layout
+        for gradient, index in packed(reduction.pack, layout) if reduction.pack is not None else ():
+            node, factor = gradient, 1.0
+            while node.name not in names and len(node.all_input_nodes) == 1:
+                factor *= _factor(node) or 1.0
+                node = node.all_input_nodes[0]
+            if node.name in names and not math.isclose(factor, 1, rel_tol=1e-6):
+                name = layout.slots[index].name if index is not None else None
+                yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
+
+
+def _factors(found: Analysis, reduction: Reduction, after: tuple[fx.Node, ...]) -> Findings:
+    exchange = found.info(reduction.bucket).exchange
+    first, total = 1.0, 1.0
+    for node in (*reduction.before[0], None, *(n for nodes in reduction.before[1:] for n in nodes), *after):
+        factor = _factor(node) if node is not None else 1.0
+        if node is None:
+            first = total
+        elif factor is None:
+            yield f"{node} changes the gradient", node, reduction.bucket
+        else:
+            total *= factor
+    if not math.isclose(total, exchange.scale, rel_tol=1e-6):
+        yield f"the gradient is scaled by {total}, not {exchange.scale}", reduction.stages[-1].node, reduction.bucket
+    elif exchange.scales_first and not math.isclose(first, exchange.scale, rel_tol=1e-6):
+        what = f"{exchange.comm_dtype} is summed before it is scaled, and may overflow"
+        yield what, reduction.stages[0].node, reduction.bucket
+
+
+def _factor(node: fx.Node) -> float | None:
+    """What an operator of one input multiplies it by; None if it does something else."""
+    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default):
+        return 1.0
+    if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:
+        number = next((value for value in node.args if isinstance(value, (int, float))), None)
+        divides = node.target in (_aten.div.Tensor, _aten.div.Scalar)
+        if number and not (divides and number is node.args[0]):
+            return 1 / number if divides else float(number)
+    return None
+
+
+def _matching(found: Analysis, contract: Contract | None) -> Findings:
+    """What the optimizer holds and what the graph computes agree: a shard and its gradient have the same place, elements
+    and dtype.
+
+    A bucket is gathered from its own shard, or its own portion where one was left, in the compute dtype; parameters are
+    read at their offsets of it; gradients are packed in the dtype of their reduction; and every output is where it was, of
+    the shape and dtype that it had.
+    """
+    for launch in _gathers(found):
+        info, value = found.info(launch.bucket), tensor_of(launch.node)
+        role = role_of(found.memory(_source(launch)).root)
+        if role is not None and role.kind in (Kind.SHARD, Kind.PORTION) and role.bucket != launch.bucket:
+            what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
+            yield f"it is gathered from the {what}", launch.node, launch.bucket
+        elif role is not None and (role.kind is Kind.PORTION) != _of_portions(found, contract, launch):
+            yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
+        if value is not None and (value.dtype, value.numel()) != (info.exchange.dtype, info.layout.numel):
+            what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of "
+            yield f"{what}{info.exchange.dtype}", launch.node, launch.bucket
+    for portion in found.portions:
+        if portion.whole is None or portion.whole.bucket != portion.bucket:
+            of = (
+                f"of {found.info(portion.whole.bucket).name!r}"
+                if portion.whole is not None
+                else "of no gathered bucket"
+            )
+            yield f"its portion {portion.node} is one {of}", portion.node, portion.bucket
+    if contract is not None and found.phase is Phase.FORWARD:
+        saved = {portion.bucket for portion in found.portions if portion.node in found.outputs}
+        for bucket in contract.portions - saved:
+            yield "its portion is not saved for backward", found.graph.output_node(), bucket
+    reads = reads_of(found) if contract is not None else {}
+    for whole in found.wholes:
+        slots = {(slot.offset, slot.end): slot for slot in found.info(whole.bucket).layout.slots}
+        for node, part in found.slices(whole):
+            if part not in slots:
+                yield f"elements {part[0]} to {part[1]} are no parameter", node, whole.bucket
+        before, now = (contract.reads.get(whole.bucket) if contract else None), reads.get(whole.bucket)
+        if before and now and before.total() == now.total() and before != now:
+            lost, new = (min(changed, default=None) for changed in (before - now, now - before))
+            name = slots[lost].name if lost in slots else None
+            yield f"elements {new} are read in its place", whole.node, whole.bucket, name
+    for reduction in found.reductions:
+        if (pack := reduction.pack) is None:
+            continue
+        info = found.info(reduction.bucket)
+        if (got := tuple(pack.args[2:4])) != (wanted := (info.layout.numel, info.exchange.comm_dtype)):
+            yield f"gradients are packed into {got}, not {wanted} (elements, dtype)", pack, reduction.bucket
+    if contract is not None:
+        yield from _outputs(found, contract)
+
+
+def _source(launch: Launch) -> fx.Node:
+    """What a gather casts and sends."""
+    node = launch.node
+    while node.op == "call_function" and node.all_input_nodes and (node is launch.node or node.target in roles.CASTS):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _outputs(found: Analysis, contract: Contract) -> Findings:
+    end = found.graph.output_node()
+    inputs = tuple(node.name for node in found.graph.nodes if node.op == "placeholder")
+    if inputs != contract.inputs:
+        yield f"the graph's inputs are {', '.join(inputs)}; they were {', '.join(contract.inputs)}", end
+    if len(found.outputs) != len(contract.outputs):
+        yield f"the graph returns {len(found.outputs)} values; it returned {len(contract.outputs)}", end
+    buckets = {position: bucket for bucket, position in contract.returned.items()}
+    returned = {position: r.bucket for r in found.reductions for position, _ in r.returned}
+    names = {node.name for node in found.graph.nodes}
+    for position, (value, was) in enumerate(zip(found.outputs, contract.outputs, strict=False)):
+        now, node = Output.of(value), value if isinstance(value, fx.Node) else end
+        bucket = buckets.get(position)
+        if returned.get(position) != bucket and position in returned:
+            place = f"for the shard of {found.info(bucket).name!r}" if bucket is not None else f"as output {position}"
+            yield f"its gradient is returned {place}", node, returned[position]
+        elif position not in returned and (now.name is None) != (was.name is None):
+            yield f"output {position} is {now.name}; it was {was.name}", node, bucket
+        elif position not in returned and now.name != was.name and (was.name in names or bucket is not None):
+            yield f"{now.name} is returned in the place of {was.name}", node, bucket
+        elif now.value and was.value and now.value != was.value:
+            yield f"output {position} is {now.value}; it was {was.value}", node, bucket
+
+
+RULES = (
+    Rule("V1", "awaited before use", _awaited),
+    Rule("V2", "released after use", _released),
+    Rule("V3", "memory apart", _apart),
+    Rule("V4", "reduced once", _once),
+    Rule("V5", "reduced complete", _complete),
+    Rule("V6", "one order", _ordered),
+    Rule("V7", "untouched in flight", _in_step),
+    Rule("V8", "not saved", _not_saved),
+    Rule("V9", "scaled right", _scaled),
+    Rule("V10", "shards match", _matching),
+)

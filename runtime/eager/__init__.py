@@ -1,0 +1,1 @@
+"""The eager path: gathers, releases and reductions from hooks, without a compiler."""

@@ -1,0 +1,801 @@
+"""The eager path: gathers, releases and reduces as modules run and parameters are read, without a compiler.
+
+Windows
+    A window is the outermost running forward of a module that owns parameters, usually the model's. Inside a window,
+    ``module.weight`` returns the gathered parameter, and the first read of a bucket gathers it. A parent that reads its
+    child's weight, or a module that runs eagerly inside a compiled model, therefore needs no special handling.
+
+Memory
+    Nothing here frees memory that may still be referenced. A gathered bucket lives as long as a reference to it.
+    Autograd holds none: a saved tensor that lies in a bucket is packed as (bucket, offset, sizes, strides), and
+    unpacking it in backward gathers the bucket again. (FSDP2 and Megatron-FSDP keep the tensor and resize its storage
+    to zero; code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time,
+    and the last unit of a forward stays gathered for the backward that follows.
+
+Joined units
+    A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
+    when all have run. If a batch skips some of them, it is released when another unit is used. (FSDP2's
+    ``fully_shard([a, b])`` keeps it gathered in that case.)
+
+Gradients
+    One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it.
+    Autograd runs it when all contributions have arrived, no matter how often and from where the parameters were used,
+    and passes None for parameters that were not used. The node packs the gradients, starts the reduction and waits for
+    the previous one.
+
+Order
+    The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
+    first, the order of registration), and in backward its reverse. A wrong prediction costs a gather, never
+    correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import compat, step_checks
+from ..exchange import When
+from ..memory import gradients
+from ..memory.bucket import Bucket, Home
+from ..ops import pack, start_collective, start_stage
+from ..ranks.collective_order import Series
+from ..topology import Group
+
+__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "refuse_write"]
+
+
+@dataclass(frozen=True)
+class EagerPolicy:
+    """The numbers that control the eager path.
+
+    Args:
+        prefetch_bytes: The next unit is prefetched if it is at most this large, in bytes; -1: never.
+        reductions_in_flight: How many units' reductions may be running before the eager path waits for the oldest.
+    """
+
+    prefetch_bytes: int = 4 << 30
+    reductions_in_flight: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class EagerUnit:
+    """A unit's modules and buckets.
+
+    Args:
+        name: Name of the unit.
+        modules: Modules whose forwards are the unit's windows: one module, several that were joined, or the model for
+            parts of the root.
+        is_root: Whether the unit is a part of the root.
+        buckets: Buckets of the unit.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    is_root: bool
+    buckets: tuple[Bucket, ...]
+
+    @functools.cached_property
+    def gathered_bytes(self) -> int:
+        return sum(bucket.plan.gathered_bytes for bucket in self.buckets)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the unit is compiled in place (``module.compile()``), so that its graph gathers for itself."""
+        return not self.is_root and any(module._compiled_call_impl is not None for module in self.modules)
+
+
+@dataclass(eq=False)
+class _Gathered:
+    """One bucket that is being gathered (``started``) or is gathered (``full``)."""
+
+    started: Tensor | None
+    version: int  # of the shard, when it was gathered
+    full: Tensor | None = None
+    content: int = 0  # version of ``full`` right after the gather
+    views: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduction:
+    """One running stage of a bucket's reduction."""
+
+    bucket: Bucket
+    stage: int
+    result: Tensor
+    used: frozenset[int]
+    """Indices of parameters with a gradient in it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """What the forward of one module means to the eager path.
+
+    Args:
+        runtime: Eager runtime of the model.
+        unit: Unit whose window the module is, if any.
+        owns: Buckets of the root that hold parameters of the module.
+        is_root: Whether the module is the model itself.
+    """
+
+    runtime: EagerRuntime
+    unit: EagerUnit | None
+    owns: tuple[Bucket, ...]
+    is_root: bool
+
+    def describe(self) -> str:
+        """Describe whose forward this is, for comparison between ranks."""
+        if self.is_root:
+            return "the model"
+        if self.unit is not None:
+            return self.unit.name
+        return self.owns[0].plan.name if self.owns else "a part of a unit"
+
+    @property
+    def parts(self) -> tuple[EagerUnit | Bucket, ...]:
+        """The unit and root buckets that can be released once all windows that share them have closed."""
+        return (*self.owns, self.unit) if self.unit is not None else self.owns
+
+
+@dataclass(frozen=True)
+class _SavedView:
+    """A tensor saved for backward that lies in a bucket, recorded without its memory."""
+
+    bucket: Bucket
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _SavedDTensor:
+    """A DTensor saved for backward whose local part lies in a bucket."""
+
+    local: Any
+    spec: compat.DTensorSpec
+
+
+def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Create gathered parameters as ordinary tensors without history, wherever they are gathered.
+
+    This includes inference mode and the inside of ``torch.func.grad``, ``vmap`` and similar transforms.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.below_function_transforms():
+            if not torch.is_inference_mode_enabled():
+                return function(*args)
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args)
+
+    return wrapped
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hide gathers from a user's selective checkpointing, which saves and counts operators.
+
+    Which gathers run in a block depends on what is gathered already.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        with compat.outside_selective_checkpoint():
+            return function(*args)
+
+    return wrapped
+
+
+class BackwardOwner(Protocol):
+    """The sharded model, as the eager path sees it."""
+
+    def enter_forward(self, what: str) -> None:
+        """A forward begins; ``what`` names it."""
+
+    def start(self, collective: str, *, group: Group | None, series: Series | None) -> None:
+        """A collective is about to start over ``group``. Raises if other ranks are doing something else."""
+
+    def failed(self, error: BaseException) -> None:
+        """A forward, or a collective in backward, has raised."""
+
+    def enter_backward(self) -> None:
+        """A backward pass is running; make sure that it gets finished."""
+
+    def leave_backward(self) -> None:
+        """A forward begins: a backward that was entered and not finished must have raised.
+
+        After a failure, raises unless all ranks have failed in the same place.
+        """
+
+    def touched(self, bucket: Bucket) -> None:
+        """The bucket got gradients."""
+
+    def note_eager_use(self, bucket: Bucket) -> None:
+        """The bucket's gradient was computed eagerly."""
+
+    def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Return for each bucket and parameter the largest level of use over all ranks. A collective."""
+
+    def check_complete(self) -> None:
+        """Raise if the model has parameters that are in no bucket."""
+
+    def refresh(self) -> None:
+        """Start gathering stale residents."""
+
+
+class EagerRuntime:
+    """Gathers and releases buckets of one model as its modules run.
+
+    Args:
+        units: Units in registration order.
+        modules: All modules of the model.
+        owner: Sharded model, which is notified of forwards, backwards and collectives.
+        policy: Limits on prefetches and reductions.
+    """
+
+    def __init__(
+        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], owner: BackwardOwner, policy: EagerPolicy
+    ) -> None:
+        self.units = tuple(units)
+        self.modules = frozenset(modules)
+        self.policy = policy
+        self._owner = owner
+        self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
+        self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
+        self._depth = 0
+        self._hooks = contextlib.ExitStack()
+        self._gathered: dict[Bucket, _Gathered] = {}
+        self._by_storage: dict[int, Bucket] = {}
+        self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
+        self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
+        self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
+        self._last_read: EagerUnit | None = None
+        self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
+        self._windows_of: dict[EagerUnit | Bucket, set[Window]] = {}
+        self._reductions: deque[_Reduction] = deque()
+        self._abandoned: list[Tensor] = []
+        self._order: list[EagerUnit] = []  # of this forward
+        self._content_checked: set[Bucket] = set()
+        self._handed_out: weakref.WeakValueDictionary[int, GatheredParameter] = weakref.WeakValueDictionary()  # by id
+        self._learn(self.units)
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def in_forward(self) -> bool:
+        """Whether the code that reads a parameter belongs to the model's forward."""
+        return self._depth > 0 or compat.in_call_of(self.modules)
+
+    @property
+    def is_in_window(self) -> bool:
+        return self._depth > 0
+
+    def add_window(self, window: Window) -> None:
+        for part in window.parts:
+            self._windows_of.setdefault(part, set()).add(window)
+
+    @compat.python_only
+    @_unseen
+    def enter(self, window: Window) -> None:
+        if window.is_root and not compat.in_backward():
+            self._depth = 0
+        try:
+            if self._depth == 0:
+                self._open(window)
+            if window.unit is not None:
+                for waiting in (self._idle, self._begun):
+                    if window.unit in waiting:
+                        waiting.remove(window.unit)
+                self._start(window.unit)
+        except BaseException as error:
+            if self._depth == 0:
+                self._hooks.close()
+                self._owner.failed(error)
+            raise
+        self._depth += 1
+
+    @compat.python_only
+    @_unseen
+    def leave(self, window: Window) -> None:
+        if self._depth == 0:
+            return
+        if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
+            for part in window.parts:
+                ran = self._ran.setdefault(part, set())
+                ran.add(window)
+                if ran == self._windows_of[part]:
+                    self._idle.append(part if isinstance(part, EagerUnit) else self._unit_of[part])
+                elif isinstance(part, EagerUnit):
+                    self._begun.append(part)
+        self._depth -= 1
+        if self._depth == 0:
+            self._close(keep_last=window.is_root and torch.is_grad_enabled())
+
+    @compat.python_only
+    def leave_failed(self, window: Window, error: BaseException) -> None:
+        """Handle an exception that the window's forward has raised."""
+        if self._depth > 1 or compat.in_backward():
+            self.leave(window)  # an outer caller may catch the exception
+        elif self._depth == 1:
+            self._owner.failed(error)
+        if compat.refuses_saved_tensor_hooks(error):
+            raise RuntimeError(
+                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside of an eager forward of a "
+                "sharded model: gathered parameters are kept out of what autograd saves by hooks, and torch.func allows "
+                "none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the transform to "
+                "the model from outside, or compile the model."
+            ) from error
+
+    def _open(self, window: Window) -> None:
+        if compat.in_backward():
+            self._owner.enter_backward()
+        else:
+            self._owner.leave_backward()
+            self.reset()
+            self._retire_handed_out()
+            mine = self.units if window.is_root else [window.unit] if window.unit is not None else []
+            for bucket in [*(bucket for unit in mine for bucket in unit.buckets), *window.owns]:
+                bucket.check_unchanged()
+            if window.is_root:
+                self._owner.check_complete()
+            self._owner.enter_forward(window.describe())
+        if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
+            # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is
+            # correct, and it is their decision. Our hooks on top would hide tensors from a recomputation that counts
+            # them. torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
+            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+
+    def _close(self, keep_last: bool) -> None:
+        self._hooks.close()
+        if compat.in_backward():
+            return
+        written = [bucket for bucket, state in self._gathered.items() if self._is_written(state)]
+        for bucket, state in list(self._gathered.items()):
+            self._check_content(bucket, state)
+        for unit in self.units:
+            if not keep_last or unit is not self._last_read:
+                self._release(unit)
+        self._idle.clear()
+        self._begun.clear()
+        if self._order:
+            self._learn(self._order)
+        for bucket in written:
+            self._release_bucket(bucket)
+            self._refuse_writes(bucket)
+
+    def reset(self) -> None:
+        """Release everything that belongs to a running step. Wait for running reductions and drop their results."""
+        self._hooks.close()
+        self._depth = 0
+        for unit in self.units:
+            self._release(unit)
+        while self._reductions:
+            compat.wait_tensor(self._reductions.popleft().result)
+        self._anchors.clear()
+        self._idle.clear()
+        self._begun.clear()
+        self._ran.clear()
+        self._order.clear()
+
+    def abandon(self) -> None:
+        """Like :meth:`reset`, but without waiting: other ranks may not take part in the running collectives."""
+        self._abandoned += [state.started for state in self._gathered.values() if state.started is not None]
+        self._abandoned += [reduction.result for reduction in self._reductions]
+        self._gathered.clear()
+        self._by_storage.clear()
+        self._reductions.clear()
+        self.reset()
+        self._learn(self.units)  # ranks may have learned different orders
+
+    def settle(self) -> None:
+        """Wait until abandoned collectives have finished or timed out."""
+        while self._abandoned:
+            with contextlib.suppress(RuntimeError):
+                compat.wait_tensor(self._abandoned.pop())
+
+    def leave_stray_reads(self) -> None:
+        """Release what was gathered by reads outside of a window."""
+        if self._depth == 0:
+            self.reset()
+
+    # -- gather and release -------------------------------------------------------------------------------------------
+
+    @_unseen
+    def read(self, home: Home) -> Tensor:
+        """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
+        bucket = home.bucket
+        view = self._gather(bucket).views[home.index]
+        self._last_read = self._unit_of[bucket]
+        if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
+            with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
+                view = as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
+        self.hand_out(view)
+        return view
+
+    def hand_out(self, param: GatheredParameter) -> None:
+        """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
+        self._handed_out[id(param)] = param
+
+    def _retire_handed_out(self) -> None:
+        for kept in list(self._handed_out.values()):
+            kept.__class__ = OutdatedParameter
+        self._handed_out.clear()
+
+    def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
+        if bucket not in self._anchors:
+            self._anchors[bucket] = _Reduce.apply(bucket, self, *bucket.params)
+        return self._anchors[bucket]
+
+    @_as_parameters
+    def _start(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            state = self._gathered.get(bucket)
+            if state is not None and state.version != bucket.flat._version:
+                self._release_bucket(bucket)  # shards have changed since the gather
+            if bucket not in self._gathered:
+                if bucket.is_stale:
+                    self._owner.refresh()
+                group = bucket.topology.gather_group
+                started = None
+                if group is not None:
+                    self._announce("gather", bucket, group)
+                    shard = bucket.source().to(bucket.plan.compute_dtype)
+                    started = compat.all_gather(shard, group.size, group.name)
+                self._gathered[bucket] = _Gathered(started, bucket.flat._version)
+
+    @_as_parameters
+    def _gather(self, bucket: Bucket) -> _Gathered:
+        state = self._gathered.get(bucket)
+        if state is not None and state.full is not None and state.version == bucket.flat._version:
+            return state
+        unit = self._unit_of[bucket]
+        if not unit.is_root:  # root parameters may be read between two modules of a joined unit
+            self._idle += self._begun
+            self._begun.clear()
+        for idle in self._idle:
+            if idle is not unit:
+                self._release(idle)
+        self._idle.clear()
+        self._start(unit)
+        state = self._gathered[bucket]
+        if state.started is not None:
+            state.full, state.started = self._await(state.started), None
+        else:
+            state.full = bucket.source().to(bucket.plan.compute_dtype)
+        state.content = state.full._version
+        state.views = [
+            as_gathered(state.full[slot.offset : slot.end].view(slot.shape), slot.name)
+            for slot in bucket.plan.layout.slots
+        ]
+        if address := compat.storage_address(state.full):
+            self._by_storage[address] = bucket
+        in_backward = compat.in_backward()
+        if not in_backward and (not self._order or self._order[-1] is not unit):
+            self._order.append(unit)
+        following = (self._previous if in_backward else self._next).get(unit)
+        if following is not None and self._may_prefetch(following):
+            self._start(following)
+        if in_backward:
+            # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
+            # such event, so they are released when another unit is gathered.
+            for other in self.units:
+                if other is not unit and other is not following:
+                    self._release(other, only_frozen=True)
+        return state
+
+    def _announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
+        try:
+            series = f"{what}{more}", self._numbers[bucket]
+            self._owner.start(f"{what} {bucket.plan.name}{more}", group=group, series=series)
+        except RuntimeError as error:
+            self._owner.failed(error)
+            raise
+
+    def _await(self, started: Tensor) -> Tensor:
+        try:
+            return compat.wait_tensor(started)
+        except RuntimeError as error:
+            self._owner.failed(error)  # in a backward, nothing else catches it
+            raise
+
+    def _may_prefetch(self, unit: EagerUnit) -> bool:
+        return not unit.is_compiled and unit.gathered_bytes <= self.policy.prefetch_bytes
+
+    def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
+        for bucket in unit.buckets:
+            if only_frozen and bucket.plan.requires_grad:
+                continue
+            state = self._gathered.get(bucket)
+            self._release_bucket(bucket)
+            if state is not None and self._depth > 0:
+                if self._is_written(state):
+                    self._refuse_writes(bucket)
+                if state.version == bucket.flat._version:
+                    self._check_content(bucket, state)
+
+    def _release_bucket(self, bucket: Bucket) -> None:
+        state = self._gathered.pop(bucket, None)
+        if state is None:
+            return
+        if state.started is not None:  # prefetched and not used: every collective must be awaited
+            compat.wait_tensor(state.started)
+        if state.full is not None and (address := compat.storage_address(state.full)):
+            self._by_storage.pop(address, None)
+
+    def _is_written(self, state: _Gathered) -> bool:
+        return state.full is not None and state.full._version != state.content
+
+    def _refuse_writes(self, bucket: Bucket) -> None:
+        refuse_write(bucket.plan.unit, [sites[0].name for sites in bucket.sites])
+
+    def _check_content(self, bucket: Bucket, state: _Gathered) -> None:
+        """Raise if the gathered bucket was written to without a trace: through NumPy, or ``.data`` of a view.
+
+        Each rank compares the rows that it has sent. On a CPU this happens after each forward. On other devices, where
+        looking at values synchronizes with the device, it happens only after the first forward.
+        """
+        group = bucket.topology.gather_group
+        if state.full is None or group is None or not step_checks.enabled():
+            return
+        if bucket in self._content_checked and state.full.device.type != "cpu":
+            return
+        self._content_checked.add(bucket)
+        mine = state.full.view(group.size, -1)[group.rank]
+        if not compat.equal_bits(mine, bucket.source().to(bucket.plan.compute_dtype)):
+            self._refuse_writes(bucket)
+
+    def _learn(self, order: Sequence[EagerUnit]) -> None:
+        pairs = list(itertools.pairwise(order))
+        self._next = dict(pairs)
+        self._previous = {later: earlier for earlier, later in pairs}
+
+    def for_compiled_code(self) -> contextlib.AbstractContextManager[None]:
+        """Context for compiled graphs in a window. They save no gathered parameter, so there is nothing to pack."""
+        return compat.without_hook(self._pack)
+
+    # -- tensors saved for backward -----------------------------------------------------------------------------------
+
+    @compat.python_only
+    def _pack(self, tensor: Tensor) -> _SavedView | _SavedDTensor | tuple[Tensor, int]:
+        if isinstance(tensor, DTensor):
+            local = tensor._local_tensor
+            if self._by_storage.get(compat.storage_address(local) or 0) is not None:
+                return _SavedDTensor(self._pack(local), tensor._spec)
+            return tensor.detach(), tensor._version
+        bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
+        if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
+            # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
+            # that went through hooks for in-place changes, so the version is checked in _unpack.
+            return tensor.detach(), tensor._version
+        version = self._gathered[bucket].version
+        return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    @compat.python_only
+    def _unpack(self, packed: _SavedView | _SavedDTensor | tuple[Tensor, int]) -> Tensor:
+        if isinstance(packed, _SavedDTensor):
+            return compat.dtensor_of(self._unpack(packed.local), packed.spec)
+        if isinstance(packed, tuple):
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version "
+                    f"{version} instead."
+                )
+            return tensor
+        bucket = packed.bucket
+        if bucket.flat._version != packed.version:
+            raise RuntimeError(
+                f"Parameters of {bucket.plan.unit!r} were changed in place between forward and backward (by an "
+                "optimizer step?), so that gradients cannot be computed for the values that forward used."
+            )
+        self._owner.enter_backward()
+        full = self._gather(bucket).full
+        assert full is not None
+        return full.as_strided(packed.size, packed.stride, packed.offset)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @compat.python_only
+    def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
+        """Start reducing a bucket whose gradients are complete, and finish earlier reductions."""
+        self._owner.enter_backward()
+        used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
+        gradients.note_use(bucket, used)
+        self._owner.note_eager_use(bucket)
+        self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange), used)
+        self._release_bucket(bucket)
+        in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
+        for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
+            self._take_in()
+
+    @compat.python_only
+    def reduce_now(
+        self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
+    ) -> Sequence[Tensor | None]:
+        """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
+        self._owner.enter_backward()
+        used = [int(gradient is not None) for gradient in whole_gradients]
+        result = pack(whole_gradients, bucket.exchange)
+        self._release_bucket(bucket)
+        reduced = self._reduce_stages(bucket, 0, result, "for torch.autograd.grad")
+        (levels,) = self._owner.used_anywhere([bucket], [used])
+        return asked.select(bucket, reduced, {index for index, level in enumerate(levels) if level})
+
+    def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
+        will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
+        group = bucket.topology.stages[stage].group if will_run else None
+        self._announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
+        token = bucket.pending.token if bucket.pending is not None else None
+        started = start_stage(gradient, stage, bucket.exchange, token)
+        self._reductions.append(_Reduction(bucket, stage, started, used))
+
+    def _take_in(self) -> None:
+        """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
+        reduction = self._reductions.popleft()
+        bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, self._await(reduction.result)
+        following = reduction.stage + 1
+        if following < len(exchange.groups):
+            self._start_stage(bucket, following, result, reduction.used)
+            return
+        if not bucket.gradient_waits:  # a deferred gradient is zeros here
+            gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype), reduction.used)
+        self._owner.touched(bucket)
+
+    def reduce_waiting(self, bucket: Bucket) -> None:
+        """Reduce a bucket's deferred gradients outside of the backward that computed them."""
+        assert bucket.pending is not None
+        exchange = bucket.exchange
+        first = exchange.when.index(When.IF_DUE.value)
+        waiting = bucket.pending.take(exchange.comm_dtype)
+        reduced = self._reduce_stages(bucket, first, waiting, "what waits")
+        gradients.accumulate(bucket, reduced, gradients.used_so_far(bucket))
+
+    def _reduce_stages(self, bucket: Bucket, first: int, gradient: Tensor, why: str) -> Tensor:
+        """Run the reduction from stage ``first`` on. Return the gradient, ``[shard_numel]`` in the main dtype."""
+        exchange = bucket.exchange
+        for stage in range(first, len(exchange.groups)):
+            more = f", {why}{f', stage {stage + 1}' if stage else ''}"
+            self._announce("reduce", bucket, bucket.topology.stages[stage].group, more)
+            gradient = self._await(start_collective(gradient, stage, exchange))
+        return exchange.finish(gradient, bucket.plan.main_dtype)
+
+    def finish_reductions(self) -> None:
+        while self._reductions:
+            self._take_in()
+
+    def finish_backward(self) -> None:
+        self.finish_reductions()
+        for unit in self.units:
+            self._release(unit)
+        self._anchors.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
+        """Copy the runtime for the copy of a model, without the state of a running step."""
+        duplicate = object.__new__(EagerRuntime)
+        memo[id(self)] = duplicate
+        units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self._owner), memo)
+        EagerRuntime.__init__(duplicate, units, modules, owner, self.policy)
+        for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
+            duplicate.add_window(window)
+        return duplicate
+
+
+def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
+    """Raise RuntimeError because forward has written to a parameter of ``unit``, one of ``names``."""
+    raise RuntimeError(
+        f"Forward has written to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): "
+        "what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
+        "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
+    )
+
+
+class GatheredParameter(nn.Parameter):
+    """The value of ``module.weight`` inside a forward: an ordinary tensor, except that writes through ``.data`` raise.
+
+    A tensor's own ``.data`` does not share its version counter, so that writes through it would go unnoticed.
+    """
+
+    __torch_function__ = compat.no_torch_function
+    mfsdp_name: str
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+
+
+class OutdatedParameter(nn.Parameter):
+    """A gathered parameter that was kept from one forward to the next. Using it is an error."""
+
+    mfsdp_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        found = [each for each in compat.tree_leaves((args, kwargs)) if isinstance(each, OutdatedParameter)]
+        raise RuntimeError(
+            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something has kept it since (an "
+            "attribute, a list, a cache): its values may be out of date. Read it from its module in each forward, or keep "
+            "parameter.detach().clone() if values of then are what you want."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OutdatedParameter({self.mfsdp_name!r})"
+
+
+def as_gathered(tensor: Tensor, name: str) -> Any:
+    """Turn ``tensor`` into a :class:`GatheredParameter` in place."""
+    tensor.__class__ = GatheredParameter
+    vars(tensor)["mfsdp_name"] = name
+    return tensor
+
+
+class _Reduce(torch.autograd.Function):
+    """Maps a bucket's parameters, which are autograd leaves, to one anchor each: full shape, no memory.
+
+    Its backward receives the bucket's gradients.
+    """
+
+    @staticmethod
+    @compat.python_only
+    def forward(ctx: Any, bucket: Bucket, runtime: EagerRuntime, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
+        # that it holds itself.
+        ctx.bucket, ctx.runtime = weakref.ref(bucket), weakref.ref(runtime)
+        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
+        return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
+
+    @staticmethod
+    @compat.python_only
+    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[Any, ...]:
+        bucket, runtime = ctx.bucket(), ctx.runtime()
+        asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
+        if bucket is None or runtime is None:
+            return None, None, *asked.nothing
+        gradients.tell_counting_hooks(bucket, [i for i in asked.added if whole_gradients[i] is None])
+        if all(gradient is None for gradient in whole_gradients):
+            return None, None, *asked.nothing
+        if torch.is_grad_enabled():
+            gradients.refuse_double_backward()
+        if asked.returned:
+            return None, None, *runtime.reduce_now(bucket, whole_gradients, asked)
+        if asked.left_out:
+            whole_gradients = tuple(None if i in asked.left_out else g for i, g in enumerate(whole_gradients))
+        if any(gradient is not None for gradient in whole_gradients):
+            runtime.reduce(bucket, whole_gradients)
+        return None, None, *asked.nothing  # gradients are accumulated when their reduction has finished
+
+
+class _Attach(torch.autograd.Function):
+    """Puts a gathered parameter in place of its anchor.
+
+    There is one node per read, so that gradients reach ``_Reduce`` use by use and are summed in the order in which they
+    arrive. AOTAutograd traces the same order for the compiled graph, and floating-point sums are equal only in equal
+    order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, view: Tensor, anchor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[override]
+        return None, gradient

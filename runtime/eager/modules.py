@@ -1,0 +1,328 @@
+"""Modules with sharded parameters, as seen from inside and outside their forward.
+
+``_parameters`` always holds the DTensor shards, and everything that walks parameters (optimizers, ``state_dict``,
+``apply``) finds those. ``module.weight`` is a property of a generated subclass of the module's class (a technique from
+SimpleFSDP). It returns one of three things:
+
+    while Dynamo traces                 the marker ``torch.ops.mfsdp.unshard(shell, layout)``
+    in eager mode, inside a forward     the gathered parameter
+    otherwise                           the shard
+
+There is one subclass per class and set of names, so that equal layers keep sharing compiled code. The layout's
+signature is a string that Dynamo guards on: instances with other layouts get their own code. The subclass's ``forward``
+opens a window of the eager path around the original one. (Forward hooks would work, but Dynamo guards on the ids of
+hooks, which differ between modules: six equal blocks, compiled one by one, would take six compilations.)
+
+Therefore ``type(module)`` is a subclass of the class that the user wrote. ``isinstance`` accepts it; ``type(module) is
+nn.Linear`` does not, except in ``apply()``, which restores the user's classes while it runs. (A metaclass could make
+the two classes compare equal, and a property could change ``module.__class__``. Both would break Dynamo: it finds the
+place of ``super()`` in the MRO with ``==``, and looks up properties in ``__class__``.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..memory.bucket import Home
+from ..plan.partition import Partition
+from .engine import Window
+
+__all__ = [
+    "as_written",
+    "is_sharded",
+    "label_module",
+    "register_forward",
+    "shard_module",
+    "unsharded_class",
+]
+
+_SHELLS = "_mfsdp_shells"
+_LAYOUT = "_mfsdp_layout"
+_HOMES = "_mfsdp_homes"
+_WINDOW = "_mfsdp_window"
+
+
+def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> None:
+    """Replace ``module``'s own parameters by shards, and wrap its forward in a window.
+
+    Args:
+        homes: Buckets and indices of its parameters, by attribute name. May be empty, for units and models that own no
+            parameters themselves.
+    """
+    for attribute, home in homes.items():
+        module._parameters[attribute] = home.bucket.params[home.index]
+    state = vars(module)
+    state[_HOMES] = homes
+    state[_WINDOW] = window
+    # Read by Dynamo: a plain dict of tensors, and a string.
+    state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
+    label_module(module)
+    cls: Any = type(module)
+    partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
+    # Modules that compute with ordinary tensors share classes, however their parameters are stored at rest.
+    computed = tuple(p if p is not None and not p.bare else None for p in partitions)
+    if isinstance(module, nn.RNNBase):
+        state.pop("_flat_weights", None)  # the unsharded weights
+    module.__class__ = _sharded_class(cls, tuple(homes), computed)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a module was sharded by :func:`shard_module`."""
+    return isinstance(module, _Sharded)
+
+
+def unsharded_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a sharded module's class was generated from."""
+    return type(module).__mro__[2]  # after the generated class and _Sharded
+
+
+@contextlib.contextmanager
+def as_written(root: nn.Module) -> Iterator[None]:
+    """Context in which sharded modules have the classes that the user wrote.
+
+    ``module.weight`` is what ``_parameters`` holds, and no forward opens a window.
+    """
+    classes = {module: type(module) for module in root.modules() if is_sharded(module)}
+    recurrent = [module for module in classes if isinstance(module, nn.RNNBase)]
+    for module in classes:
+        module.__class__ = unsharded_class(module)
+    for module in recurrent:
+        vars(module)["_flat_weights"] = [getattr(module, name, None) for name in module._flat_weights_names]
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            del vars(module)["_flat_weights"]
+        for module, cls in classes.items():
+            module.__class__ = cls
+
+
+def label_module(module: nn.Module, schedules: int = 0) -> None:
+    """Make a module's bucketing visible to Dynamo's guards.
+
+    The label contains how the module's parameters are bucketed, how the buckets are exchanged, and how often schedules
+    of compiled graphs have been replaced. A different label causes a recompilation.
+    """
+    homes: dict[str, Home] = vars(module)[_HOMES]
+    layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
+    vars(module)[_LAYOUT] = ";".join([*layouts, *([f"schedules {schedules}"] if schedules else [])])
+
+
+@functools.cache
+def _sharded_class(
+    cls: type[nn.Module], attributes: tuple[str, ...], partitions: tuple[Partition | None, ...]
+) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        name: _parameter_property(name, partition) for name, partition in zip(attributes, partitions, strict=True)
+    }
+    namespace["forward"] = _forward_in_window(cls)
+    if issubclass(cls, nn.RNNBase):
+        namespace["_flat_weights"] = _rnn_weights
+    # The name stays the same: repr, logs and messages show the class that the user wrote.
+    namespace |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Sharded, cls), namespace)
+
+
+def _forward_in_window(cls: type[nn.Module]) -> Any:
+    forward = _in_window(cls.forward)
+    # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
+    return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
+
+
+def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return method(self, *args, **kwargs)
+        window: Window = self._mfsdp_window  # type: ignore[assignment]
+        window.runtime.enter(window)
+        try:
+            result = method(self, *args, **kwargs)
+        except BaseException as error:
+            window.runtime.leave_failed(window, error)
+            raise
+        window.runtime.leave(window)
+        return result
+
+    return run
+
+
+def register_forward(module: nn.Module, name: str) -> None:
+    """Open a window around another method, as around ``forward``.
+
+    Raises:
+        AttributeError: There is no such method.
+        ValueError: ``module`` has no window: it owns no parameters, and is neither a unit nor the model.
+    """
+    method = getattr(type(module), name)
+    if not is_sharded(module):
+        raise ValueError(
+            f"A {type(module).__name__} owns no sharded parameters, and is no unit: {name!r} has nothing to gather. Register "
+            "the method of the module that holds what it reads, or of the model."
+        )
+    vars(module)[name] = types.MethodType(_in_window(method), module)
+
+
+def _parameter_property(name: str, partition: Partition | None) -> property:
+    """Create the property of a parameter.
+
+    Args:
+        partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
+    """
+
+    @compat.python_only
+    def get(self: nn.Module) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
+            part = torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+            return part if partition is None else partition.of_part(part)
+        runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
+        param = self._parameters.get(name)
+        if param is None:  # removed temporarily: see _apply
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if not runtime.in_forward() or compat.called_by_guards():
+            return param
+        home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        if home.bucket.params[home.index] is not param:
+            home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
+        part = runtime.read(home)
+        return part if partition is None else partition.of_part(part)
+
+    return property(get)
+
+
+@compat.python_only
+def _get_rnn_weights(self: nn.RNNBase) -> list[Tensor | None]:
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+_rnn_weights = property(_get_rnn_weights, lambda self, value: None)
+"""RNNs keep a list of their weights for cuDNN. It is rebuilt on every read; otherwise it would hold the unsharded
+ones."""
+
+
+class _Sharded(nn.Module):
+    """Base of the generated subclasses: everything that they add except properties and windows."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse to replace or add parameters. ``module.name = nn.Parameter(...)`` calls this, too."""
+        sharded = name in vars(self)[_HOMES]
+        if (param is None and not sharded) or self._parameters.get(name) is param:
+            return super().register_parameter(name, param)
+        if sharded:
+            raise RuntimeError(
+                f"Parameter {name!r} of {type(self).__name__} is sharded and cannot be replaced: the new one would not be "
+                "trained. Copy values into it (with torch.no_grad(): module.weight.copy_(values)), or replace it before "
+                "fully_shard_model."
+            )
+        raise RuntimeError(
+            f"{type(self).__name__} gets a new parameter {name!r} after fully_shard_model: it would not be sharded, nor "
+            "its gradient reduced. Add parameters before sharding."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self)[_HOMES]:
+            raise AttributeError(
+                f"Parameter {name!r} of {type(self).__name__} cannot be deleted: it is part of a bucket. Change the model "
+                "before fully_shard_model."
+            )
+        super().__delattr__(name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Implement ``to``, ``half``, ``cuda`` etc.: buffers move, but shards cannot change their dtype or device."""
+        homes: dict[str, Home] = vars(self)[_HOMES]
+        for home in homes.values():
+            flat = home.bucket.flat
+            probe = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise RuntimeError(
+                    f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {flat.device}; "
+                    f"the model cannot be moved to {moved.dtype} on {moved.device} after fully_shard_model. Convert it "
+                    "before sharding, or choose dtypes with mixed_precision_policy."
+                )
+        shards = {attribute: self._parameters.pop(attribute) for attribute in homes}
+        try:
+            return super()._apply(fn, recurse)
+        finally:
+            kept = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(shards | kept)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Call ``fn`` with modules of the classes that the user wrote.
+
+        Raises:
+            RuntimeError: ``fn`` has replaced or added a parameter. Its module is unchanged.
+        """
+        apply = super().apply
+        with as_written(self):
+            before = {m: (type(m), dict(m._parameters), dict(m._modules)) for m in self.modules()}
+            try:
+                apply(fn)
+            finally:
+                changed = [module for module, state in before.items() if _restore(module, *state)]
+        if changed:
+            kinds = ", ".join(sorted({type(module).__name__ for module in changed}))
+            raise RuntimeError(
+                f"The function given to apply() has exchanged or added parameters of {kinds}, or its class: these would not be "
+                "sharded, nor trained. It was undone. Write into parameters in place (torch.nn.init..., parameter.copy_(values)), "
+                "or change the model before fully_shard_model."
+            )
+        return self
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make ``type(module)(...)`` return an unsharded module of the class that the user wrote."""
+        original = cls.__mro__[2]
+        return original(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep generated classes from subclass hooks of the user's classes, such as registries."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Copy a sharded module with its memory."""
+        for home in vars(self)[_HOMES].values():
+            copy.deepcopy(home.bucket, memo)
+        if id(self) in memo:  # copying its bucket has copied it
+            return memo[id(self)]
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return duplicate
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"A {type(self).__name__} with sharded parameters cannot be pickled: it holds process groups and this "
+            "rank's shards only. Save model.state_dict() with torch.distributed.checkpoint instead."
+        )
+
+    def __copy__(self) -> nn.Module:
+        duplicate = object.__new__(type(self))
+        duplicate.__dict__.update(self.__dict__)
+        return duplicate
+
+
+def _restore(
+    module: nn.Module,
+    cls: type[nn.Module],
+    params: dict[str, nn.Parameter | None],
+    children: dict[str, nn.Module | None],
+) -> bool:
+    """Undo changes to a module's class and parameters. Return whether there were any."""
+    now = module._parameters
+    same = now.keys() == params.keys() and all(now[name] is param for name, param in params.items())
+    if same and type(module) is cls:
+        return False
+    module.__class__ = cls
+    for current, earlier in ((module._parameters, params), (module._modules, children)):
+        current.clear()
+        current.update(earlier)  # type: ignore[arg-type]
+    return True

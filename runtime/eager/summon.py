@@ -1,0 +1,74 @@
+"""Temporary restoration of the unsharded module of a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..plan.partition import local_part
+from .modules import as_written
+
+if TYPE_CHECKING:
+    from ..memory.bucket import Bucket
+    from ..model import ShardedModel
+
+__all__ = ["whole_parameters"]
+
+
+@contextlib.contextmanager
+def whole_parameters(sharded: ShardedModel, module: nn.Module, writeback: bool) -> Iterator[None]:
+    """Put whole parameters into the modules, in the dtype of the shards, and disable windows and parameter properties.
+
+    Args:
+        sharded: The sharded model.
+        module: The module that it shards.
+        writeback: Whether to copy this rank's rows of the parameters back at the end.
+
+    Raises:
+        ValueError: At the end: a parameter was replaced by one of another shape. The shards keep their previous values.
+    """
+    wholes = {bucket: _wholes(bucket) for bucket in sharded.buckets}
+    for bucket, params in wholes.items():
+        for param, sites in zip(params, bucket.sites, strict=True):
+            for site in sites:
+                site.module._parameters[site.attribute] = param
+    try:
+        with as_written(module):
+            yield
+        changed = [(bucket, _now(bucket)) for bucket in wholes] if writeback else []
+    finally:
+        for bucket in wholes:
+            for param, sites in zip(bucket.params, bucket.sites, strict=True):
+                for site in sites:
+                    site.module._parameters[site.attribute] = param
+    for bucket, values in changed:
+        bucket.take_rows_of(values)
+
+
+@torch.no_grad()
+def _wholes(bucket: Bucket) -> list[nn.Parameter]:
+    found = []
+    for param, split, part in zip(bucket.params, bucket.splits, bucket.gather_shards(), strict=True):
+        partition = split.partition
+        whole = part if partition is None or partition.bare else partition.of_part(part)
+        found.append(nn.Parameter(whole, requires_grad=param.requires_grad))
+    return found
+
+
+def _now(bucket: Bucket) -> list[Tensor]:
+    """Return the parameters that the modules have now, as the parts that the bucket holds."""
+    found = []
+    for split, sites in zip(bucket.splits, bucket.sites, strict=True):
+        param = sites[0].module._parameters.get(sites[0].attribute)
+        if param is None or local_part(param).shape != split.part_shape:
+            shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
+            raise ValueError(
+                f"Parameter {sites[0].name!r} has become {shape} in summon_full_params; it is a part of a bucket, and keeps its "
+                f"shape {split.shape}. Copy values into it in place."
+            )
+        found.append(local_part(param))
+    return found

@@ -1,0 +1,1 @@
+"""Initial values of parameters that were made on the meta device."""

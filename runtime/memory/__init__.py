@@ -1,0 +1,1 @@
+"""Flat buckets, sharded parameters and their gradients."""

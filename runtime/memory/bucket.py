@@ -1,0 +1,448 @@
+"""A bucket: one flat shard per rank for parameters of a unit.
+
+The parameters had the same dtype, ``requires_grad`` and group when the model was sharded.
+
+originals     weight [6, 8]                          bias [6]
+              |                                      |
+bucket        |<- rank 0's shard ->|<- rank 1's shard ->|      with full sharding, whole in memory only while in use
+                                   |
+flat          this rank's slice, an autograd leaf, in the main dtype
+params        DTensors, views of ``flat``: what ``model.parameters()`` and the optimizer hold
+resident      the gathered tensor that stays between uses, in the compute dtype, for strategies that keep parameters
+              whole, or for HFSDP, which keeps them whole over outer ranks. ``flat`` is a slice of it if dtypes agree
+shells        full-shape parameters without storage: what Dynamo traces. Never handed to a user. If a parameter is also
+              divided over other ranks, its shell has the shape of this rank's part
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..exchange import Exchange
+from ..layout import BucketLayout
+from ..plan.partition import Partition, local_part
+from ..topology import Topology
+from .deferred_gradients import Pending
+from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
+
+__all__ = ["Bucket", "BucketPlan", "Home", "Site"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a module holds a parameter: ``module.<attribute>``. A tied parameter has several."""
+
+    module: nn.Module
+    module_name: str
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Decisions about a bucket, made before any memory is touched; plain data, equal on all ranks.
+
+    Args:
+        name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
+        unit: Name of the unit.
+        layout: Layout, whose slot names are fully qualified parameter names.
+        compute_dtype: Dtype of the gathered parameters; the dtype that the model was built with.
+        main_dtype: Dtype of the shard, its gradients and the optimizer's state.
+        requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
+            none is.
+        grad_dtype: Dtype in which gradients are accumulated over microbatches.
+        comm_dtype: Dtype in which gradients are reduced.
+        reduce_op: Reduction over data-parallel ranks, ``"avg"`` or ``"sum"``.
+        scale: Factor applied to reduced gradients.
+        decoupled: Whether gradients go to ``parameter.decoupled_grad``.
+        inspected: Whether gradients are inspected before they are reduced.
+        is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
+    """
+
+    name: str
+    unit: str
+    layout: BucketLayout
+    compute_dtype: torch.dtype
+    main_dtype: torch.dtype
+    requires_grad: bool
+    grad_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    reduce_op: str = "avg"
+    scale: float = 1.0
+    decoupled: bool = False
+    inspected: bool = False
+    is_expert: bool = False
+
+    @property
+    def grad_attribute(self) -> str:
+        """The attribute of parameters that holds their gradients."""
+        return "decoupled_grad" if self.decoupled else "grad"
+
+    def exchange(self, topology: Topology) -> Exchange:
+        """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
+        return topology.exchange(
+            self.layout, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
+        )
+
+    @property
+    def gathered_bytes(self) -> int:
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.layout.shard_numel * self.main_dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Home:
+    """The bucket of a shell or sharded parameter, and its index there."""
+
+    bucket: Bucket
+    index: int
+
+
+class Place(NamedTuple):
+    """The part ``[start, stop)`` of a rank's shard that holds its rows of one parameter, and their shape."""
+
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+class Bucket:
+    """The memory of one bucket on this rank.
+
+    Args:
+        plan: Layout and dtypes.
+        originals: The parameters, in the order of the layout's slots. Their rows are copied if they have values; the
+            parameters themselves are not kept.
+        sites: For each parameter, every place where a module holds it.
+        topology: Ranks and what each of them holds.
+        device: Device of the shard.
+        partitions: For each parameter, how it is divided over ranks other than those of the topology.
+    """
+
+    owner: Any
+    """The sharded model, which sets this attribute."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        originals: Sequence[nn.Parameter],
+        sites: Sequence[Sequence[Site]],
+        topology: Topology,
+        device: torch.device,
+        partitions: Sequence[Partition | None],
+    ) -> None:
+        self.plan = plan
+        self.sites = tuple(tuple(s) for s in sites)
+        self.topology = topology
+        layout = plan.layout
+        self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
+        self.places = tuple(self._place(index) for index in range(len(layout.slots)))
+        flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
+        self._copy_rows([local_part(original) for original in originals], flat)
+        self._make(flat, originals)
+
+    def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
+        """Create the shard, the parameters and the shells from ``flat``; keep the Python attributes of ``like``."""
+        plan = self.plan
+        self.resident: Tensor | None = None
+        self._unused_gather: weakref.finalize | None = None
+        self._resident_of = -1  # version of the shard from which the resident was gathered
+        self._resident_awaited = True
+        group = self.topology.resident_group
+        if group is not None and not self.topology.lets_go:
+            resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
+            if plan.main_dtype == plan.compute_dtype:
+                mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
+                # Same memory, but a separate version counter: gathers may write to the resident at any time.
+                flat = mine.copy_(flat).data
+            self._hold(resident)
+        self.flat = flat
+        views = self.views(flat)
+        backing = Backing((flat,) if self.resident is None else (flat, self.resident))
+        self.params = tuple(
+            nn.Parameter(
+                RowShardedTensor.wrap(view, split, self.topology, backing=backing), requires_grad=original.requires_grad
+            )
+            for view, split, original in zip(views, self.splits, like, strict=True)
+        )
+        for param, view in zip(self.params, views, strict=True):
+            param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
+        self.shells = tuple(
+            _shell(split.part_shape, plan.compute_dtype, flat.device, original.requires_grad)
+            for split, original in zip(self.splits, like, strict=True)
+        )
+        for index, original in enumerate(like):
+            kept = {k: v for k, v in vars(original).items() if k not in _OWN_ATTRIBUTES}
+            home = Home(self, index)
+            vars(self.params[index]).update(kept, mfsdp_home=home)
+            vars(self.shells[index]).update(kept, mfsdp_home=home)
+        self.provisional: set[int] = set()
+        """Indices of parameters whose gradients are shown until it is known whether any rank has used them."""
+        self.used_now: set[int] = set()
+        """Indices of parameters that this rank has used since gradients were last settled; see :mod:`.gradients`."""
+        self.clean: set[int] = set()
+        """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
+        self.pending: Pending | None = None
+        self.set_plan(plan)
+
+    def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
+        """Switch to another plan or topology. The layout, and the dtypes of the data at rest, stay the same.
+
+        Args:
+            topology: A topology of the same ranks and strategy. None: keep the current one.
+        """
+        self.plan = plan
+        if topology is not None:
+            self.let_go()
+            self.topology = topology
+        self.exchange = plan.exchange(self.topology)
+        # Buckets with equal signatures can run each other's compiled graphs.
+        self.signature = (
+            f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
+            f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}"
+        )
+        if not self.exchange.needs_token:
+            self.pending = None
+        elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
+            self.pending = Pending(self, plan.grad_dtype)
+        if self.pending is not None:
+            self.pending.asked = None  # a failed backward may have left it set
+
+    @property
+    def frozen(self) -> list[int]:
+        """Indices of frozen parameters in a bucket that has trainable ones."""
+        return [i for i, param in enumerate(self.params) if not param.requires_grad] if self.plan.requires_grad else []
+
+    @property
+    def has_token(self) -> bool:
+        """Whether graphs take the token that stands for the sum of deferred gradients."""
+        return self.plan.requires_grad and self.exchange.needs_token
+
+    def toggled(self, index: int) -> None:
+        """Update the bucket after a parameter was frozen or unfrozen. Code is compiled once for each combination."""
+        self.shells[index].requires_grad_(self.params[index].requires_grad)  # Dynamo guards on it
+        trains = any(param.requires_grad for param in self.params)
+        self.set_plan(replace(self.plan, requires_grad=trains))
+        self.owner.label_modules_of(self)
+
+    def _place(self, index: int) -> Place:
+        layout = self.plan.layout
+        start = layout.shard_offset(index, self.topology.shard)
+        numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
+        return Place(start, start + numel, self.splits[index].local_shape(self.topology.shard))
+
+    @torch.no_grad()
+    def take_rows_of(self, parts: Sequence[Tensor]) -> None:
+        """Copy this rank's rows from ``parts``: every parameter, or the part of it that the bucket holds."""
+        self.await_gather()
+        self._copy_rows(parts, self.flat.detach())
+
+    def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
+        for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
+            rows = split.rows(self.topology.shard)
+            if rows and not part.is_meta:
+                view.copy_(part[rows.start : rows.stop] if split.shape else part)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
+        return [flat[start:stop].view(shape) for start, stop, shape in self.places]
+
+    def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
+        """Like :meth:`views`, as DTensors."""
+        return [
+            RowShardedTensor.wrap(view, split, self.topology, backing=backing)
+            for view, split in zip(self.views(flat), self.splits, strict=True)
+        ]
+
+    # -- residents ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_resident(self) -> bool:
+        """Whether a gathered tensor stays between uses, even if only within a step."""
+        return self.topology.resident_group is not None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the resident was released, or gathered before the shard last changed."""
+        return self.has_resident and self._resident_of != self.flat._version
+
+    def hold_resident(self) -> Tensor:
+        """Return the resident; allocate it if it was released."""
+        if self.resident is None:
+            group = self.topology.resident_group
+            assert group is not None
+            numel = self.flat.numel() * group.size
+            self._hold(torch.empty(numel, dtype=self.plan.compute_dtype, device=self.flat.device))
+        assert self.resident is not None
+        return self.resident
+
+    def _hold(self, resident: Tensor) -> None:
+        self.resident = resident
+        self._unused_gather = weakref.finalize(self, compat.wait_tensor_when_dropped, resident)
+
+    def let_go(self) -> None:
+        """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
+        if self.topology.lets_go and self.resident is not None:
+            self.await_resident()
+            self._drop_resident()
+
+    def _drop_resident(self) -> None:
+        assert self._unused_gather is not None
+        self._unused_gather.detach()  # it references the memory
+        self.resident, self._resident_of = None, -1
+
+    @torch.no_grad()
+    def start_refresh(self) -> None:
+        """Start gathering the resident again. A collective: every rank must call it."""
+        group = self.topology.resident_group
+        assert group is not None
+        resident = self.hold_resident()
+        self.await_resident()
+        shard = self.flat.detach().to(self.plan.compute_dtype)
+        compat.all_gather_out(shard, group.size, group.name, out=resident)
+        self._resident_of, self._resident_awaited = self.flat._version, False
+
+    def await_gather(self) -> None:
+        """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
+        if self.resident is not None:
+            self.await_resident()
+
+    def await_resident(self) -> Tensor:
+        assert self.resident is not None
+        if not self._resident_awaited:
+            compat.wait_tensor(self.resident)
+            self._resident_awaited = True
+        return self.resident
+
+    def forget_resident(self) -> None:
+        """Mark the resident as stale after a failure: its gather may have failed."""
+        if self.resident is not None:
+            with contextlib.suppress(RuntimeError):
+                self.await_resident()
+            self._resident_of, self._resident_awaited = -1, True
+            if self.topology.lets_go:
+                self._drop_resident()
+
+    def source(self) -> Tensor:
+        """The tensor that parameters in use are made from on this rank: the resident or the shard, without autograd."""
+        return self.await_resident() if self.has_resident else self.flat.detach()
+
+    @torch.no_grad()
+    def gather_shards(self) -> list[Tensor]:
+        """Gather every parameter, or the part of it that the bucket holds, in the main dtype.
+
+        The results are views of one tensor of the bucket's size. A collective: every rank must call it.
+        """
+        whole = self.flat.detach()
+        self.topology.announce(f"a gather of all parameters of {self.plan.name}")
+        for group in self.topology.shard_groups:
+            whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
+        if not self.topology.shard_groups:
+            whole = whole.clone()
+        return [whole[slot.offset : slot.end].view(slot.shape) for slot in self.plan.layout.slots]
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients attached to the parameters."""
+        return [getattr(param, self.plan.grad_attribute, None) for param in self.params]
+
+    @property
+    def gradient_waits(self) -> bool:
+        """Whether the last gradient was kept for a later reduction."""
+        return self.pending is not None and self.pending.kept
+
+    # What Pending requires of its holder
+
+    def reductions_are_due(self) -> bool:
+        return self.owner.reductions_are_due()
+
+    def show_unreduced(self) -> None:
+        for index, (param, attached) in enumerate(zip(self.params, self.gradients, strict=True)):
+            if attached is None and param.requires_grad:
+                shown = UnreducedGradient.like(param)
+                if index in self.provisional:
+                    mark_provisional(shown)
+                setattr(param, self.plan.grad_attribute, shown)
+
+    def forget_abandoned(self, total: Tensor) -> None:
+        dropped = []
+        for index, attached in enumerate(self.gradients):
+            if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
+                dropped.append(index)
+                if attached is not None:
+                    attached.zeroed = False
+        self.zero_slices(total, dropped)
+
+    def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
+        # ``packed`` is the whole bucket or this rank's inner shard of it.
+        start = self.topology.inner.rank * packed.numel() if packed.numel() < self.plan.layout.numel else 0
+        for slot in (self.plan.layout.slots[index] for index in params):
+            packed[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
+
+    def inspect(self, gradient: Tensor) -> None:
+        self.owner.inspect(self, gradient)
+
+    def check_unchanged(self) -> None:
+        """Raise if a parameter was replaced since the model was sharded."""
+        for param, sites in zip(self.params, self.sites, strict=True):
+            for site in sites:
+                if site.module._parameters.get(site.attribute) is not param:
+                    raise RuntimeError(
+                        f"Parameter {site.name!r} was replaced after fully_shard_model; the new one is not sharded and "
+                        "would not be trained. Copy values into the old one instead (parameter.copy_(values) under "
+                        "torch.no_grad()), use load_state_dict without assign=True, or replace it before sharding."
+                    )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bucket:
+        """Copy the bucket with its memory.
+
+        Parameters and shells are entered in ``memo``, so that modules copied with the same memo hold them.
+        """
+        copy = object.__new__(Bucket)  # registered before its modules are copied, because they refer to it
+        memo[id(self)] = copy
+        vars(copy).update(vars(self))
+        copy._make(self.flat.detach().clone(), self.params)
+        for mine, its in zip((*self.params, *self.shells), (*copy.params, *copy.shells), strict=True):
+            memo[id(mine)] = its
+        for mine_param, its_param in zip(self.params, copy.params, strict=True):
+            if mine_param.grad is not None:
+                its_param.grad = mine_param.grad.clone()
+        copy.owner = deepcopy(self.owner, memo)
+        copy.sites = tuple(
+            tuple(replace(site, module=deepcopy(site.module, memo)) for site in sites) for sites in self.sites
+        )
+        return copy
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.plan.name!r}: {self.plan.layout})"
+
+
+_HOOKS = ("mfsdp_hooks", "mfsdp_accumulate_hooks")
+_OWN_ATTRIBUTES = {"_local_tensor", "_spec", "split", "backing", "_is_param", "mfsdp_home", *_HOOKS}
+
+
+def _shell(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
+    """Create a parameter of this shape, with ordinary strides but no memory.
+
+    Reading its values segfaults on CPU.
+    """
+    whole = torch.empty(shape, dtype=dtype, device=device)
+    whole.untyped_storage().resize_(0)
+    return nn.Parameter(whole, requires_grad=requires_grad)

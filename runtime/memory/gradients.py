@@ -1,0 +1,455 @@
+"""The contract between the flat gradient of a bucket and the ``.grad`` of its parameters.
+
+Parameters are the leaves of the autograd graph. A backward computes one flat gradient per bucket, whose reduction may
+still be running when autograd reaches the parameters. Autograd therefore passes no gradient to them (except for
+``torch.autograd.grad``), and the gradient is added here once it has arrived. Users and optimizers see
+``parameter.grad``, a DTensor view of the flat gradient. Every rank has one, even a rank that owns no rows, so that
+loops over gradients behave the same on all ranks. Only these views keep the flat gradient alive: setting them to None
+frees it, as in plain torch.
+
+    before accumulating     ``collect``   returns the flat gradient behind the parameters' ``.grad``; slices whose
+                                          ``.grad`` was set to None start from zero, foreign tensors are copied in
+    after accumulating      ``install``   makes every parameter's ``.grad`` a view of the flat gradient
+    at the end of backward  ``settle``    sets ``.grad`` back to None for parameters that no rank used
+
+Variations
+    * Gradients are accumulated in another dtype than the parameters' (``main_grads_dtype``): ``.grad`` shows the sum in
+      the parameter's dtype, and the sum itself is attached to it.
+    * ``use_decoupled_grad``: the sum is the parameter's ``.decoupled_grad``, in its own dtype, and ``.grad`` is None.
+    * The reduction of the gradient is deferred (:mod:`mfsdp_compile.runtime.memory.deferred_gradients`): ``.grad`` is an
+      :class:`~mfsdp_compile.runtime.memory.tensor.UnreducedGradient`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import compat
+from .bucket import Bucket
+from .redistribute import take_rows
+from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, like_rows, mark_provisional
+
+__all__ = [
+    "Aside",
+    "Asked",
+    "Backward",
+    "accumulate",
+    "add_back",
+    "clear",
+    "flat_gradient",
+    "levels_of_use",
+    "note_use",
+    "put_aside",
+    "refuse_double_backward",
+    "settle",
+    "shard_of",
+    "tell_counting_hooks",
+    "used_so_far",
+]
+
+
+@dataclass(eq=False)
+class Backward:
+    """One bucket's share of a backward through compiled code.
+
+    Args:
+        bucket: Weak reference to the bucket. Autograd holds this object where Python's garbage collector does not look.
+        name: Name of the bucket.
+
+    Attributes:
+        leaves: The autograd nodes of the bucket's parameters, None for frozen ones.
+        used: Indices of parameters that get a gradient in this backward; known when its graph begins.
+    """
+
+    bucket: weakref.ref[Bucket]
+    name: str
+    leaves: Sequence[Any] = ()
+    used: frozenset[int] = frozenset()
+
+    @staticmethod
+    def through(bucket: Bucket) -> Backward:
+        return Backward(weakref.ref(bucket), bucket.plan.name)
+
+
+def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
+    """Return the bucket's shard, ``[shard_numel]``, as a differentiable function of its parameters.
+
+    This is the input of compiled code. The gradient of the shard, already reduced, becomes the parameters' gradient in
+    ``backward``.
+    """
+    shard: Tensor = _Shard.apply(bucket, backward, *bucket.params)
+    if shard.grad_fn is not None:
+        backward.leaves = [node for node, _ in shard.grad_fn.next_functions]
+    return shard
+
+
+class _Shard(torch.autograd.Function):
+    """Maps a bucket's parameters, which are autograd leaves, to their flat shard."""
+
+    @staticmethod
+    @compat.python_only
+    def forward(ctx: Any, bucket: Bucket, backward: Backward, *params: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.backward_of = backward
+        return bucket.flat.detach()
+
+    @staticmethod
+    @compat.python_only
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        bucket = ctx.backward_of.bucket()
+        asked = Asked.of(ctx.backward_of.leaves)
+        if bucket is None or gradient is None:
+            return None, None, *asked.nothing
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        used = ctx.backward_of.used
+        tell_counting_hooks(bucket, asked.added - used)
+        if asked.returned:
+            return None, None, *asked.select(bucket, gradient, used)
+        if not bucket.gradient_waits:  # a deferred gradient is zeros here
+            if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
+                gradient = gradient.clone()
+                views = bucket.views(gradient)
+                for index in unasked:
+                    views[index].zero_()
+            accumulate(bucket, gradient, used - asked.left_out)
+        bucket.owner.touched(bucket)
+        return None, None, *asked.nothing
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The gradients that the running backward wants for a bucket's parameters.
+
+    Args:
+        added: Indices of parameters whose gradients are added to ``.grad``: all trainable ones, or those that
+            ``backward(inputs=...)`` names.
+        returned: Indices of parameters whose gradients ``torch.autograd.grad`` returns.
+        left_out: Indices of trainable parameters that are in neither set.
+        count: Number of the bucket's parameters.
+    """
+
+    added: frozenset[int]
+    returned: frozenset[int]
+    left_out: frozenset[int]
+    count: int
+
+    @staticmethod
+    def of(leaves: Sequence[Any]) -> Asked:
+        """Find out what the running backward wants.
+
+        Args:
+            leaves: The autograd nodes of the parameters, None for frozen ones.
+        """
+        found: dict[compat.Wanted, set[int]] = {wanted: set() for wanted in compat.Wanted}
+        for index, leaf in enumerate(leaves):
+            if leaf is not None:
+                found[compat.wanted(leaf)].add(index)
+        added, returned, left_out = (
+            frozenset(found[w]) for w in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
+        )
+        return Asked(added, returned, left_out, len(leaves))
+
+    @property
+    def nothing(self) -> tuple[None, ...]:
+        return (None,) * self.count
+
+    def select(self, bucket: Bucket, gradient: Tensor, used: Collection[int]) -> list[Tensor | None]:
+        """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
+        gradient = _run_tensor_hooks(bucket, gradient, self.returned & set(used))
+        views = bucket.local_views(gradient, backing=(gradient,))
+        return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
+
+
+def refuse_double_backward() -> NoReturn:
+    raise RuntimeError(
+        "backward(create_graph=True) through sharded parameters is not supported: reductions are not differentiated "
+        "again. Gradients of inputs (torch.autograd.grad(loss, x, create_graph=True)) are."
+    )
+
+
+def note_use(bucket: Bucket, used: Collection[int]) -> None:
+    """Record that a backward computes gradients of the parameters ``used``, by index, before they are accumulated.
+
+    The gradients of the other parameters are zeros. Whether these parameters get a gradient depends on what other ranks
+    used; see :func:`settle`.
+    """
+    for index, attached in enumerate(bucket.gradients):
+        if index in used:
+            bucket.provisional.discard(index)
+        elif attached is None:
+            bucket.provisional.add(index)
+    bucket.used_now |= set(used)
+
+
+def levels_of_use(bucket: Bucket) -> list[int]:
+    """Return for each parameter 2 if used since gradients were last settled, 1 if it has an older gradient, else 0."""
+    known = used_so_far(bucket)
+    return [2 if index in bucket.used_now else int(index in known) for index in range(len(bucket.params))]
+
+
+def used_so_far(bucket: Bucket) -> set[int]:
+    """Return indices of all parameters except those whose visible gradient is a placeholder of zeros."""
+    for index, attached in enumerate(bucket.gradients):
+        if index in bucket.provisional and attached is not None and not is_provisional(attached):
+            bucket.provisional.discard(index)  # autograd has added another gradient, such as a penalty on the parameter
+    return set(range(len(bucket.params))) - bucket.provisional
+
+
+@torch.no_grad()
+def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
+    """Add a reduced gradient, ``[shard_numel]`` in the main dtype. The tensor itself may be kept as the sum.
+
+    Args:
+        used: Indices of parameters that this rank has used. Their hooks run.
+    """
+    gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
+    total = collect(bucket)
+    install(bucket, gradient if total is None else total.add_(gradient), used)
+
+
+@torch.no_grad()
+def settle(bucket: Bucket, levels: Sequence[int]) -> None:
+    """Set the gradients of parameters that no rank has used to None, as without sharding, so that optimizers skip them.
+
+    Parameters that only other ranks have used run their hooks here.
+
+    Args:
+        levels: For each parameter, the maximum of :func:`levels_of_use` over all ranks.
+    """
+    known = used_so_far(bucket)
+    for index, (param, level) in enumerate(zip(bucket.params, levels, strict=True)):
+        if index not in known and level == 0:
+            _attach(bucket, param, None)
+            bucket.clean.add(index)
+        elif level == 2 and index not in bucket.used_now:
+            if index not in known:
+                keep(getattr(param, bucket.plan.grad_attribute))
+            _run_accumulate_hooks(param)
+    bucket.provisional.clear()
+    bucket.used_now.clear()
+
+
+def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
+    """Drop gradients.
+
+    Args:
+        kept: ``id`` of the parameters that keep their gradients. Deferred gradients of the other parameters are dropped
+            parameter by parameter, before more is added or reduced. The deferred sum itself stays, so that ranks that
+            keep different parameters still start the same reductions. None: drop all gradients.
+    """
+    if bucket.pending is not None and kept is None:
+        bucket.pending.total = None
+    for param in bucket.params:
+        if kept is None or id(param) not in kept:
+            _attach(bucket, param, None)
+    kept_indices = {i for i, param in enumerate(bucket.params) if kept is not None and id(param) in kept}
+    bucket.provisional &= kept_indices
+    bucket.used_now &= kept_indices
+
+
+@dataclass(frozen=True)
+class Aside:
+    """Gradients of one bucket that were detached from its parameters.
+
+    Args:
+        bucket: Their bucket.
+        total: The flat gradient, ``[shard_numel]``.
+        without: Indices of parameters that had no gradient.
+    """
+
+    bucket: Bucket
+    total: Tensor
+    without: frozenset[int]
+
+
+@torch.no_grad()
+def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
+    """Detach the gradients from the parameters, for :func:`add_back`. No gradient may be waiting for its reduction."""
+    aside = [
+        Aside(bucket, total, _without_gradient(bucket)) for bucket in buckets if (total := collect(bucket)) is not None
+    ]
+    for each in aside:
+        clear(each.bucket)
+    return aside
+
+
+@torch.no_grad()
+def add_back(aside: Iterable[Aside]) -> None:
+    """Add gradients that were put aside to the current ones. A parameter with neither gradient still has None."""
+    for each in aside:
+        bucket, total = each.bucket, collect(each.bucket)
+        without = each.without & _without_gradient(bucket)
+        install(bucket, each.total if total is None else total.add_(each.total))
+        for index in without:
+            _attach(bucket, bucket.params[index], None)
+        bucket.clean |= without
+
+
+def _without_gradient(bucket: Bucket) -> frozenset[int]:
+    return frozenset(index for index, gradient in enumerate(bucket.gradients) if gradient is None)
+
+
+@torch.no_grad()
+def collect(bucket: Bucket) -> Tensor | None:
+    """Return the flat gradient that the parameters' ``.grad`` view, or build one from them; None if all are None."""
+    gradients = _attached(bucket)
+    if all(gradient is None for gradient in gradients):
+        return None
+    total = _shared_total(bucket, gradients)
+    if total is not None:
+        dropped = [i for i, gradient in enumerate(gradients) if gradient is None and i not in bucket.clean]
+        if dropped:
+            total = total.clone()  # the user may still hold a gradient that was taken off its parameter
+            views = bucket.views(total)
+            for index in dropped:
+                views[index].zero_()
+            bucket.clean |= set(dropped)
+        return total
+    total = torch.zeros_like(bucket.flat, dtype=bucket.plan.grad_dtype, requires_grad=False)
+    parts = zip(bucket.views(total), gradients, bucket.params, bucket.sites, bucket.splits, strict=True)
+    for view, gradient, param, sites, split in parts:
+        if gradient is None:
+            continue
+        if not isinstance(gradient, DTensor) and gradient.shape == split.shape:
+            gradient = RowShardedTensor.wrap(take_rows(gradient, split, bucket.topology.shard), split, bucket.topology)
+        if isinstance(gradient, RowShardedTensor) and gradient.shape == split.shape:
+            # A penalty on this parameter and another one, whose rows are on other ranks, leaves such a gradient.
+            gradient = like_rows(gradient, param)
+        if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
+            raise RuntimeError(
+                f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor sharded like the "
+                "parameter. Set it to None or to a tensor computed from parameter.grad."
+            )
+        view.copy_(gradient._local_tensor)
+    return total
+
+
+@torch.no_grad()
+def flat_gradient(bucket: Bucket) -> Tensor | None:
+    """Return the tensor that the ``.grad`` of all parameters view, ``[shard_numel]``; None if a ``.grad`` is missing.
+
+    If a ``.grad`` was replaced, the result is a copy.
+    """
+    attached = _attached(bucket)
+    if any(gradient is None for gradient in attached):
+        return None
+    flat = _shared_flat(bucket, attached)
+    if flat is not None:
+        return flat
+    total = collect(bucket)
+    assert total is not None
+    return total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
+
+
+def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
+    """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
+    shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
+    used_so_far(bucket)
+    attached = bucket.gradients
+    for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
+        param = bucket.params[index]
+        if attached[index] is None and not param.requires_grad:
+            continue
+        if shown is not total:
+            view.__dict__["mfsdp_total"] = (total, shown._version)
+        if index in bucket.provisional:
+            mark_provisional(view)
+        _attach(bucket, param, view)
+        bucket.clean.discard(index)
+        if index in used:
+            _run_accumulate_hooks(param)
+
+
+# -- details ----------------------------------------------------------------------------------------------------------
+
+
+def _attached(bucket: Bucket) -> list[Tensor | None]:
+    """Attached gradients that have values; None for the others."""
+    return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in bucket.gradients]
+
+
+def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:
+    setattr(param, bucket.plan.grad_attribute, gradient)
+
+
+def _shows_cast(bucket: Bucket) -> bool:
+    return bucket.plan.grad_dtype != bucket.plan.main_dtype and not bucket.plan.decoupled
+
+
+def _shared_total(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum that all gradients show, or None if one of them was replaced or changed."""
+    flat = _shared_flat(bucket, gradients)
+    if flat is None or not _shows_cast(bucket):
+        return flat
+    # Return the sum in its own dtype, unless the cast copy that users see was modified.
+    total, version = next(vars(gradient)["mfsdp_total"] for gradient in gradients if gradient is not None)
+    return total if flat._version == version else None
+
+
+def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The flat tensor of which all gradients are the right views, or None."""
+    dtype = bucket.plan.main_dtype if _shows_cast(bucket) else bucket.plan.grad_dtype
+    present = next(gradient for gradient in gradients if gradient is not None)
+    if not isinstance(present, RowShardedTensor) or len(present.backing) != 1:
+        return None
+    (flat,) = present.backing
+    if flat.dtype != dtype or flat.shape != bucket.flat.shape:
+        return None
+    for view, gradient, split in zip(bucket.views(flat), gradients, bucket.splits, strict=True):
+        if gradient is None:
+            continue
+        if not isinstance(gradient, RowShardedTensor) or not any(t is flat for t in gradient.backing):
+            return None
+        if gradient.split != split:  # another parameter's: compare splits, because views without rows look alike
+            return None
+        local = gradient._local_tensor
+        if (local.data_ptr(), local.shape, local.stride()) != (view.data_ptr(), view.shape, view.stride()):
+            return None
+    return flat
+
+
+def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> Tensor:
+    """Run ``parameter.register_hook`` hooks on what this backward adds to the parameters that it uses."""
+    hooked = [index for index in used if bucket.params[index].tensor_hooks]
+    if not hooked:
+        return gradient
+    gradient = gradient.clone()
+    views = bucket.local_views(gradient)
+    for index in sorted(hooked):
+        for hook in list(bucket.params[index].tensor_hooks.values()):
+            changed = hook(views[index].clone())
+            if changed is not None:
+                views[index].copy_(changed)
+    return gradient
+
+
+def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
+    """Call the hooks of ``register_multi_grad_hook`` with None for parameters without a gradient.
+
+    Such a hook waits for one call per tensor that the backward reaches, and a backward reaches all parameters of a
+    bucket.
+    """
+    for index in sorted(unused):
+        for hook in list(bucket.params[index].tensor_hooks.values()):
+            if compat.counts_tensors(hook):
+                hook(None)
+
+
+def _run_accumulate_hooks(param: RowShardedTensor) -> None:
+    """Run ``parameter.register_post_accumulate_grad_hook`` hooks."""
+    for hook in list(param.accumulate_hooks.values()):
+        hook(param)
+
+
+def _describe(gradient: Tensor) -> str:
+    if isinstance(gradient, DTensor):
+        return f"a DTensor of shape {tuple(gradient.shape)} with local rows {tuple(gradient._local_tensor.shape)}"
+    return f"an ordinary tensor of shape {tuple(gradient.shape)}"

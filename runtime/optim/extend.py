@@ -1,0 +1,205 @@
+"""Optimizers over sharded parameters.
+
+Any optimizer of ``torch.optim`` whose step works element by element runs on shards unchanged. This module moves an
+optimizer that was built before sharding to the shards, with its groups and its state, and adds the arguments of
+Megatron-FSDP's optimizers.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import compat
+from ..memory.bucket import Home
+from .flat_step import FlatStep, check_elementwise
+from .muon import ShardedMuon
+from .state import cut_loaded_state, name_state, shard_state, show_unstepped
+
+if TYPE_CHECKING:
+    from ..model import ShardedModel
+
+__all__ = ["check", "extend", "named_groups", "rebind"]
+
+
+def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the name of every parameter that the optimizer holds.
+
+    Raises:
+        ValueError: It holds a parameter that is not the module's, or none at all, or state that cannot be sharded.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    held = [(i, param) for i, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    if not held:
+        raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
+    for i, param in held:
+        if param not in names:
+            raise ValueError(
+                f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
+                f"{tuple(param.shape)} that is not one of the model's. Build the optimizer from model.parameters()."
+            )
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
+                raise ValueError(
+                    f"The {type(optimizer).__name__} has state {key!r} of shape {tuple(value.shape)} for "
+                    f"{names[param]!r} of shape {tuple(param.shape)}: only state of the parameter's shape can be "
+                    "sharded with it. Shard before the first step, or use an elementwise optimizer."
+                )
+    return {param: names[param] for _, param in held}
+
+
+def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], module: nn.Module) -> None:
+    """Replace full parameters by the sharded ones of the same names. Groups keep their settings, and state its values.
+
+    Args:
+        names: Names from :func:`named_groups`, before sharding.
+        module: The module after sharding.
+    """
+    sharded = dict(module.named_parameters())
+    old_state = dict(optimizer.state)
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        for i, whole in enumerate(group["params"]):
+            param = sharded[names[whole]]
+            group["params"][i] = param
+            if whole in old_state:
+                optimizer.state[param] = {
+                    key: shard_state(key, value, param) for key, value in old_state[whole].items()
+                }
+
+
+def check(optimizer: object, what: str, flat: bool) -> None:
+    """Check that :func:`extend` can be called, before anything is changed.
+
+    Args:
+        what: Name of the function that takes the optimizer, for messages.
+
+    Raises:
+        TypeError: ``optimizer`` is not an optimizer.
+        ValueError: It was already extended, its ``step`` was wrapped, or it does not support ``flat``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind, hint = type(optimizer).__name__, "Build it from the model's parameters"
+        if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+            hint = "Pass the scheduler's optimizer (scheduler.optimizer)"
+        elif isinstance(optimizer, nn.Module):
+            hint = "The model goes to fully_shard_model, or first to fully_shard"
+        elif isinstance(optimizer, (list, tuple)):
+            hint = "Pass several one by one"
+        elif isinstance(optimizer, type):
+            kind, hint = f"class, {optimizer.__name__}", "Make an instance of it, from the model's parameters"
+        raise TypeError(f"{what} takes a torch.optim.Optimizer, got a {kind}. {hint}.")
+    if vars(optimizer).get("mfsdp_extended"):
+        raise ValueError(
+            f"The {type(optimizer).__name__} is extended already: fully_shard and fully_shard_optimizer do so, once."
+        )
+    if flat:
+        check_elementwise(optimizer)
+    if type(optimizer) is torch.optim.Muon and "step" in vars(optimizer):
+        raise ValueError(
+            "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
+            "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
+        )
+
+
+def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True) -> torch.optim.Optimizer:
+    """Add Megatron-FSDP's arguments to ``step`` and ``zero_grad``, in place.
+
+    Args:
+        flat: Whether to step over flat shards; see :mod:`mfsdp_compile.runtime.optim.flat_step`.
+        by_name: Whether state dicts use names of parameters; see :mod:`mfsdp_compile.runtime.optim.state`.
+
+    Raises:
+        ValueError: The optimizer holds parameters that are not sharded.
+        NotImplementedError: A Muon holds parameters that are also divided over other ranks than the data-parallel ones.
+    """
+    owners = _owners(optimizer)
+    if type(optimizer) is torch.optim.Muon:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if param.split.groups:
+                raise NotImplementedError(
+                    f"Muon works on whole matrices, and {param.split.name!r} is divided over other ranks than the data-parallel "
+                    "ones (tensor or expert parallel). Give such parameters to another optimizer."
+                )
+        optimizer.__class__ = ShardedMuon
+        optimizer._patch_step_function()  # so that its hooks run around the new step as well
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+    over_runs = FlatStep(optimizer) if flat else None
+    optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
+    show_unstepped(optimizer)
+    if by_name:
+        name_state(optimizer)
+
+    @compat.python_only
+    @functools.wraps(step)
+    def extended_step(
+        self: torch.optim.Optimizer,
+        closure: Callable[[], Any] | None = None,
+        *,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+    ) -> Any:
+        if sync_grad_before_optimizer_step:
+            for owner in owners:
+                owner.finish_synchronisation_if_needed()
+        for owner in owners:
+            owner.before_step()
+            owner.await_gathers()  # another optimizer's step may have started gathers
+        try:
+            for owner in owners:
+                owner.begin_step(self)
+            if over_runs is not None:
+                result = over_runs(step, closure)
+            else:
+                result = step() if closure is None else step(closure)
+        except BaseException as error:
+            for owner in owners:
+                owner.fail_step(error)
+            raise
+        for owner in owners:
+            owner.end_step()
+        if install_optimized_model_weights:
+            for owner in owners:
+                owner.refresh(ahead=True)
+        return result
+
+    @compat.python_only
+    @functools.wraps(zero_grad)
+    def extended_zero_grad(
+        self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
+    ) -> None:
+        zero_grad(set_to_none)
+        if zero_grad_buffer:
+            for owner in owners:
+                params = [param for bucket in owner.buckets for param in bucket.params]
+                owner.zero_gradients(set_to_none, owner.optimizers.others_hold(params, self))
+
+    # Set on the instance, like the wrappers of learning-rate schedulers, which may exist already or follow later.
+    optimizer.step = types.MethodType(extended_step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(extended_zero_grad, optimizer)  # type: ignore[method-assign]
+    vars(optimizer)["mfsdp_extended"] = True
+    for owner in owners:
+        owner.optimizers.add(optimizer)
+    return optimizer
+
+
+def _owners(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    owners: dict[int, ShardedModel] = {}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            home: Home | None = getattr(param, "mfsdp_home", None)
+            if home is None:
+                raise ValueError(
+                    f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
+                    f"{tuple(param.shape)} that is not sharded. Build the optimizer after fully_shard_model, from "
+                    "model.parameters(), or pass model and optimizer to fully_shard together."
+                )
+            owners[id(home.bucket.owner)] = home.bucket.owner
+    if not owners:
+        raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
+    return list(owners.values())

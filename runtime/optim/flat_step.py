@@ -1,0 +1,265 @@
+"""An optimizer's step over flat shards instead of one parameter at a time.
+
+Adjacent parameters of one group in a bucket form a run, an ordinary flat tensor: a slice of this rank's shard. An
+optimizer that works element by element, or block by block, does the same to a run as to its parameters, with one kernel
+instead of hundreds. Runs are not DTensors, so even a third-party optimizer that knows nothing about DTensors works.
+
+``param_groups`` and ``state`` stay the same between steps: parameters are DTensors, and their state tensors are views
+of the runs' state. Checkpoints, and everything else that reads state by parameter, are unaffected. During ``step`` the
+groups hold runs.
+
+Where this is not possible (a parameter without gradient, state that differs between the parameters of a run), the
+optimizer steps the run's parameters one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..memory import gradients
+from ..memory.bucket import Bucket, Home
+from ..memory.tensor import RowShardedTensor
+
+__all__ = ["FlatStep", "check_elementwise"]
+
+_NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, torch.optim.SparseAdam)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Adjacent parameters of a bucket, beginning with number ``first``.
+
+    Args:
+        bucket: Their bucket.
+        params: The parameters.
+        first: Index of the first parameter in the bucket.
+        start: Offset of the run in the shard, in elements. The run may contain padding.
+        flat: ``[numel]``, the memory of the shard. On a rank that holds none of the parameters, a separate tensor of
+            one element, so that the optimizer keeps the same state there.
+        is_here: Whether this rank holds rows of any of the parameters.
+    """
+
+    bucket: Bucket
+    params: tuple[RowShardedTensor, ...]
+    first: int
+    start: int
+    flat: Tensor
+    is_here: bool
+    state: dict[str, Any] = field(default_factory=dict)
+    """State of the optimizer for ``flat``."""
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    """The same state by parameter, as it was put into the optimizer's state."""
+    sources: dict[str, Any] = field(default_factory=dict)
+    """State that ``shown`` was made from."""
+
+    def cut(self, value: Tensor) -> list[RowShardedTensor]:
+        """Return the rows of each parameter in a tensor of the run's shape."""
+        places = self.bucket.places[self.first : self.first + len(self.params)]
+        return [
+            RowShardedTensor.wrap(
+                value[place.start - self.start : place.stop - self.start].view(place.shape)
+                if place.stop > place.start
+                else value[:0].view(place.shape),
+                param.split,
+                param.topology,
+                backing=(value,),
+            )
+            for param, place in zip(self.params, places, strict=True)
+        ]
+
+    def is_of_its_shape(self, value: Any) -> bool:
+        """Whether a state tensor has a value for each element."""
+        return type(value) is Tensor and value.shape == self.flat.shape
+
+    def is_for_all(self, value: Any) -> bool:
+        """Whether a state value applies to all of the run's parameters."""
+        return not isinstance(value, Tensor) or (value.numel() == 1 and not self.is_of_its_shape(value))
+
+
+class FlatStep:
+    """Steps one optimizer over runs.
+
+    Args:
+        optimizer: Optimizer over sharded parameters.
+
+    Raises:
+        ValueError: The optimizer does not work element by element.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        check_elementwise(optimizer)
+        self._optimizer = optimizer
+        self._runs: dict[tuple[int, ...], list[_Run]] = {}
+        optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
+
+    def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
+        """Run ``step``, the optimizer's own, over runs."""
+        loss = None
+        if closure is not None:  # called once, as by elementwise optimizers, and before runs take the gradients
+            with torch.enable_grad():
+                loss = closure()
+        with self._over_runs():
+            result = step()
+        return result if closure is None else loss
+
+    @contextlib.contextmanager
+    def _over_runs(self) -> Iterator[None]:
+        state = self._optimizer.state
+        taken: list[_Run] = []
+        given = [group["params"] for group in self._optimizer.param_groups]
+        try:
+            for group in self._optimizer.param_groups:
+                tensors: list[Tensor] = []
+                for run in self._runs_of(group["params"]):
+                    if self._take(run):
+                        taken.append(run)
+                        tensors.append(run.flat)
+                        if run.state:
+                            state[run.flat] = run.state
+                    else:
+                        self._give_up(run)
+                        tensors.extend(run.params)
+                group["params"] = tensors
+            yield
+        finally:
+            for group, params in zip(self._optimizer.param_groups, given, strict=True):
+                group["params"] = params
+            for run in taken:
+                self._give_back(run)
+
+    def _runs_of(self, params: list[Any]) -> list[_Run]:
+        key = tuple(id(param) for param in params)
+        if key not in self._runs:
+            self._runs[key] = _find_runs(params)
+        return self._runs[key]
+
+    @torch.no_grad()
+    def _take(self, run: _Run) -> bool:
+        """Prepare a run for the step. Return False if its parameters must be stepped one by one."""
+        gradient = gradients.flat_gradient(run.bucket)
+        if gradient is None or not self._collect_state(run):
+            return False
+        mine = gradient[run.start : run.start + run.flat.numel()] if run.is_here else gradient.new_zeros(1)
+        setattr(run.flat, run.bucket.plan.grad_attribute, mine)
+        return True
+
+    def _collect_state(self, run: _Run) -> bool:
+        state = self._optimizer.state
+        held = [state.get(param) or {} for param in run.params]
+        if run.shown and all(_same_objects(mine, its) for mine, its in zip(run.shown, held, strict=True)):
+            return True
+        if not any(held):  # the first step, or the state was cleared
+            run.state, run.shown, run.sources = {}, [], {}
+            return True
+        # Build it from the parameters' state: a checkpoint was loaded, steps were taken before, or the optimizer
+        # created the state when it was constructed.
+        if any(its.keys() != held[0].keys() for its in held):
+            return False
+        collected = {}
+        for key, value in held[0].items():
+            values = [its[key] for its in held]
+            if isinstance(value, RowShardedTensor):
+                flat = torch.zeros_like(run.flat, dtype=value.dtype, requires_grad=False)
+                for part, whole in zip(run.cut(flat), values, strict=True):
+                    part._local_tensor.copy_(whole._local_tensor)
+                collected[key] = flat
+            elif isinstance(value, Tensor):
+                if not all(torch.equal(value, other) for other in values):
+                    return False
+                collected[key] = value.clone()
+            elif any(other != value for other in values):
+                return False
+            else:
+                collected[key] = value
+        run.state, run.sources = collected, {}
+        return True
+
+    @torch.no_grad()
+    def _give_back(self, run: _Run) -> None:
+        """Restore state by parameter after the step."""
+        setattr(run.flat, run.bucket.plan.grad_attribute, None)
+        # Fused kernels, and kernels that take addresses, do not increment the version when they write.
+        torch.autograd.graph.increment_version(run.bucket.flat)
+        state = self._optimizer.state
+        if run.flat in state:
+            run.state = state.pop(run.flat)
+        if run.sources and _same_objects(run.sources, run.state):
+            return
+        run.shown = [{} for _ in run.params]
+        for key, value in run.state.items():
+            if run.is_of_its_shape(value):
+                for shown, part in zip(run.shown, run.cut(value), strict=True):
+                    shown[key] = part
+            elif run.is_for_all(value):
+                for shown in run.shown:
+                    shown[key] = value
+        run.sources = dict(run.state)
+        for param, shown in zip(run.params, run.shown, strict=True):
+            if shown:
+                state[param] = dict(shown)
+
+    def _give_up(self, run: _Run) -> None:
+        """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
+        for param in run.params:
+            its = self._optimizer.state.get(param) or {}
+            for key, value in its.items():
+                if isinstance(value, Tensor) and not isinstance(value, RowShardedTensor):
+                    its[key] = value.clone()
+
+    def _check_state_by_parameter(self, optimizer: torch.optim.Optimizer) -> None:
+        for runs in self._runs.values():
+            for run in runs:
+                for key, value in run.state.items():
+                    if not run.is_for_all(value) and not run.is_of_its_shape(value):
+                        raise RuntimeError(
+                            f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} of shape "
+                            f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
+                            "together (flat=True): it cannot be told apart by parameter, so that a checkpoint would "
+                            "lack it."
+                        )
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if the optimizer is known not to work element by element."""
+    if isinstance(optimizer, _NOT_ELEMENTWISE):
+        raise ValueError(
+            f"flat=True: a {type(optimizer).__name__} does not work element by element; it has to see parameters."
+        )
+
+
+def _find_runs(params: list[Any]) -> list[_Run]:
+    """Return the runs of one group's parameters, in the order of their buckets."""
+    members: dict[Bucket, list[int]] = {}
+    for param in params:
+        home: Home = param.mfsdp_home
+        members.setdefault(home.bucket, []).append(home.index)
+    runs = []
+    for bucket, indices in members.items():
+        indices.sort()
+        begin = 0
+        for i in range(1, len(indices) + 1):
+            if i == len(indices) or indices[i] != indices[i - 1] + 1:
+                runs.append(_run(bucket, indices[begin], indices[i - 1]))
+                begin = i
+    return runs
+
+
+def _run(bucket: Bucket, first: int, last: int) -> _Run:
+    """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
+    params = bucket.params[first : last + 1]
+    held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
+    if not held:
+        return _Run(bucket, params, first, 0, torch.zeros_like(bucket.flat[:1], requires_grad=True), is_here=False)
+    later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
+    start, stop = held[0].start, min([*later, bucket.flat.numel()])
+    return _Run(bucket, params, first, start, bucket.flat.detach()[start:stop].requires_grad_(), is_here=True)
+
+
+def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:
+    return mine.keys() == its.keys() and all(its[key] is value for key, value in mine.items())

@@ -1,0 +1,275 @@
+"""State dicts of optimizers by parameter name.
+
+Torch numbers an optimizer's parameters in the order in which they were passed, so a checkpoint stops fitting when a
+layer or a group is added. By name it fits as long as the names do, including at other world sizes and with parameters
+in other groups. Reading a state dict needs no communication: state consists of DTensors like the parameters, which know
+their rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import compat
+from ..memory.bucket import Home
+from ..memory.redistribute import take_rows
+from ..memory.tensor import RowShardedTensor
+from ..plan.partition import whole_tensor
+
+__all__ = [
+    "cut_loaded_state",
+    "follows_rows",
+    "name_state",
+    "optimizer_name",
+    "parameter_names",
+    "shard_state",
+    "show_unstepped",
+    "state_dict_groups",
+]
+
+PREFIX = "module."
+"""Prefix from the wrapper that ``fully_shard_model`` returns. Names are those of ``model.named_parameters()``."""
+
+
+def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters, in order.
+
+    Raises:
+        ValueError: Two parameters have the same name, because they belong to different models.
+    """
+    homes: list[Home] = [param.mfsdp_home for group in optimizer.param_groups for param in group["params"]]
+    names = [PREFIX + home.bucket.sites[home.index][0].name for home in homes]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"The {type(optimizer).__name__} holds two parameters called {twice!r}, of two models: its state has no "
+            "names then. Use one optimizer per model."
+        )
+    return names
+
+
+_NUMBERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "step": lambda group: 0,
+    "mu_product": lambda group: 1,  # NAdam's
+    "mu": lambda group: 1,  # ASGD's, like the next
+    "eta": lambda group: float(group["lr"]),
+}
+"""State of torch's optimizers that has one number per parameter, not one per element; for a parameter with a single
+element, the shape does not tell. The values compute the initial number of a parameter in ``group``."""
+
+
+def follows_rows(key: str, shape: torch.Size, param: Any) -> bool:
+    """Whether state ``key`` of a parameter is sharded like the parameter."""
+    return shape == param.shape and key not in _NUMBERS
+
+
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the optimizer's class as the program knows it."""
+    return type(optimizer).__name__.removeprefix("Sharded")
+
+
+def shard_state(key: str, value: Any, param: Any) -> Any:
+    """Copy this rank's rows of state with the parameter's shape; return anything else unchanged."""
+    if (
+        not isinstance(value, Tensor)
+        or isinstance(value, RowShardedTensor)
+        or not follows_rows(key, value.shape, param)
+    ):
+        return value
+    whole = whole_tensor(value) if isinstance(value, DTensor) else value
+    rows = take_rows(whole, param.split, param.topology.shard)
+    return RowShardedTensor.wrap(rows.to(param.to_local().device, copy=True), param.split, param.topology)
+
+
+def name_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make ``optimizer.state_dict()`` and ``load_state_dict()`` refer to parameters by name, in place.
+
+    The helpers of ``torch.distributed.checkpoint.state_dict`` give their own names to numbered state, and keep doing
+    so.
+    """
+    # Neither methods nor references to the optimizer: torch's helpers keep what is registered with them.
+    reference = weakref.ref(optimizer)
+
+    def state_dict() -> dict[str, Any]:
+        """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Does not communicate.
+
+        For an optimizer before its first step, this is its initial state: ``torch.distributed.checkpoint.load`` reads
+        only what it finds in a state dict.
+        """
+        it = reference()
+        assert it is not None
+        numbered = type(it).state_dict(it)
+        names = parameter_names(it)
+        state = {names[i]: held for i, held in numbered["state"].items()}
+        if not state and not any(param.mfsdp_home.bucket.owner.steps for param in _params(it)):
+            state = dict(zip(names, _first_states(it), strict=False))
+        held = {name: held for name, held in state.items() if held}
+        return {**numbered, "state": held, "param_groups": state_dict_groups(it)}
+
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        """Load state of the same parameters, by name or by number, sharded or full.
+
+        Raises:
+            ValueError: Parameters are missing or unknown, or a group combines parameters of several saved groups.
+        """
+        it = reference()
+        assert it is not None
+        type(it).load_state_dict(it, _numbered(it, state_dict))
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign, assignment]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+    compat.keep_from_state_dict_helpers(optimizer, state_dict, load_state_dict)
+
+
+def state_dict_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return ``optimizer.state_dict()["param_groups"]`` without computing the state."""
+    numbered: list[dict[str, Any]] = type(optimizer).state_dict(optimizer)["param_groups"]
+    if "state_dict" not in vars(optimizer):
+        return numbered
+    names = parameter_names(optimizer)
+    return [{**group, "params": [names[i] for i in group["params"]]} for group in numbered]
+
+
+def show_unstepped(optimizer: torch.optim.Optimizer) -> None:
+    """Add the initial state of parameters without state to state dicts of an optimizer that has taken steps.
+
+    Forward has not used these parameters yet. Code that reads state dicts expects all trainable parameters in them.
+    """
+
+    def fill(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state, params = state_dict["state"], _params(optimizer)
+        unstepped = [number for number in range(len(params)) if number not in state] if state else []
+        if unstepped:
+            of = {id(params[number]) for number in unstepped}
+            state.update((number, first) for number, first in enumerate(_first_states(optimizer, of)) if first)
+
+    optimizer.register_state_dict_post_hook(fill)
+
+
+def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None = None) -> list[dict[str, Any]]:
+    """Return each parameter's state before its first step, in the order of the groups; nothing for frozen parameters.
+
+    Args:
+        of: ``id`` of the parameters to compute it for; nothing for the others. None: all.
+
+    Optimizers create state within their first step. This does the same with a zero tensor without gradient in place of
+    each parameter.
+    """
+    try:
+        return [
+            _first_state(optimizer, group, param) if param.requires_grad and (of is None or id(param) in of) else {}
+            for group in optimizer.param_groups
+            for param in group["params"]
+        ]
+    except Exception as error:
+        warnings.warn(
+            f"The state of the {type(optimizer).__name__} cannot be told before its first step ({type(error).__name__}: "
+            f"{error}), and its state dict has none: torch.distributed.checkpoint.load would not load any into it. "
+            "mfsdp_compile.checkpoint.load does.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
+
+
+def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
+    if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
+        return {"momentum_buffer": torch.zeros_like(param.detach())}
+    twin = nn.Parameter(torch.zeros_like(param.to_local().detach()))
+    setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute, torch.zeros_like(twin))
+    beside = object.__new__(type(optimizer))
+    vars(beside).update(
+        {key: value for key, value in vars(optimizer).items() if key not in _OVERRIDDEN},
+        state=defaultdict(dict),
+        param_groups=[{**group, "params": [twin]}],
+        _optimizer_step_pre_hooks=OrderedDict(),
+        _optimizer_step_post_hooks=OrderedDict(),
+    )
+    type(optimizer).step(beside)
+    state: dict[str, Any] = {}
+    for key, value in beside.state[twin].items():
+        if key in _NUMBERS:
+            first = _NUMBERS[key](group)
+            state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
+        elif isinstance(value, Tensor) and value.shape == twin.shape:
+            if type(value) is not Tensor:
+                raise TypeError(f"its state {key!r} is a {type(value).__name__}, and no ordinary tensor")
+            state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
+        else:
+            state[key] = value
+    return state
+
+
+_OVERRIDDEN = ("step", "zero_grad", "state_dict", "load_state_dict")
+"""Methods that optimizers have as instance attributes, set by us and by learning-rate schedulers."""
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a state dict to the form that torch's ``load_state_dict`` takes, in the optimizer's order."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stored_groups: Sequence[Mapping[str, Any]] = state_dict["param_groups"]
+    if all(isinstance(key, int) for group in stored_groups for key in group["params"]):
+        return dict(state_dict)
+    names = parameter_names(optimizer)
+    number = {name: i for i, name in enumerate(names)}
+    group_of = {name: i for i, group in enumerate(stored_groups) for name in group["params"]}
+    missing = [name for name in names if name not in group_of]
+    unexpected = [name for name in {**group_of, **state_dict["state"]} if name not in number]
+    if missing or unexpected:
+        raise ValueError(
+            f"The state dict does not fit the {type(optimizer).__name__}: missing are {_some(missing)}; not held by it "
+            f"are {_some(unexpected)}."
+        )
+    groups = []
+    for i, group in enumerate(optimizer.param_groups):
+        numbers = [number[name] for name in _names_of(group, params, names)]
+        sources = {group_of[names[n]] for n in numbers}
+        if len(sources) > 1:
+            raise ValueError(
+                f"Parameter group {i} of the {type(optimizer).__name__} holds parameters that were in the groups "
+                f"{sorted(sources)} when the state was saved, so that it has no single learning rate. Group parameters "
+                "as before."
+            )
+        stored = dict(stored_groups[sources.pop()] if sources else group)
+        if "param_names" in group:  # names of the current parameters of the group
+            stored["param_names"] = group["param_names"]
+        groups.append({**stored, "params": numbers})
+    state = {number[name]: held for name, held in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _names_of(group: Mapping[str, Any], params: Sequence[Tensor], names: Sequence[str]) -> list[str]:
+    name_of = {id(param): name for param, name in zip(params, names, strict=True)}
+    return [name_of[id(param)] for param in group["params"]]
+
+
+def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Cut full tensors, and tensors that others sharded evenly, like parameters.
+
+    Runs before torch's own ``load_state_dict``.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
+    param_of = dict(zip(keys, params, strict=False))  # torch raises if the number of parameters differs
+    state = {}
+    for number, held in state_dict["state"].items():
+        if (param := param_of.get(number)) is not None:
+            held = {key: shard_state(key, value, param) for key, value in held.items()}
+        state[number] = held
+    return {**state_dict, "state": state}
+
+
+def _some(names: Sequence[str]) -> str:
+    return (", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "none"

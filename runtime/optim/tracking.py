@@ -1,0 +1,96 @@
+"""Which optimizers hold which parameters of a model, and when they step.
+
+``zero_grad`` of one optimizer leaves the gradients of other optimizers alone, because their step may come later
+(``first.step(); first.zero_grad(); second.step()``).
+
+A step that one rank skips, or does not finish, leaves rows of different weights. Models are therefore notified of every
+step, no matter which code created the optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import compat
+
+if TYPE_CHECKING:
+    from ..model import ShardedModel
+
+__all__ = ["Optimizers", "owners_of", "watch_steps"]
+
+
+class Optimizers:
+    """The optimizers over the parameters of one model, as long as they live.
+
+    Extended optimizers register themselves. Torch keeps no list of the others. They are searched for among all objects,
+    which takes a tenth of a second. This happens only for parameters that no known optimizer holds and that have more
+    references than at the last search, so that training a part of a model does not pay for it in each step.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._has_new = False
+        self._references: dict[int, int] = {}
+        """Reference counts of parameters that no optimizer held, by ``id``."""
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register an optimizer that was extended. It may replace one that is no longer used."""
+        self._known.add(optimizer)
+        self._has_new = True
+
+    def others_hold(self, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> set[int]:
+        """Return the ``id`` of each of ``params`` that another optimizer holds, and ``optimizer`` does not."""
+        if self._has_new:
+            gc.collect()  # an extended optimizer is in a reference cycle, so an unused one may still exist
+            self._has_new = False
+        free = self._free(params)
+        if any(count > self._references.get(key, 0) for key, count in free.items()):
+            for found in gc.get_objects():
+                if issubclass(type(found), torch.optim.Optimizer) and not free.keys().isdisjoint(_held(found)):
+                    self._known.add(found)
+            self._references = self._free(params)
+        others = {key for other in self._known if other is not optimizer for key in _held(other)}
+        return others - _held(optimizer)
+
+    def _free(self, params: Sequence[nn.Parameter]) -> dict[int, int]:
+        """Return the reference count of each trainable parameter that no known optimizer holds, by ``id``."""
+        held = {key for known in self._known for key in _held(known)}
+        return {id(param): sys.getrefcount(param) for param in params if param.requires_grad and id(param) not in held}
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+
+@functools.cache
+def watch_steps() -> None:
+    """Notify models of the steps of all optimizers over their parameters. Once per process."""
+    register_optimizer_step_pre_hook(_begin)
+    register_optimizer_step_post_hook(_end)
+
+
+@compat.python_only
+def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners_of(optimizer):
+        owner.begin_step(optimizer)
+
+
+@compat.python_only
+def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for owner in owners_of(optimizer):
+        owner.end_step()
+
+
+def owners_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+    """Return the models whose parameters an optimizer holds."""
+    homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
+    return list(dict.fromkeys(home.bucket.owner for home in homes if home is not None))

@@ -1,0 +1,165 @@
+"""Notifications from compiled graphs as they begin, and the models that receive them.
+
+Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule)``. The text is part of the compiled
+code, but the code does not say whose buckets the graph runs with: Dynamo runs one graph for many instances of a module,
+and a compile cache serves many models. Therefore, whoever runs a graph registers the run first, on the same thread: the
+backend before a forward, a hook on the autograd node before a backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..compat import python_only
+from ..schedule_text import ScheduleLine
+
+if TYPE_CHECKING:
+    from ..memory.gradients import Backward
+    from ..model import ShardedModel
+    from ..topology import Topology
+
+__all__ = ["GraphRun", "begin", "launches", "named", "parse_used"]
+
+
+class GraphRun:
+    """A forward of compiled code, and the backward that may follow it.
+
+    It does not keep models alive, because autograd holds it and Python's garbage collector does not see through that.
+
+    Args:
+        owners: Models that own the buckets.
+        backwards: Each bucket's share of the backward, in the order in which graphs number the buckets.
+        options: Options of the backend as text, for ranks to compare.
+    """
+
+    def __init__(self, owners: Sequence[ShardedModel], backwards: Sequence[Backward], options: str) -> None:
+        self._owners = [weakref.ref(owner) for owner in owners]
+        self._backwards = backwards
+        self._buckets = [backward.name for backward in backwards]
+        self._options = options
+        self._given: Sequence[bool] = ()
+
+    def expect_graph(self) -> None:
+        """Attribute the next graph that begins on this thread to this run."""
+        _thread.expected = self
+
+    def watch_backward(self, outputs: Any) -> None:
+        """Notify the models when the backward of ``outputs``, the outputs of the forward, begins."""
+        for node, numbers in _compiled_nodes(outputs if isinstance(outputs, (list, tuple)) else [outputs]).items():
+            node.register_prehook(functools.partial(self._before_backward, sorted(numbers)))
+
+    @python_only
+    def _before_backward(self, numbers: Sequence[int], gradients: Sequence[Tensor | None]) -> None:
+        """Attribute the graph of this backward to this run.
+
+        Args:
+            numbers: Numbers of the node's outputs that the forward returned.
+        """
+        self._given = [gradients[number] is not None for number in numbers]
+        for reference in self._owners:
+            if (owner := reference()) is not None:
+                owner.enter_backward()
+        self.expect_graph()
+
+    def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
+        if phase == "backward":
+            for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
+                backward.used = found
+        for reference in self._owners:
+            if (owner := reference()) is not None:
+                if phase == "backward":
+                    owner.note_backward(self._backwards)
+                owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+
+
+def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:
+    """Return for each bucket the indices of the parameters that have a gradient in a backward.
+
+    Args:
+        text: Number of outputs and, per bucket, the parameters that have gradients. In ``"2|0,1/2;"`` there are two
+            outputs. The gradient of parameter 0 of the first bucket depends on both outputs' gradients, that of
+            parameter 1 only on the second (a mask in hexadecimal), and the second bucket has no gradients.
+        given: For each output, whether it has a gradient. Missing gradients count as zeros. If outputs are views of one
+            another, it is unknown which is which. All gradients count in that case, as they do for ``torch.compile``.
+    """
+    count, buckets = text.split("|")
+    mask = sum(has << position for position, has in enumerate(given)) if len(given) == int(count) else -1
+    found = []
+    for params in buckets.split(";"):
+        parts = [part.split("/") for part in params.split(",")] if params else []
+        found.append(frozenset(int(index) for index, *needs in parts if not needs or int(needs[0], 16) & mask))
+    return found
+
+
+def begin(phase: str, digest: str, schedule: str, used: str) -> None:
+    """Implementation of the operator ``mfsdp::begin``: a graph begins on this thread.
+
+    Raises:
+        RuntimeError: Other ranks run something else.
+    """
+    run, _thread.expected = _thread.expected, None
+    if run is not None:
+        run.begin(phase, digest, schedule, used)
+
+
+def named(schedule: str, buckets: Sequence[str]) -> list[str]:
+    """Return the lines of a schedule, with buckets' names in place of their numbers."""
+    return re.sub(r"#(\d+)", lambda number: buckets[int(number[1])], schedule).split("\n")
+
+
+def launches(
+    schedule: Sequence[str], topologies: Mapping[str, Topology], other: Topology, due: bool
+) -> list[tuple[str, str]]:
+    """Return the collectives that a compiled graph starts, each with the name of its process group.
+
+    Args:
+        schedule: Lines of the schedule, with buckets' names.
+        topologies: Topologies by name of the bucket.
+        other: Topology of all other buckets.
+        due: Whether deferred reductions run.
+    """
+    found = []
+    for line in map(ScheduleLine.parse, schedule):
+        if line is None:
+            continue
+        topology, group = topologies.get(line.bucket, other), None
+        if line.what == "gather" and topology.gather_group is not None:
+            # Another model, whose code this one runs, may have created the group of portions.
+            group = topology.portions.get(line.number) if line.is_gather_of_portions else topology.gather_group
+        elif line.what == "reduce" and (due or not line.is_deferrable):
+            group = topology.stages[line.number - 1].group
+        if group is not None:
+            found.append((line.label, group.name))
+    return found
+
+
+class _Thread(threading.local):
+    expected: GraphRun | None = None
+
+
+_thread = _Thread()
+
+_DEPTH = 3
+"""Maximum number of views that AOTAutograd puts between an output and the node of the compiled code."""
+
+
+def _compiled_nodes(outputs: Iterable[Any]) -> dict[Any, set[int]]:
+    """Find the nodes of compiled code behind ``outputs``, and the numbers of each node's outputs among them."""
+    found: dict[Any, set[int]] = {}
+    level = {(o.grad_fn, o.output_nr) for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
+    for _ in range(_DEPTH):
+        above = set()
+        for node, number in level:
+            if "CompiledFunction" in type(node).__name__:
+                found.setdefault(node, set()).add(number)
+            else:
+                above |= {edge for edge in node.next_functions if edge[0] is not None}
+        level = above
+    return found

@@ -1,0 +1,103 @@
+"""Instrumentation of collectives as they start, compiled or not: names in traces of ``torch.profiler``, and listeners.
+
+A trace of a training step has fifty events called ``gloo:all_gather``. While a profiler runs, every collective of a
+sharded model is in a range with a name such as ``mfsdp step 3, backward graph, Llama #1: reduce layers.0 (45 of group
+0)``: step, graph, operation, bucket, and the number that :mod:`mfsdp_compile.diagnostics.hang` uses for it. Listeners
+(:func:`listening`) are notified of each collective.
+
+Compiled code starts collectives itself. They are intercepted where every call of their operators passes, compiled or
+not: at a dispatch key of torch that nothing else here uses. The interception is installed only while a profiler runs or
+there is a listener, and costs nothing otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import compat
+
+__all__ = ["Launch", "expect", "listening", "stop"]
+
+_OPERATORS = ("all_gather_into_tensor", "all_gather_into_tensor_out", "reduce_scatter_tensor", "all_reduce")
+
+_library: Any = None
+_listener: Callable[[Launch], None] | None = None
+
+
+class Launch(NamedTuple):
+    """A collective that is started.
+
+    Args:
+        step: Number of optimizer steps before it.
+        where: ``"forward graph"``, ``"backward graph"``, ``"inference graph"`` or ``"eagerly"``.
+        model: Name of its model.
+        what: Name of the operation, such as ``"gather layers.3"``.
+        number: Number among the collectives of its group.
+        group: Name of the process group.
+    """
+
+    step: int
+    where: str
+    model: str
+    what: str
+    number: int
+    group: str
+
+    def __str__(self) -> str:
+        return f"mfsdp step {self.step}, {self.where}, {self.model}: {self.what} ({self.number} of group {self.group})"
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.launches: deque[Launch] = deque()
+
+
+_thread = _Thread()
+
+
+def expect(launches: Callable[[], Iterable[Launch]]) -> None:
+    """Register the collectives that this thread is about to start, in order. ``launches`` is only called if needed."""
+    global _library
+    if _listener is None and not compat.profiler_runs():
+        stop()
+        return
+    if _library is None:
+        _library = compat.stand_around_collectives(_OPERATORS, _range)
+    _thread.launches = deque(launches())
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[Launch], None]) -> Iterator[None]:
+    """Context in which ``listener`` is called whenever a thread starts a collective of a sharded model.
+
+    It is called on that thread.
+    """
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def stop() -> None:
+    """Stop intercepting torch's operators."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
+def _range(operator: str) -> contextlib.AbstractContextManager[Any]:
+    if not _thread.launches:  # a collective of the model itself, or of other code
+        return contextlib.nullcontext()
+    launch = _thread.launches.popleft()
+    if _listener is not None:
+        _listener(launch)
+    return torch.profiler.record_function(str(launch)) if compat.profiler_runs() else contextlib.nullcontext()

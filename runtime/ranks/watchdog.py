@@ -1,0 +1,464 @@
+"""Detects ranks that wait for each other forever, within seconds and whatever the process group's timeout.
+
+A rank that diverges asks the others whether they do the same (:mod:`.collective_order`), and waits. The others do not listen,
+continue as usual, and wait for it in a collective. Only a timeout would end that. Therefore each process has a thread
+that wakes up every second. It does nothing as long as the program makes progress. If the program stands still, the
+thread
+
+*   of a rank that waits in an agreement tells the others through the store what the rank has reached, where in the
+  program, and how many phases and collectives it has begun before;
+*   of any other rank checks whether there is such a rank. If this rank has begun more than the asking rank, and was not
+  asked the same question, the asking rank will never start what this rank waits for: they have certainly diverged.
+
+The rank that finds this publishes it for all, answers the agreement in place of the others, and ends its own wait by
+closing the connections of the model's process groups. Every rank gets an error that says which rank did what, and
+where. The same happens if a rank's forward has failed before it could start what others wait for. ``model.reset()``
+creates new process groups.
+
+The thread has its own connection to the store, because a wait in the store locks the connection it uses. It costs
+nothing while the program makes progress, and a request per process every few seconds while it stands still.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from .. import compat
+from .collective_order import Order, orders, standstill
+from .journal import journal, program_line
+
+__all__ = ["ORDER", "Asking", "Watchdog", "Watched", "conclude_once", "watchdog"]
+
+ORDER = "Order of collectives"
+"""Topic of agreements about what comes next."""
+
+TICK = 1.0
+"""Seconds between two checks for progress. Also how long a rank waits in an agreement before it tells others."""
+LONGEST = 5.0
+"""Maximum number of seconds between two requests to the store when nothing has moved for a while."""
+EXIT_TIMEOUT = 10.0
+"""Seconds that an ending program waits for its watchdog, which may be connecting to a store that is gone."""
+
+_log = logging.getLogger("mfsdp_compile")
+
+
+class Watched(Protocol):
+    """The view of a sharded model that the watchdog needs."""
+
+    @property
+    def order(self) -> Order: ...
+
+    @property
+    def scopes(self) -> set[str]:
+        """Names of the process groups whose ranks must learn that this model has come to a standstill."""
+
+    @property
+    def communicators(self) -> set[str]:
+        """Names of all process groups that the model communicates over."""
+
+
+@dataclass(eq=False)
+class Asking:
+    """A wait of this rank for others in an agreement.
+
+    Args:
+        group: Name of the process group.
+        ranks: Ranks of the group.
+        place: Where in the store ranks meet, for this topic.
+        visit: Number of the visit at this place.
+        what: What is to be agreed on.
+        is_next: Whether that is the next step in the order of collectives.
+        is_last_resort: Whether diverged ranks meet again here. Such an agreement is never answered for others.
+        order: Order of the group, if it has one.
+    """
+
+    group: str
+    ranks: Sequence[int]
+    place: str
+    visit: int
+    what: str
+    is_next: bool
+    is_last_resort: bool
+    order: Order | None
+    thread: int = field(default_factory=threading.get_ident)
+    since: float = field(default_factory=time.monotonic)
+    was_told: bool = False
+
+    @property
+    def key(self) -> str:
+        return f"{self.place}/{self.visit}"
+
+
+class Watchdog:
+    """The watchdog of this process."""
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[Watched]] = []
+        self._asking: dict[int, Asking] = {}  # by thread
+        self._visits: Counter[str] = Counter()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._store: dist.Store | None = None
+        self._store_of: dist.Store | None = None
+        self._seen: dict[Order, tuple[int, int]] = {}
+        self._due: dict[Order, tuple[float, float]] = {}
+        self._explained: set[str] = set()
+        self._done: list[Asking] = []
+        self._ends = threading.Event()
+
+    # -- the program's threads ----------------------------------------------------------------------------------------
+
+    def watch(self, model: Watched) -> None:
+        """Watch a model, so that no rank waits forever for another rank of the same model."""
+        with self._lock:
+            self._models = [known for known in self._models if known() is not None]
+            self._models.append(weakref.ref(model))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mfsdp-watchdog", daemon=True)
+                compat.on_failed_waits(self.explain)
+                self._thread.start()
+                atexit.register(self.end)
+
+    def end(self) -> None:
+        """End the thread with the program.
+
+        A thread that returns from the store while Python is being shut down would abort the process.
+        """
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join(EXIT_TIMEOUT)
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the store's process has already ended
+                for order in self._live():
+                    self._tell_end(compat.default_store(), order, "had ended its program")
+
+    def leave(self, model: Watched) -> None:
+        """Stop watching a model before it gets new process groups, which must not be closed."""
+        with self._lock:
+            self._models = [known for known in self._models if known() not in (None, model)]
+
+    @contextlib.contextmanager
+    def asking(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        place: str,
+        visit: int,
+        what: str,
+        is_next: bool,
+        is_last_resort: bool,
+    ) -> Iterator[None]:
+        """Context for a wait for other ranks in an agreement; see :class:`Asking`."""
+        self._visits[place] = visit
+        name = group.group_name
+        asked = Asking(name, ranks, place, visit, what, is_next, is_last_resort, orders().get(name))
+        before = self._asking.get(asked.thread)
+        self._asking[asked.thread] = asked
+        try:
+            yield
+        finally:
+            if asked.was_told:
+                self._done.append(asked)
+            if before is None:
+                del self._asking[asked.thread]
+            else:
+                self._asking[asked.thread] = before
+
+    def tell_failure(self, store: dist.Store, group: str, error: str) -> None:
+        """Publish that this rank's forward or backward has failed, and that it starts nothing more."""
+        if (order := orders().get(group)) is not None:
+            self._tell_end(store, order, f"had failed with {error}")
+
+    def _tell_end(self, store: dist.Store, order: Order, how: str) -> None:
+        told = {
+            "epoch": order.epoch,
+            "number": order.events,
+            "steps": order.steps,
+            "rank": dist.get_rank(),
+            "how": how,
+            "after": order.latest,
+            "line": program_line(sys._current_frames().get(order.thread)),
+        }
+        _offer(store, f"{_of(order.group)}/failed", told)
+        store.set(f"{_of(order.group)}/notice", "")
+
+    def forget_failure(self, store: dist.Store, group: str) -> None:
+        store.set(f"{_of(group)}/failed", "null")
+
+    def explain(self, error: RuntimeError) -> None:
+        """Raise an error that says more than the one with which a wait for a collective has ended.
+
+        Other ranks may have ended the wait before the thread of this one has looked.
+        """
+        live = self._live()
+        for order in live:
+            if order.stalled is None and dist.is_initialized():
+                with contextlib.suppress(RuntimeError):  # the store's process is gone
+                    store = compat.default_store()
+                    if (over := _found(store, f"{_of(order.group)}/over")) and over["epoch"] == order.epoch:
+                        order.stalled = over["text"]
+            if order.stalled is not None and order.group not in self._explained:
+                self._explained.add(order.group)
+                raise standstill(order.stalled) from error
+        if not live or any(order.stalled is not None for order in live):
+            return
+        raise RuntimeError(
+            f"A collective has failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: {error}. Another rank "
+            "has ended, was killed or stopped, or takes longer than the process group's time-out; what it printed last says why, "
+            "and `mfsdp hang` where each rank is. Weights and optimizer state are those of the last optimizer step; "
+            "model.reset() makes the model usable again where all ranks live."
+        ) from error
+
+    # -- the watching thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Connecting may take seconds, because torch's client sometimes retries. Do it before there is work to do.
+        look = self._connection
+        while True:
+            try:
+                look()
+            except (dist.DistNetworkError, OSError):  # the store's process is gone, or this connection
+                self._store = self._store_of = None
+            except (RuntimeError, ValueError, KeyError):  # a process group was destroyed
+                pass
+            look = self.look
+            if self._ends.wait(TICK):
+                return
+
+    def look(self) -> None:
+        """Check once whether the program stands still, and if so, why."""
+        if not dist.is_initialized():
+            return
+        while self._done:
+            self._take_back(self._done.pop())
+        now = time.monotonic()
+        asked = [each for each in list(self._asking.values()) if now - each.since >= TICK]
+        for order, models in self._live().items():
+            if order.stalled is not None:
+                continue
+            state = order.epoch, order.events
+            mine = next((each for each in asked if each.order is order), None)
+            if self._seen.get(order) != state:
+                self._seen[order] = state
+                self._due[order] = now, TICK
+                if mine is None:
+                    continue
+            due, pause = self._due.get(order, (now, TICK))
+            if now < due and mine is None:
+                continue
+            self._due[order] = now + pause, min(pause * 1.5, LONGEST)
+            self._look_at(order, models, mine, next((each for each in asked if each.thread == order.thread), None))
+
+    def _look_at(self, order: Order, models: list[Watched], mine: Asking | None, any_of_mine: Asking | None) -> None:
+        store, me = self._connection(), dist.get_rank()
+        if mine is not None and (mine.is_next or mine.thread == order.thread):
+            self._tell(store, order, mine, me)
+        own = {mine.key} if mine is not None and not mine.is_last_resort else set[str]()
+        scopes = set().union(*(model.scopes for model in models)) | {order.group}
+        for scope in scopes:
+            if not store.check([f"{_of(scope)}/notice"]):
+                continue
+            over = _found(store, f"{_of(scope)}/over")
+            if over is not None and (scope != order.group or over["epoch"] == order.epoch):
+                self._answer(store, own, over["text"], over["rank"])
+                self._end(order, over["text"], set())
+                return
+        if not store.check([f"{_of(order.group)}/notice"]):
+            return
+        begun = order.events + (mine is not None and mine.is_next)
+        failed = _found(store, f"{_of(order.group)}/failed")
+        if failed is not None and failed["rank"] != me and failed["epoch"] == order.epoch and begun > failed["number"]:
+            # Ranks that have met since the failure have begun another epoch.
+            text = _text_of_failure(failed, self._here(order, any_of_mine)) + _steps(failed, order.steps)
+            self._conclude(store, order, models, own, text, failed["rank"], set())
+            return
+        ask = _found(store, f"{_of(order.group)}/ask")
+        if ask is None or ask["rank"] == me or ask["epoch"] != order.epoch:
+            return
+        is_past = order.events >= ask["number"]
+        is_elsewhere = (
+            any_of_mine is not None and any_of_mine.place != ask["place"] and ask["rank"] in any_of_mine.ranks
+        )
+        wait = None if is_past or is_elsewhere else self._other_wait(order, ask)
+        if not (is_past or is_elsewhere or wait) or self._visits[ask["place"]] >= ask["visit"]:
+            return  # read the visits last: this rank was asked before it could begin more
+        keys = own if ask["is last resort"] else own | {f"{ask['place']}/{ask['visit']}"}
+        text = _text(ask, self._here(order, any_of_mine, wait)) + _steps(ask, order.steps)
+        self._conclude(store, order, models, keys, text, ask["rank"], {wait} if wait else set())
+
+    def _tell(self, store: dist.Store, order: Order, mine: Asking, me: int) -> None:
+        """Tell other ranks that this one is waiting."""
+        frames = sys._current_frames()
+        _offer(
+            store,
+            f"{_of(order.group)}/ask",
+            {
+                "epoch": order.epoch,
+                "number": order.events + 1,
+                "steps": order.steps,
+                "rank": me,
+                "what": mine.what,
+                "after": order.latest,
+                "line": program_line(frames.get(mine.thread)) or program_line(frames.get(order.thread)),
+                "place": mine.place,
+                "visit": mine.visit,
+                "is last resort": mine.is_last_resort,
+                "counts": {
+                    name: compat.collectives_started(compat.process_group(name)) for name in compat.known_groups()
+                },
+            },
+        )
+        store.set(f"{_of(order.group)}/notice", "")
+        mine.was_told = True
+
+    def _take_back(self, asked: Asking) -> None:
+        """Withdraw what others were told about a wait that has ended."""
+        store, key = self._connection(), f"{_of(asked.group)}/ask"
+        ask = _found(store, key)
+        if ask is not None and (ask["rank"], ask["place"], ask["visit"]) == (dist.get_rank(), asked.place, asked.visit):
+            store.set(key, "null")
+
+    def _other_wait(self, order: Order, ask: dict[str, Any]) -> str | None:
+        """Return the process group of a collective of the program itself in which this rank waits for the asking rank.
+
+        None if it does not wait in one, or the asking rank has started that collective.
+        """
+        name = compat.waits_in(sys._current_frames().get(order.thread))
+        if name is None or name not in ask["counts"]:
+            return None
+        group = compat.process_group(name)
+        is_ahead = compat.collectives_started(group) > ask["counts"][name]
+        return name if is_ahead and ask["rank"] in dist.get_process_group_ranks(group) else None
+
+    def _here(self, order: Order, mine: Asking | None, wait: str | None = None) -> str:
+        """Describe what this rank is doing.
+
+        It waits in an agreement, in a collective of the program itself over a process group, or in one of the model.
+        """
+        if mine is not None:
+            what = mine.what if mine.is_next else repr(mine.what)
+        elif wait is not None:
+            what = f"a collective over process group {wait}"
+        else:
+            what = journal.doing() or order.latest
+        line = program_line(sys._current_frames().get(order.thread))
+        at = f", at {line}" if line else ""
+        return f"rank {dist.get_rank()} has come as far as {order.latest}, and waits in {what}{at}"
+
+    def _conclude(
+        self,
+        store: dist.Store,
+        order: Order,
+        models: list[Watched],
+        keys: set[str],
+        text: str,
+        rank: int,
+        more: set[str],
+    ) -> None:
+        """Publish the finding for all ranks, answer in place of those that will not arrive, and end this rank's wait.
+
+        Args:
+            keys: Keys of agreements that some ranks wait in.
+            rank: The rank that diverged.
+            more: Additional process groups that this rank waits in.
+        """
+        over = json.dumps({"epoch": order.epoch, "text": text, "rank": rank})
+        for scope in {order.group}.union(*(model.scopes for model in models)):
+            store.set(f"{_of(scope)}/over", over)
+            store.set(f"{_of(scope)}/notice", "")
+        self._answer(store, keys, text, rank)
+        self._end(order, text, more)
+
+    def _answer(self, store: dist.Store, keys: set[str], text: str, rank: int) -> None:
+        for key in keys:
+            conclude_once(store, f"{key}/verdict", {"kind": "astray", "ranks": [rank], "text": text})
+
+    def _end(self, order: Order, text: str, more: set[str]) -> None:
+        """End the wait of this rank."""
+        order.stalled = text
+        _log.error("Rank %d: %s", dist.get_rank(), standstill(text))
+        with self._lock:
+            models = self._live().get(order, [])
+            for name in more.union(*(model.communicators for model in models)):
+                with contextlib.suppress(RuntimeError, ValueError, KeyError, OSError):  # group or store is gone
+                    compat.break_connections(compat.process_group(name))
+
+    # -- what is watched ----------------------------------------------------------------------------------------------
+
+    def _live(self) -> dict[Order, list[Watched]]:
+        found: dict[Order, list[Watched]] = {}
+        for reference in list(self._models):
+            if (model := reference()) is not None:
+                found.setdefault(model.order, []).append(model)
+        return found
+
+    def _connection(self) -> dist.Store:
+        default = compat.default_store()
+        if self._store is None or self._store_of is not default:
+            self._store, self._store_of = compat.another_connection(default), default
+        return self._store
+
+
+def _of(group: str) -> str:
+    return f"mfsdp/watch/{group}"
+
+
+def _found(store: dist.Store, key: str) -> Any:
+    # Withdrawn values are set to null, not deleted: a get of a key that was deleted in the meantime would wait for it.
+    return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def conclude_once(store: dist.Store, key: str, verdict: dict[str, Any]) -> None:
+    """Write a verdict unless there is one already."""
+    store.compare_set(key, "", json.dumps(verdict))
+
+
+def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
+    """Publish a rank's message under a key that holds one message, that of the rank that has begun least."""
+    there = _found(store, key)
+    if there is None or (there["epoch"], -there["number"]) <= (mine["epoch"], -mine["number"]):
+        store.set(key, json.dumps(mine))
+
+
+def _text(ask: dict[str, Any], here: str) -> str:
+    return (
+        f"Ranks have gone different ways. Rank {ask['rank']} comes to "
+        f"{ask['what']}{_at(ask)}, and waits for the others to do the same; {here}."
+    )
+
+
+def _text_of_failure(failed: dict[str, Any], here: str) -> str:
+    return (
+        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and does not start what other ranks "
+        f"wait for; {here}."
+    )
+
+
+def _steps(told: dict[str, Any], mine: int) -> str:
+    if told["steps"] == mine:
+        return ""
+    return (
+        f" Rank {told['rank']} has begun {told['steps']} optimizer steps and rank {dist.get_rank()} {mine}: they hold rows of "
+        "different weights now. Load a checkpoint after the reset."
+    )
+
+
+def _at(told: dict[str, Any]) -> str:
+    return f", at {told['line']}" if told["line"] else ""
+
+
+watchdog = Watchdog()
+"""The watchdog of this process."""
