@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from mfsdp_compile.planning import calibration
 
-        return calibrate.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
+        return calibration.calibrate(given.out, given.ranks, given.name or Path(given.out).stem)
 
     from mfsdp_compile.demo.train import DemoConfig, run
 
