@@ -19,12 +19,12 @@ import torch
 from common import Config, batch_of, build, median, run, synchronize
 
 from mfsdp_compile import fully_shard_optimizer
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.grad_sync import GradSync
 from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.ranks.journal import Journal
 
 SYSTEMS = ("mfsdp compiled", "mfsdp eager")
-WATCHED = ((Journal, "note"), (profiling, "expect"), (ShardedModel, "before_step"))
+WATCHED = ((Journal, "note"), (profiling, "expect"), (GradSync, "before_step"))
 
 
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:

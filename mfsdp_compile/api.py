@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initialiser
 from mfsdp_compile.runtime.layout import LayoutPolicy
-from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.experts import Experts, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
+from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 from .wrapper import MegatronFSDP
@@ -234,23 +234,22 @@ def fully_shard_model(
     scaling = Scaling.SUM_THEN_SCALE
     if calculate_per_token_loss or average_in_collective:
         scaling = Scaling.SUM if calculate_per_token_loss else Scaling.AVERAGE_IN_COLLECTIVE
-    sharded = ShardedModel(
-        module,
-        fsdp_unit_modules,
-        topology,
-        every,
-        precision,
-        _device(device, topology.mesh),
-        GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
-        Overlap(overlap_param_gather, overlap_grad_reduce),
-        check_values,
-        LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes),
-        [name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)],
+    options = ShardingOptions(
+        unit_modules=fsdp_unit_modules,
+        precision=precision,
+        gradient_policy=GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
+        overlap=Overlap(overlap_param_gather, overlap_grad_reduce),
+        check_values=check_values,
+        layout_policy=LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes),
+        whole=[
+            name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)
+        ],
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initialiser(init_fn) if init_model_with_meta_device else None,
     )
-    sharded.synchronisation.automatic = sync_model_each_microbatch
+    sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
+    sharded.grad_sync.settings.automatic = sync_model_each_microbatch
     return MegatronFSDP(module, sharded)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from mfsdp_compile.runtime import recovery
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
@@ -87,27 +88,27 @@ class MegatronFSDP(nn.Module):
 
         None (the default) leaves the decision to :attr:`model_auto_sync`.
         """
-        return self.sharded.synchronisation.last_microbatch
+        return self.sharded.grad_sync.settings.last_microbatch
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool | None) -> None:
         if value is not None and not isinstance(value, bool):
             raise TypeError(f"is_last_microbatch takes True, False or None, got {value!r}")
-        self.sharded.synchronisation.last_microbatch = value
+        self.sharded.grad_sync.settings.last_microbatch = value
 
     @property
     def model_auto_sync(self) -> bool:
         """Whether gradients are reduced completely after every backward."""
-        return self.sharded.synchronisation.automatic
+        return self.sharded.grad_sync.settings.automatic
 
     @property
     def microbatch_count(self) -> int:
         """Number of backwards since gradients were last reduced completely."""
-        return self.sharded.synchronisation.microbatches
+        return self.sharded.grad_sync.microbatches
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Set whether gradients are reduced completely after every backward from now on."""
-        self.sharded.synchronisation.automatic = bool(sync_model)
+        self.sharded.grad_sync.settings.automatic = bool(sync_model)
 
     def sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which every backward reduces gradients completely, including deferred ones."""
@@ -122,12 +123,12 @@ class MegatronFSDP(nn.Module):
 
     @contextlib.contextmanager
     def _override(self, due: bool) -> Iterator[None]:
-        synchronisation = self.sharded.synchronisation
-        before, synchronisation.override = synchronisation.override, due
+        settings = self.sharded.grad_sync.settings
+        before, settings.override = settings.override, due
         try:
             yield
         finally:
-            synchronisation.override = before
+            settings.override = before
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce deferred gradients, and give every parameter that was used its gradient. Collective.
@@ -144,7 +145,7 @@ class MegatronFSDP(nn.Module):
                 f"{self.sharded.topology.strategy.name.lower()!r} parameters and gradients are this rank's rows. Leave "
                 "it out, or shard with zero_dp_strategy='no_shard'."
             )
-        self.sharded.finish_synchronisation()
+        self.sharded.grad_sync.finish()
 
     def start_grad_sync(self) -> None:
         """Reduce deferred gradients now; a later :meth:`finish_grad_sync` is a no-op.
@@ -152,7 +153,7 @@ class MegatronFSDP(nn.Module):
         Reductions that are not deferred start during backward. Outside of backward no computation runs that could hide
         the others, so this method waits for them.
         """
-        self.sharded.finish_synchronisation()
+        self.sharded.grad_sync.finish()
 
     def synchronize_gradient_reduce(self) -> None:
         """Wait for reductions in flight. After a backward has finished there are none."""
@@ -388,7 +389,7 @@ class MegatronFSDP(nn.Module):
         Raises:
             RuntimeError: If a rank does not arrive within four times the process group's timeout.
         """
-        self.sharded.reset()
+        recovery.reset(self.sharded)
 
     # -- settings -----------------------------------------------------------------------------------------------------
 

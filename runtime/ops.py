@@ -206,7 +206,7 @@ def _reduce_if_due(
     pending = pending_of(token)
     to_reduce: Tensor | None = gradient
     if inspected:
-        pending.holder.inspect(gradient)
+        pending.bucket.inspect(gradient)
     if when == When.IF_DUE.value:
         to_reduce = pending.exchange(gradient)
     elif when == When.FOLLOWS.value and pending.kept:

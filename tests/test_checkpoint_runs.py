@@ -271,9 +271,9 @@ def test_microbatches_that_wait_are_forgotten_by_a_load() -> None:
     path = Checkpoints(root).save(0, model)
     with model.no_sync():
         model(torch.randn(2, 8)).backward()
-    assert model.sharded.synchronisation.microbatches == 1
+    assert model.sharded.grad_sync.microbatches == 1
     load(path, model)
-    assert model.sharded.synchronisation.microbatches == 0
+    assert model.sharded.grad_sync.microbatches == 0
     Checkpoints(root).save(1, model)  # refuses while gradients wait
 
 

@@ -443,9 +443,9 @@ def test_training_goes_on_after_a_reset() -> None:
     tokens = batches(0)[0][dist.get_rank()]
     loss_of(model, tokens).backward()
     before = [param.grad.full_tensor() for param in model.parameters()]
-    names = {name for topology in model.sharded.topologies for name in topology.group_names}
+    names = {name for topology in model.sharded.members.topologies for name in topology.group_names}
     model.reset()
-    assert names.isdisjoint(name for topology in model.sharded.topologies for name in topology.group_names)
+    assert names.isdisjoint(name for topology in model.sharded.members.topologies for name in topology.group_names)
     loss_of(model, tokens).backward()
     after = [param.grad.full_tensor() for param in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

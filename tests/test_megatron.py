@@ -1155,8 +1155,8 @@ def test_process_groups_of_megatron() -> None:
         fsdp_unit_modules=[zoo.Block],
         pg_collection=SimpleNamespace(dp_cp=world, ep=pairs, expt_dp=odd_even, expt_tp=alone),
     )
-    assert experts.sharded.experts is not None
-    assert experts.sharded.experts.topology.inner.size == 2
+    assert experts.sharded.members.experts is not None
+    assert experts.sharded.members.experts.topology.inner.size == 2
     with raises_everywhere(NotImplementedError, "pg_collection.expt_tp has 2 ranks"):
         sharded(SimpleNamespace(dp_cp=world, ep=pairs, expt_dp=odd_even, expt_tp=pairs))
 

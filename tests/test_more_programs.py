@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -184,15 +185,15 @@ def test_gradients_that_are_put_aside() -> None:
 def test_a_gradient_that_waits_is_a_copy() -> None:
     """Compiled code uses the memory again."""
 
-    class Holder:
-        def reductions_are_due(self) -> bool:
-            return False
+    class Bucket:
+        def __init__(self) -> None:
+            self.owner = SimpleNamespace(grad_sync=SimpleNamespace(is_due=lambda: False))
 
         def show_unreduced(self) -> None:
             pass
 
-    holder = Holder()
-    pending, gradient = Pending(holder, torch.float32), torch.ones(4)  # type: ignore[arg-type]
+    bucket = Bucket()
+    pending, gradient = Pending(bucket, torch.float32), torch.ones(4)  # type: ignore[arg-type]
     assert pending.exchange(gradient) is None
     gradient.zero_()
     assert torch.equal(pending.total, torch.ones(4))

@@ -208,16 +208,16 @@ def test_communication_of_a_step(strategy: str, mode: str) -> None:
 @on_ranks(2)
 def test_context_managers_restore_what_they_found() -> None:
     model, _ = make("optim", EAGER)
-    synchronisation = model.sharded.synchronisation
+    grad_sync = model.sharded.grad_sync
     for automatic in (True, False):
         model.set_model_auto_sync(automatic)
         with contextlib.suppress(ZeroDivisionError), model.no_sync():
-            assert not synchronisation.is_due()
+            assert not grad_sync.is_due()
             with model.sync():
-                assert synchronisation.is_due()
-            assert not synchronisation.is_due()
+                assert grad_sync.is_due()
+            assert not grad_sync.is_due()
             raise ZeroDivisionError
-        assert synchronisation.is_due() == automatic
+        assert grad_sync.is_due() == automatic
         assert model.model_auto_sync == automatic
 
 

@@ -78,7 +78,7 @@ def mfsdp(
         owners = _owners(buckets)
         for owner in owners:
             owner.forget_old_code()
-        graphs = GraphRun(owners, backwards, str(chosen))
+        graphs = GraphRun(backwards, str(chosen))
         with _telling_owners(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:

@@ -50,9 +50,9 @@ class RankMeeting:
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
     ) -> Any:
         if again:
-            return self._model.conclude(topic, lines, offer, combine, patience=1.0)
+            return self._model.conduct.conclude(topic, lines, offer, combine, patience=1.0)
         try:
-            return self._model.conclude(topic, lines, offer, combine)
+            return self._model.conduct.conclude(topic, lines, offer, combine)
         except RuntimeError as error:
             raise RuntimeError(
                 f"Ranks agree on a schedule when code for it is first compiled, and could not. {error} All ranks must compile "
@@ -60,10 +60,10 @@ class RankMeeting:
             ) from None
 
     def warn(self, error: Exception) -> None:
-        self._model.warn_others(error)
+        self._model.conduct.warn_others(error)
 
     def all_came(self) -> None:
-        self._model.others_know()
+        self._model.conduct.withdraw_warning()
 
     def replaced(self) -> None:
         self._model.schedule_replaced()

@@ -50,7 +50,7 @@ def compare_step(
 ) -> StepComparison:
     """See :meth:`MegatronFSDP.verify_step`."""
     sharded = model.sharded
-    if sharded.synchronisation.microbatches:
+    if sharded.grad_sync.microbatches:
         raise RuntimeError(
             "verify_step was called while gradients wait for their reduction. Call it after optimizer.step() and zero_grad(), "
             "before the next backward."
@@ -89,7 +89,7 @@ def unchanged(model: MegatronFSDP) -> Iterator[None]:
             yield
     finally:
         model.sharded.zero_gradients()
-        model.sharded.forget_reduced()
+        model.sharded.grad_sync.forget_reduced()
         for bucket, gradients in zip(buckets, attached, strict=True):
             for param, gradient in zip(bucket.params, gradients, strict=True):
                 setattr(param, bucket.plan.grad_attribute, gradient)

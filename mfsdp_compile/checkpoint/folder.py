@@ -225,7 +225,7 @@ class Checkpoints:
         state: dict[str, Any] = {}
 
         def contents() -> list[str]:
-            if waiting := sharded.synchronisation.microbatches:
+            if waiting := sharded.grad_sync.microbatches:
                 raise CheckpointError(
                     f"Gradients of {waiting} microbatches wait to be reduced, and gradients are not saved. Save after the "
                     "optimizer's step, or drop them with model.zero_grad_buffer()."

@@ -172,7 +172,7 @@ def load(
             raise CheckpointError(f"Loading {directory} failed half-way: load another checkpoint. {causes}") from error
     found.finish(values)
     sharded.zero_gradients()  # they belong to other weights
-    sharded.synchronisation.microbatches = 0
+    sharded.grad_sync.microbatches = 0
     if manifest is not None:
         sharded.lineage.take_up((manifest.run, *manifest.continues))
     sharded.refresh()

@@ -196,7 +196,7 @@ class PipelineStage(pipelining.PipelineStage):
         gradients.add_back(earlier)
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return self._model.sharded.microbatch(number) if self._takes_turns else contextlib.nullcontext()
+        return self._model.sharded.conduct.microbatch(number) if self._takes_turns else contextlib.nullcontext()
 
 
 def _check_ranks(model: Sequence[int], pipeline: Sequence[int]) -> None:

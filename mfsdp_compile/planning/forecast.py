@@ -93,7 +93,7 @@ def schedule_of(model: nn.Module) -> ScheduleText:
     """
     sharded = unwrapped(model, "schedule_of").sharded
     lines: dict[Phase, Sequence[str]] = {}
-    for phase, found in sharded.begun_graphs:
+    for phase, found in sharded.conduct.begun_graphs:
         lines[Phase(phase)] = found
     if not lines:
         raise RuntimeError("The model has not been compiled and run: there is no schedule yet.")

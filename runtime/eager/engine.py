@@ -39,7 +39,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,10 @@ from ..exchange import When
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..ops import pack, start_collective, start_stage
-from ..ranks.collective_order import Series
 from ..topology import Group
+
+if TYPE_CHECKING:
+    from ..owner import Owner
 
 __all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "refuse_write"]
 
@@ -198,60 +200,22 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-class BackwardOwner(Protocol):
-    """The sharded model, as the eager path sees it."""
-
-    def enter_forward(self, what: str) -> None:
-        """A forward begins; ``what`` names it."""
-
-    def start(self, collective: str, *, group: Group | None, series: Series | None) -> None:
-        """A collective is about to start over ``group``. Raises if other ranks are doing something else."""
-
-    def failed(self, error: BaseException) -> None:
-        """A forward, or a collective in backward, has raised."""
-
-    def enter_backward(self) -> None:
-        """A backward pass is running; make sure that it gets finished."""
-
-    def leave_backward(self) -> None:
-        """A forward begins: a backward that was entered and not finished must have raised.
-
-        After a failure, raises unless all ranks have failed in the same place.
-        """
-
-    def touched(self, bucket: Bucket) -> None:
-        """The bucket got gradients."""
-
-    def note_eager_use(self, bucket: Bucket) -> None:
-        """The bucket's gradient was computed eagerly."""
-
-    def used_anywhere(self, buckets: Sequence[Bucket], levels: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return for each bucket and parameter the largest level of use over all ranks. A collective."""
-
-    def check_complete(self) -> None:
-        """Raise if the model has parameters that are in no bucket."""
-
-    def refresh(self) -> None:
-        """Start gathering stale residents."""
-
-
 class EagerRuntime:
     """Gathers and releases buckets of one model as its modules run.
 
     Args:
         units: Units in registration order.
         modules: All modules of the model.
-        owner: Sharded model, which is notified of forwards, backwards and collectives.
         policy: Limits on prefetches and reductions.
     """
 
-    def __init__(
-        self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], owner: BackwardOwner, policy: EagerPolicy
-    ) -> None:
+    owner: Owner
+    """The sharded model, which sets this attribute."""
+
+    def __init__(self, units: Sequence[EagerUnit], modules: Iterable[nn.Module], policy: EagerPolicy) -> None:
         self.units = tuple(units)
         self.modules = frozenset(modules)
         self.policy = policy
-        self._owner = owner
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._depth = 0
@@ -301,7 +265,7 @@ class EagerRuntime:
         except BaseException as error:
             if self._depth == 0:
                 self._hooks.close()
-                self._owner.failed(error)
+                self.owner.failed(error)
             raise
         self._depth += 1
 
@@ -328,7 +292,7 @@ class EagerRuntime:
         if self._depth > 1 or compat.in_backward():
             self.leave(window)  # an outer caller may catch the exception
         elif self._depth == 1:
-            self._owner.failed(error)
+            self.owner.failed(error)
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside of an eager forward of a "
@@ -339,17 +303,17 @@ class EagerRuntime:
 
     def _open(self, window: Window) -> None:
         if compat.in_backward():
-            self._owner.enter_backward()
+            self.owner.grad_sync.enter_backward()
         else:
-            self._owner.leave_backward()
+            self.owner.leave_backward()
             self.reset()
             self._retire_handed_out()
             mine = self.units if window.is_root else [window.unit] if window.unit is not None else []
             for bucket in [*(bucket for unit in mine for bucket in unit.buckets), *window.owns]:
                 bucket.check_unchanged()
             if window.is_root:
-                self._owner.check_complete()
-            self._owner.enter_forward(window.describe())
+                self.owner.check_complete()
+            self.owner.conduct.enter_forward(window.describe())
         if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
             # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is
             # correct, and it is their decision. Our hooks on top would hide tensors from a recomputation that counts
@@ -445,7 +409,7 @@ class EagerRuntime:
                 self._release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self._gathered:
                 if bucket.is_stale:
-                    self._owner.refresh()
+                    self.owner.refresh()
                 group = bucket.topology.gather_group
                 started = None
                 if group is not None:
@@ -497,16 +461,16 @@ class EagerRuntime:
     def _announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
         try:
             series = f"{what}{more}", self._numbers[bucket]
-            self._owner.start(f"{what} {bucket.plan.name}{more}", group=group, series=series)
+            self.owner.conduct.start(f"{what} {bucket.plan.name}{more}", group=group, series=series)
         except RuntimeError as error:
-            self._owner.failed(error)
+            self.owner.failed(error)
             raise
 
     def _await(self, started: Tensor) -> Tensor:
         try:
             return compat.wait_tensor(started)
         except RuntimeError as error:
-            self._owner.failed(error)  # in a backward, nothing else catches it
+            self.owner.failed(error)  # in a backward, nothing else catches it
             raise
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
@@ -600,7 +564,7 @@ class EagerRuntime:
                 f"Parameters of {bucket.plan.unit!r} were changed in place between forward and backward (by an "
                 "optimizer step?), so that gradients cannot be computed for the values that forward used."
             )
-        self._owner.enter_backward()
+        self.owner.grad_sync.enter_backward()
         full = self._gather(bucket).full
         assert full is not None
         return full.as_strided(packed.size, packed.stride, packed.offset)
@@ -610,10 +574,10 @@ class EagerRuntime:
     @compat.python_only
     def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
         """Start reducing a bucket whose gradients are complete, and finish earlier reductions."""
-        self._owner.enter_backward()
+        self.owner.grad_sync.enter_backward()
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         gradients.note_use(bucket, used)
-        self._owner.note_eager_use(bucket)
+        self.owner.grad_sync.note_eager_use(bucket)
         self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange), used)
         self._release_bucket(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
@@ -625,16 +589,16 @@ class EagerRuntime:
         self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
     ) -> Sequence[Tensor | None]:
         """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
-        self._owner.enter_backward()
+        self.owner.grad_sync.enter_backward()
         used = [int(gradient is not None) for gradient in whole_gradients]
         result = pack(whole_gradients, bucket.exchange)
         self._release_bucket(bucket)
         reduced = self._reduce_stages(bucket, 0, result, "for torch.autograd.grad")
-        (levels,) = self._owner.used_anywhere([bucket], [used])
+        (levels,) = self.owner.grad_sync.used_anywhere([bucket], [used])
         return asked.select(bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
-        will_run = bucket.owner.reductions_are_due() or not bucket.exchange.may_wait(stage)
+        will_run = bucket.owner.grad_sync.is_due() or not bucket.exchange.may_wait(stage)
         group = bucket.topology.stages[stage].group if will_run else None
         self._announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
@@ -651,7 +615,7 @@ class EagerRuntime:
             return
         if not bucket.gradient_waits:  # a deferred gradient is zeros here
             gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype), reduction.used)
-        self._owner.touched(bucket)
+        self.owner.grad_sync.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:
         """Reduce a bucket's deferred gradients outside of the backward that computed them."""
@@ -685,8 +649,8 @@ class EagerRuntime:
         """Copy the runtime for the copy of a model, without the state of a running step."""
         duplicate = object.__new__(EagerRuntime)
         memo[id(self)] = duplicate
-        units, modules, owner = copy.deepcopy((self.units, tuple(self.modules), self._owner), memo)
-        EagerRuntime.__init__(duplicate, units, modules, owner, self.policy)
+        units, modules, duplicate.owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
+        EagerRuntime.__init__(duplicate, units, modules, self.policy)
         for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
             duplicate.add_window(window)
         return duplicate

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,9 @@ from ..plan.partition import Partition, local_part
 from ..topology import Topology
 from .deferred_gradients import Pending
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
+
+if TYPE_CHECKING:
+    from ..owner import Owner
 
 __all__ = ["Bucket", "BucketPlan", "Home", "Site"]
 
@@ -134,7 +137,7 @@ class Bucket:
         partitions: For each parameter, how it is divided over ranks other than those of the topology.
     """
 
-    owner: Any
+    owner: Owner
     """The sharded model, which sets this attribute."""
 
     def __init__(
@@ -368,12 +371,8 @@ class Bucket:
         """Whether the last gradient was kept for a later reduction."""
         return self.pending is not None and self.pending.kept
 
-    # What Pending requires of its holder
-
-    def reductions_are_due(self) -> bool:
-        return self.owner.reductions_are_due()
-
     def show_unreduced(self) -> None:
+        """Show users that gradients are deferred."""
         for index, (param, attached) in enumerate(zip(self.params, self.gradients, strict=True)):
             if attached is None and param.requires_grad:
                 shown = UnreducedGradient.like(param)
@@ -382,6 +381,7 @@ class Bucket:
                 setattr(param, self.plan.grad_attribute, shown)
 
     def forget_abandoned(self, total: Tensor) -> None:
+        """Zero the slices of ``total``, a deferred sum, for parameters whose gradient the user has dropped."""
         dropped = []
         for index, attached in enumerate(self.gradients):
             if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
@@ -391,13 +391,15 @@ class Bucket:
         self.zero_slices(total, dropped)
 
     def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
+        """Zero the slices of these parameters, by index, in a gradient before its reduction, or in a deferred sum."""
         # ``packed`` is the whole bucket or this rank's inner shard of it.
         start = self.topology.inner.rank * packed.numel() if packed.numel() < self.plan.layout.numel else 0
         for slot in (self.plan.layout.slots[index] for index in params):
             packed[max(slot.offset - start, 0) : max(slot.end - start, 0)].zero_()
 
     def inspect(self, gradient: Tensor) -> None:
-        self.owner.inspect(self, gradient)
+        """Inspect a gradient before it is reduced."""
+        self.owner.grad_sync.inspect(self, gradient)
 
     def check_unchanged(self) -> None:
         """Raise if a parameter was replaced since the model was sharded."""

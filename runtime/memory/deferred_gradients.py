@@ -18,50 +18,31 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .bucket import Bucket
     from .gradients import Asked
 
-__all__ = ["Holder", "Pending", "pending_of"]
+__all__ = ["Pending", "pending_of"]
 
 _numbers = itertools.count(1)
 _all: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
-
-
-class Holder(Protocol):
-    """The bucket whose gradients are deferred."""
-
-    def reductions_are_due(self) -> bool:
-        """Whether this backward reduces."""
-
-    def forget_abandoned(self, total: Tensor) -> None:
-        """Zero the slices of ``total`` for parameters whose gradient the user has dropped."""
-
-    def zero_slices(self, packed: Tensor, params: Iterable[int]) -> None:
-        """Zero the slices of these parameters, by index, in a gradient before its reduction, or in a sum."""
-
-    def show_unreduced(self) -> None:
-        """Show users that gradients are deferred."""
-
-    def inspect(self, gradient: Tensor) -> None:
-        """Inspect a gradient before it is reduced."""
 
 
 class Pending:
     """The sum of one bucket's gradients since the last reduction.
 
     Args:
-        holder: The bucket, which owns this object.
+        bucket: The bucket, which owns this object.
         dtype: Dtype of the sum.
     """
 
-    def __init__(self, holder: Holder, dtype: torch.dtype) -> None:
-        self._holder = weakref.ref(holder)
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        self._bucket = weakref.ref(bucket)
         self._dtype = dtype
         self.total: Tensor | None = None
         self.kept = False
@@ -75,10 +56,10 @@ class Pending:
         """Tensor that stands for this object in a graph: int64, ``[1]``, on the CPU."""
 
     @property
-    def holder(self) -> Holder:
-        holder = self._holder()
-        assert holder is not None
-        return holder
+    def bucket(self) -> Bucket:
+        bucket = self._bucket()
+        assert bucket is not None
+        return bucket
 
     @torch.no_grad()
     def exchange(self, gradient: Tensor) -> Tensor | None:
@@ -92,20 +73,20 @@ class Pending:
             self.kept = False
             return gradient
         wanted = asked is None or bool(asked.added)
-        self.kept = not (wanted and self.holder.reductions_are_due())
+        self.kept = not (wanted and self.bucket.owner.grad_sync.is_due())
         if not wanted:
             return None
         if asked is not None and asked.left_out:
             gradient = gradient.clone()
-            self.holder.zero_slices(gradient, asked.left_out)
+            self.bucket.zero_slices(gradient, asked.left_out)
         if self.total is not None:
-            self.holder.forget_abandoned(self.total)
+            self.bucket.forget_abandoned(self.total)
             self.total.add_(gradient)
         if self.kept:
             if self.total is None:
                 # A copy: the gradient's memory may belong to a compiled graph, which reuses it.
                 self.total = gradient.to(self._dtype, copy=True)
-            self.holder.show_unreduced()
+            self.bucket.show_unreduced()
             return None
         return gradient if self.total is None else self.take(gradient.dtype)
 

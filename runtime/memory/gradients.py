@@ -120,7 +120,7 @@ class _Shard(torch.autograd.Function):
                 for index in unasked:
                     views[index].zero_()
             accumulate(bucket, gradient, used - asked.left_out)
-        bucket.owner.touched(bucket)
+        bucket.owner.grad_sync.touched(bucket)
         return None, None, *asked.nothing
 
 

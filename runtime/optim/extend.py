@@ -146,23 +146,23 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     ) -> Any:
         if sync_grad_before_optimizer_step:
             for owner in owners:
-                owner.finish_synchronisation_if_needed()
+                owner.grad_sync.finish_if_needed()
         for owner in owners:
-            owner.before_step()
+            owner.grad_sync.before_step(owner.shared_buffers)
             owner.await_gathers()  # another optimizer's step may have started gathers
         try:
             for owner in owners:
-                owner.begin_step(self)
+                owner.step_tracker.begin(self)
             if over_runs is not None:
                 result = over_runs(step, closure)
             else:
                 result = step() if closure is None else step(closure)
         except BaseException as error:
             for owner in owners:
-                owner.fail_step(error)
+                owner.step_tracker.fail(error)
             raise
         for owner in owners:
-            owner.end_step()
+            owner.step_tracker.end()
         if install_optimized_model_weights:
             for owner in owners:
                 owner.refresh(ahead=True)

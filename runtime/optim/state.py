@@ -109,7 +109,7 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
         numbered = type(it).state_dict(it)
         names = parameter_names(it)
         state = {names[i]: held for i, held in numbered["state"].items()}
-        if not state and not any(param.mfsdp_home.bucket.owner.steps for param in _params(it)):
+        if not state and not any(param.mfsdp_home.bucket.owner.conduct.steps for param in _params(it)):
             state = dict(zip(names, _first_states(it), strict=False))
         held = {name: held for name, held in state.items() if held}
         return {**numbered, "state": held, "param_groups": state_dict_groups(it)}

@@ -81,13 +81,13 @@ def watch_steps() -> None:
 @compat.python_only
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for owner in owners_of(optimizer):
-        owner.begin_step(optimizer)
+        owner.step_tracker.begin(optimizer)
 
 
 @compat.python_only
 def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for owner in owners_of(optimizer):
-        owner.end_step()
+        owner.step_tracker.end()
 
 
 def owners_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:

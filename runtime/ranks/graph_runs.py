@@ -11,18 +11,17 @@ from __future__ import annotations
 import functools
 import re
 import threading
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..compat import python_only
+from ..owner import Owner, owners_of
 from ..schedule_text import ScheduleLine
 
 if TYPE_CHECKING:
     from ..memory.gradients import Backward
-    from ..model import ShardedModel
     from ..topology import Topology
 
 __all__ = ["GraphRun", "begin", "launches", "named", "parse_used"]
@@ -34,13 +33,11 @@ class GraphRun:
     It does not keep models alive, because autograd holds it and Python's garbage collector does not see through that.
 
     Args:
-        owners: Models that own the buckets.
         backwards: Each bucket's share of the backward, in the order in which graphs number the buckets.
         options: Options of the backend as text, for ranks to compare.
     """
 
-    def __init__(self, owners: Sequence[ShardedModel], backwards: Sequence[Backward], options: str) -> None:
-        self._owners = [weakref.ref(owner) for owner in owners]
+    def __init__(self, backwards: Sequence[Backward], options: str) -> None:
         self._backwards = backwards
         self._buckets = [backward.name for backward in backwards]
         self._options = options
@@ -63,20 +60,22 @@ class GraphRun:
             numbers: Numbers of the node's outputs that the forward returned.
         """
         self._given = [gradients[number] is not None for number in numbers]
-        for reference in self._owners:
-            if (owner := reference()) is not None:
-                owner.enter_backward()
+        for owner in self._owners:
+            owner.grad_sync.enter_backward()
         self.expect_graph()
 
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
         if phase == "backward":
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found
-        for reference in self._owners:
-            if (owner := reference()) is not None:
-                if phase == "backward":
-                    owner.note_backward(self._backwards)
-                owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+        for owner in self._owners:
+            if phase == "backward":
+                owner.grad_sync.note_backward(self._backwards)
+            owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+
+    @property
+    def _owners(self) -> list[Owner]:
+        return owners_of([bucket for backward in self._backwards if (bucket := backward.bucket()) is not None])
 
 
 def parse_used(text: str, given: Sequence[bool]) -> list[frozenset[int]]:

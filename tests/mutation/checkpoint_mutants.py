@@ -117,7 +117,7 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/loading.py",
         "microbatches before a load count after it",
-        "    sharded.synchronisation.microbatches = 0\n",
+        "    sharded.grad_sync.microbatches = 0\n",
         "",
         (f"{RUNS} microbatches_that_wait",),
     ),
@@ -159,7 +159,7 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/store.py",
         "gradients that wait are lost by a save",
-        "            if waiting := sharded.synchronisation.microbatches:",
+        "            if waiting := sharded.grad_sync.microbatches:",
         "            if waiting := 0:",
         ("test_checkpoint.py -k gradients_that_wait",),
     ),

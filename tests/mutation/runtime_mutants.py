@@ -147,14 +147,14 @@ RUNTIME = (
     Mutant(
         "runtime/memory/deferred_gradients.py",
         "parameters that backward(inputs=...) leaves out get gradients",
-        "            self.holder.zero_slices(gradient, asked.left_out)",
+        "            self.bucket.zero_slices(gradient, asked.left_out)",
         "            pass",
         ("test_programs.py -k test_gradients_of_chosen_parameters_between_microbatches",),
     ),
     Mutant(
         "runtime/memory/deferred_gradients.py",
         "gradients that the user has dropped come back",
-        "            self.holder.forget_abandoned(self.total)",
+        "            self.bucket.forget_abandoned(self.total)",
         "            pass",
         ("test_strategies.py -k gradients_of_a_part",),
     ),

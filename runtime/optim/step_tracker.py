@@ -1,0 +1,105 @@
+"""Optimizer steps over one model, as ranks must take them: all of them, and completely."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import compat
+from ..memory.bucket import Bucket
+from ..memory.tensor import UnreducedGradient, refuse_unreduced
+from ..ranks.agreement import everyones
+from ..ranks.conduct import Conduct
+
+__all__ = ["StepTracker"]
+
+
+class StepTracker:
+    """Notices steps that a rank skips, or does not finish: its rows would belong to other weights.
+
+    Args:
+        buckets: The model's buckets.
+        conduct: Compares steps with other ranks, and counts them.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], conduct: Conduct) -> None:
+        self._buckets = buckets
+        self._conduct = conduct
+        self._running: torch.optim.Optimizer | None = None
+        self._version = 0  # of the weights, when the running step began
+        self._is_half_done = False  # a step has changed some weights and not others
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Handle an optimizer that is about to change weights.
+
+        All ranks must take the step, or their rows would belong to different weights. Inside a backward (one step per
+        parameter, in a hook) nothing is compared, because ranks may take these steps in different orders.
+        """
+        if optimizer is self._running or compat.in_backward():
+            return
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if isinstance(param.grad, UnreducedGradient):  # raise before weight decay changes anything
+                refuse_unreduced(param.grad)
+        self.check()
+        self._conduct.enter_step(type(optimizer).__name__)
+        self._running, self._version = optimizer, self._weights_version
+
+    def end(self) -> None:
+        """Mark the step that began last as complete."""
+        if self._running is not None:
+            self._running = None
+            self._conduct.steps += 1
+
+    def fail(self, error: BaseException) -> None:
+        """Handle an error from the step that began last, if one has begun.
+
+        If the step has changed no weight, it may be repeated. Ranks compare that before the next forward.
+        """
+        has_changed = self._running is not None and self._weights_version != self._version
+        self._is_half_done |= has_changed
+        self._running = None
+        self._conduct.fail(error, is_certain=has_changed)
+
+    def check(self) -> None:
+        """Raise RuntimeError if an optimizer's step was interrupted in the middle of its changes."""
+        if self._running is None or compat.is_running(self._running):  # a running step may call a closure
+            return
+        if self._weights_version == self._version:
+            self.fail(RuntimeError(f"a step of {type(self._running).__name__} that was not made"))
+            return
+        try:
+            raise RuntimeError(
+                f"The last step of {type(self._running).__name__} over {self._conduct.name} was not finished on this rank: some weights "
+                "are those after it, and some those before. Call model.reset() on every rank, and load a checkpoint."
+            )
+        except RuntimeError as error:
+            self.fail(error)
+            raise
+
+    def reset(self) -> None:
+        """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""
+        half = self._is_half_done or self._running is not None
+        self._is_half_done, self._running = False, None
+        group = self._conduct.members.group
+        everyone = everyones((self._conduct.steps, half), group, "optimizer steps")
+        if len(set(everyone)) == 1 and not half:
+            return
+        ranks = dist.get_process_group_ranks(group)
+        each = [
+            f"rank {r} {count}{' and a part of one' if half else ''}"
+            for r, (count, half) in zip(ranks, everyone, strict=True)
+        ]
+        warnings.warn(
+            f"{self._conduct.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer steps: its rows are of "
+            "different weights. Load a checkpoint before training goes on.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        self._conduct.steps = max(count for count, _ in everyone)
+
+    @property
+    def _weights_version(self) -> int:
+        return sum(bucket.flat._version for bucket in self._buckets)

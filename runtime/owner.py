@@ -1,0 +1,53 @@
+"""The sharded model, as its buckets, its eager path and its compiled graphs see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .grad_sync import GradSync
+    from .memory.bucket import Bucket
+    from .ranks.conduct import Conduct
+
+__all__ = ["Owner", "owners_of"]
+
+
+class Owner(Protocol):
+    """The object that owns buckets: a :class:`~mfsdp_compile.runtime.model.ShardedModel`.
+
+    Attributes:
+        buckets: The buckets, in the order of their units.
+        conduct: Announces collectives and compares them with those of other ranks.
+        grad_sync: Decides when gradients are reduced, and keeps track of the running backward.
+    """
+
+    buckets: tuple[Bucket, ...]
+    conduct: Conduct
+    grad_sync: GradSync
+
+    def leave_backward(self) -> None:
+        """A forward begins: a backward that was entered and not finished must have raised.
+
+        After a failure, raises unless all ranks have failed in the same place.
+        """
+
+    def failed(self, error: BaseException) -> None:
+        """A forward, or a collective in backward, has raised."""
+
+    def check_complete(self) -> None:
+        """Raise if the model has parameters that are in no bucket."""
+
+    def refresh(self) -> None:
+        """Start gathering stale residents."""
+
+    def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
+        """A compiled graph is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
+
+    def label_modules_of(self, *buckets: Bucket) -> None:
+        """Make changes of buckets visible to Dynamo's guards."""
+
+
+def owners_of(buckets: Sequence[Bucket]) -> list[Owner]:
+    """Return the owners of ``buckets``, each once, in order."""
+    return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())

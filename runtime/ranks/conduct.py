@@ -1,0 +1,254 @@
+"""Keeps one sharded model in step with the same model on other ranks.
+
+Everything that a model is about to do together with other ranks passes through its :class:`Conduct` first. It writes
+the journal, compares what is new with the other ranks (:mod:`.collective_order`), names collectives in profiles, and
+tells other ranks about failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import compat
+from ..topology import Group, Topology
+from . import profiling
+from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
+from .collective_order import STEP, Details, Order, Phase, Series, no_details, order_of_group
+from .graph_runs import launches, named
+from .journal import journal
+from .watchdog import watchdog
+
+if TYPE_CHECKING:
+    from ..membership import Membership
+
+__all__ = ["Conduct"]
+
+
+class Conduct:
+    """Announces what one model does with other ranks.
+
+    Args:
+        members: The ranks that hold the model.
+        kind: Name of the model's class.
+        parameters: Names of its parameters.
+
+    Attributes:
+        name: Name of the model in messages: its class and a number, the same on all ranks.
+        order: Order of the collectives of all models of the group.
+        steps: Number of optimizer steps that have changed the model's weights.
+        started: Number of collectives, and compiled graphs with collectives, since the model was sharded or reset.
+        failure: Name of the error after which this rank has stopped; None: there was none.
+    """
+
+    def __init__(self, members: Membership, kind: str, parameters: Iterable[str]) -> None:
+        self.members = members
+        self.order: Order = order_of_group(members.group.group_name)
+        self.name = self.order.join(kind, parameters)
+        self.steps = self.started = 0
+        self.failure: str | None = None
+        self._copies = 0
+        self._microbatch = ""
+        self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
+        self._watch()
+
+    def of_copy(self, members: Membership) -> Conduct:
+        """Return the conduct of a copy of the model, which communicates over the same groups.
+
+        Copies are numbered per model, not per group: one rank may make some for its own use.
+        """
+        self._copies += 1
+        duplicate = copy.copy(self)
+        duplicate.members = members
+        duplicate.name = f"copy {self._copies} of {self.name}"
+        duplicate.steps = duplicate.started = duplicate._copies = 0
+        duplicate.failure, duplicate._microbatch, duplicate._begun = None, "", {}
+        duplicate._watch()
+        return duplicate
+
+    def rejoin(self, parameters: Iterable[str]) -> None:
+        """Start over with the new process groups of :attr:`members`, and the order that belongs to them."""
+        self.order = order_of_group(self.members.group.group_name)
+        self.name = self.order.join(self.name.rpartition(" #")[0], parameters)
+        self.started, self.failure, self._copies = 0, None, 0
+        self._watch()
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def agree(
+        self, topic: str, lines: Sequence[str], patience: float = 1.5, epoch: int = 0, is_last_resort: bool = False
+    ) -> None:
+        """Raise on every rank unless all ranks pass the same arguments within ``patience`` process group timeouts.
+
+        See :func:`.agreement.agree`.
+        """
+        group = self.members.group
+        timeout = compat.timeout_of(group) * patience
+        agree(group, topic, lambda: lines, timeout, epoch, is_last_resort=is_last_resort)
+
+    def conclude(
+        self,
+        topic: str,
+        lines: Sequence[str],
+        offer: Any,
+        combine: Callable[[Sequence[Any]], Any],
+        patience: float = 1.5,
+    ) -> Any:
+        """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
+        group = self.members.group
+        return conclude(group, topic, lines, offer, combine, compat.timeout_of(group) * patience)
+
+    def agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
+        agree_on_order(self.members.group, lines, epoch)
+
+    def warn_others(self, error: BaseException) -> None:
+        """Announce that this rank is about to fail with ``error``: from here on, errors on other ranks quote it."""
+        report_failure(self.members.group, error, is_certain=False)
+
+    def withdraw_warning(self) -> None:
+        """Withdraw the announcement of :meth:`warn_others`, because all ranks have met."""
+        forget_failure(self.members.group)
+
+    # -- what is about to happen --------------------------------------------------------------------------------------
+
+    def enter_forward(self, what: str, details: Details = no_details) -> None:
+        """Handle the beginning of a forward: of the model, a part of it, or compiled code."""
+        kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
+        self.note(f"{kind} of {what}")
+        if self.members.topology.gather_group is not None:  # otherwise a single rank may evaluate alone
+            self.order.enter(Phase(kind, f"{what} ({self.name}){self._microbatch}"), self.agree_on_order, details)
+
+    def enter_backward(self, is_due: bool) -> None:
+        """Handle the beginning of a backward.
+
+        Ranks agree on it with every strategy: it reduces something, which one rank cannot do alone.
+        """
+        kind = "backward" if is_due else "backward that accumulates"
+        self.note(kind)
+        self.order.enter(Phase(kind, f"{self.name}{self._microbatch}"), self.agree_on_order)
+
+    def enter_step(self, optimizer: str) -> None:
+        """Handle the beginning of an optimizer's step."""
+        self.order.enter(Phase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
+
+    @contextlib.contextmanager
+    def microbatch(self, number: int) -> Iterator[None]:
+        """Attribute the forwards and backwards inside to microbatch ``number``.
+
+        If several models take turns, the number identifies the next model, so that ranks need not agree on each turn.
+        """
+        self._microbatch = f", microbatch {number}"
+        try:
+            yield
+        finally:
+            self._microbatch = ""
+
+    def start(
+        self,
+        collective: str,
+        details: Details = no_details,
+        group: Group | None = None,
+        series: Series | None = None,
+    ) -> None:
+        """Prepare for a collective over ``group``, or for compiled code with collectives, which ``details`` lists.
+
+        Raises:
+            RuntimeError: Other ranks are doing something else.
+        """
+        if group is not None:
+            self.note(collective, lambda: [(collective, group.name)])
+            profiling.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
+        numbered = (f"{series[0]} ({self.name})", series[1]) if series is not None else None
+        self.order.start(f"{collective} ({self.name})", self.agree_on_order, details, numbered)
+        self.started += 1
+
+    def begin_graph(
+        self,
+        phase: str,
+        digest: str,
+        schedule: str,
+        buckets: Sequence[str],
+        options: str,
+        expert_topologies: Mapping[str, Topology],
+        is_due: bool,
+    ) -> None:
+        """Prepare for a compiled graph that is about to start its collectives.
+
+        Args:
+            phase: Phase of the graph: forward, backward or inference.
+            digest: Digest of its schedule.
+            schedule: Its collectives, one per line, with numbers for ``buckets``.
+            buckets: Names of the buckets.
+            options: Options that it was compiled with.
+            expert_topologies: Topologies of the buckets of experts, by name.
+            is_due: Whether deferred reductions run.
+        """
+        self._begun[phase, digest] = schedule, buckets
+        # Entries of the journal must not keep the model alive.
+        started = functools.partial(_launches, expert_topologies, self.members.topology, schedule, buckets, is_due)
+        self.note(f"{phase} graph", started)
+        profiling.expect(lambda: self._named_launches(f"{phase} graph", started()))
+        if phase == "inference" and not started():
+            return  # a single rank may run it alone: see enter_forward
+        self.start(f"{phase} graph {digest} ({options})", lambda: [options, *named(schedule, buckets)])
+
+    @property
+    def begun_graphs(self) -> list[tuple[str, list[str]]]:
+        """Phase and schedule of every compiled graph that has run, including graphs from a compile cache."""
+        return [(phase, named(schedule, buckets)) for (phase, _), (schedule, buckets) in self._begun.items()]
+
+    def note(self, what: str, launches: Callable[[], Sequence[tuple[str, str]]] = tuple) -> None:
+        """Write in the journal what is about to happen, and the collectives that it starts."""
+        journal.note(self.steps, self.name, what, self.members.group_names, launches)
+
+    def _named_launches(self, where: str, launches: Sequence[tuple[str, str]]) -> Iterator[profiling.Launch]:
+        """Yield the collectives as they are named in traces."""
+        counts: dict[str, int] = {}
+        for what, group in launches:
+            if group not in counts:
+                counts[group] = compat.collectives_started(compat.process_group(group))
+            counts[group] += 1
+            yield profiling.Launch(self.steps, where, self.name, what, counts[group], group)
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException, is_certain: bool = True) -> None:
+        """Tell other ranks that this one has stopped with ``error``, unless it has stopped already.
+
+        Args:
+            is_certain: Whether this rank will start none of the collectives that others may be waiting for.
+        """
+        if self.failure is None:
+            self.failure = type(error).__name__
+            report_failure(self.members.group, error, is_certain=is_certain)
+
+    def forget_failure(self) -> None:
+        """Continue after a failure that was the same on all ranks."""
+        forget_failure(self.members.group)
+        self.order.restart()
+        self.failure = None
+
+    # -- what the watchdog needs; see :class:`.watchdog.Watched` -------------------------------------------------------
+
+    def _watch(self) -> None:
+        if has_others(self.members.group) or has_others(self.members.everyone):
+            watchdog.watch(self)
+
+    @property
+    def scopes(self) -> set[str]:
+        return {self.members.group.group_name, self.members.everyone.group_name}
+
+    @property
+    def communicators(self) -> set[str]:
+        return {*self.members.group_names, *(group.name for group in self.members.partition_groups)}
+
+
+def _launches(
+    topologies: Mapping[str, Topology], other: Topology, schedule: str, buckets: Sequence[str], is_due: bool
+) -> Sequence[tuple[str, str]]:
+    return launches(named(schedule, buckets), topologies, other, is_due)

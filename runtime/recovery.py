@@ -1,0 +1,66 @@
+"""What happens after a failure: training goes on if all ranks have failed alike; otherwise ``model.reset()``.
+
+After a failure on some ranks only, these ranks have not started collectives that others have. The next collectives
+would be matched with those: wrong values if sizes happen to be equal, a hang if not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .ranks.agreement import has_others
+from .ranks.watchdog import watchdog
+
+if TYPE_CHECKING:
+    from .model import ShardedModel
+
+__all__ = ["recover", "reset"]
+
+
+def recover(model: ShardedModel) -> None:
+    """Check, before the next collective after a failure, that all ranks have failed in the same place.
+
+    Raises:
+        RuntimeError: They have not, or a process group does not work any more.
+    """
+    conduct, members = model.conduct, model.members
+    stopped = f"stopped after {conduct.started} collectives with {conduct.failure}"
+    model.eager.abandon()
+    try:
+        # Ranks that are waiting for this one arrive here once they have timed out.
+        conduct.agree("The step before failed", [stopped])
+        model.eager.settle()
+        groups = [*(group for topology in members.topologies for group in topology.groups), *members.partition_groups]
+        for group in groups if has_others(members.group) else ():
+            group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
+            "weights as they are."
+        ) from None
+    conduct.forget_failure()
+    for bucket in model.buckets:
+        bucket.set_plan(bucket.plan)
+
+
+def reset(model: ShardedModel) -> None:
+    """Start over after a failure: new process groups of the same ranks, no gradients, nothing running.
+
+    Raises:
+        RuntimeError: Not all ranks called this within four process group timeouts, the longest time until each of them
+            has its error.
+    """
+    model.conduct.agree("model.reset()", [], patience=4, is_last_resort=True)
+    watchdog.leave(model.conduct)
+    model.eager.abandon()
+    model.eager.settle()
+    for bucket in model.buckets:
+        bucket.forget_resident()
+    model.members.renew()
+    model.conduct.failure = None
+    model.step_tracker.reset()
+    model.conduct.rejoin(model.parameter_names)
+    model.grad_sync.reset()
+    for bucket in model.buckets:
+        bucket.set_plan(bucket.plan)
+    model.label_modules()

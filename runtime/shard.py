@@ -1,0 +1,240 @@
+"""Sharding a model in place: ranks agree on a plan, memory is allocated, and modules get sharded parameters."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
+from .eager.modules import shard_module
+from .exchange import Overlap
+from .init import meta
+from .layout import LayoutPolicy
+from .membership import Membership
+from .memory.bucket import Bucket, Home
+from .model import ShardedModel
+from .plan.buckets import BucketPlanner
+from .plan.experts import Experts
+from .plan.model_plan import ModelPlan, divide
+from .plan.references import move_hooks, retire
+from .plan.units import UnitClasses
+from .precision import GradientPolicy, MixedPrecisionPolicy
+from .ranks.agreement import agree
+from .ranks.conduct import Conduct
+from .topology import Topology
+
+__all__ = ["ShardingOptions", "shard_model"]
+
+_RANDOM = "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)"
+
+Homes = Mapping[nn.Module, Mapping[str, Home]]
+"""The bucket of every sharded parameter, by module and attribute."""
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How a model is sharded.
+
+    Args:
+        unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
+        precision: Dtypes of shards and gradients.
+        gradient_policy: Options for gradients.
+        overlap: Kinds of collectives that may overlap with computation.
+        check_values: Whether to compare parameter values between ranks, in addition to names, shapes and dtypes.
+        layout_policy: Limits for bucket layouts.
+        whole: Names of parameters that should each be kept on one rank.
+        eager_policy: Limits for the eager path.
+        experts: Function that determines which parameters are experts, and which ranks hold them. None: all ranks hold
+            the same parameters.
+        tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
+        from_meta: Initializer of parameters and buffers on the meta device. None: there may be none on that device.
+    """
+
+    unit_modules: UnitClasses
+    precision: MixedPrecisionPolicy
+    gradient_policy: GradientPolicy = field(default_factory=GradientPolicy)
+    overlap: Overlap = field(default_factory=Overlap)
+    check_values: bool = True
+    layout_policy: LayoutPolicy | None = None
+    whole: Collection[str] = ()
+    eager_policy: EagerPolicy = field(default_factory=EagerPolicy)
+    experts: Callable[[], Experts] | None = None
+    tensor_parallel: DeviceMesh | None = None
+    from_meta: meta.Initialiser | None = None
+
+
+def shard_model(
+    module: nn.Module, topology: Topology, every: dist.ProcessGroup, device: torch.device, options: ShardingOptions
+) -> ShardedModel:
+    """Shard a model in place. A collective over ``every``.
+
+    Args:
+        module: The model, with full parameters on this rank.
+        topology: The data-parallel ranks, and what is sharded over them.
+        every: Process group of the data-parallel ranks.
+        device: Device of shards and buffers.
+
+    Raises:
+        ValueError, TypeError: Unit classes or parameters cannot be sharded. The model is unchanged.
+        RuntimeError: Ranks hold different models. The model is unchanged.
+    """
+    initialiser = options.from_meta if meta.has_meta(module) else None
+    plan = _agree_on_plan(module, topology, every, device, options, initialiser)
+    members = Membership.of(plan, topology, every, options.check_values)
+    conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
+
+    # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
+    made = _make_units(plan, members, device, keeps_originals=initialiser is not None)
+    del plan  # it holds the original parameters
+    if initialiser is not None:
+        _initialise(members.everyone, module, made, device, initialiser)
+    for holder in module.modules():
+        for name, buffer in holder._buffers.items():
+            holder._buffers[name] = buffer.to(device) if buffer is not None else None
+    eager = EagerRuntime(made.units, module.modules(), _eager_policy(options))
+    buckets = [bucket for unit in made.units for bucket in unit.buckets]
+    sharded = ShardedModel(module, buckets, eager, members, conduct, options.precision, options.overlap)
+    _shard_modules(module, eager, made.homes)
+    sharded.forget_old_code()
+    for reference, name in made.replaced:
+        if (held := reference()) is not None:
+            retire(held, name)
+    return sharded
+
+
+def _agree_on_plan(
+    module: nn.Module,
+    topology: Topology,
+    every: dist.ProcessGroup,
+    device: torch.device,
+    options: ShardingOptions,
+    initialiser: meta.Initialiser | None,
+) -> ModelPlan:
+    """Plan how to shard the model. If planning fails on one rank, or plans differ, it fails on all ranks."""
+    found: list[ModelPlan] = []
+
+    def describe() -> list[str]:
+        if initialiser is not None:
+            initialiser.prepare(module)
+        layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
+        unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
+        units = divide(module, options.unit_modules, unit_bytes, allows_meta=options.from_meta is not None)
+        own = options.experts() if options.experts is not None else None
+        planner = BucketPlanner(
+            topology, options.precision, options.gradient_policy, layout_policy, frozenset(options.whole), own
+        )
+        found.append(ModelPlan.of(module, units, planner, tensor_parallel))
+        # Includes versions, because passes and Inductor's choices of kernels differ between them.
+        return [
+            f"torch {torch.__version__}",
+            str(topology),
+            *([str(own)] if own is not None else []),
+            f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
+            *found[0].describe(options.check_values),
+            *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None and initialiser.draws else []),
+        ]
+
+    def describe_experts() -> tuple[Sequence[int], list[str]]:
+        if (own := found[0].experts) is None:
+            return (), []
+        return own.ranks, found[0].describe_experts(options.check_values)
+
+    agree(every, "fully_shard_model", describe, within=describe_experts, heeds_refusals=True)
+    return found.pop()
+
+
+@dataclass
+class _Made:
+    """What sharding has made of a model.
+
+    Args:
+        units: Units with their buckets.
+        homes: The bucket of every sharded parameter.
+        originals: Replaced parameters, by module and attribute, if they were asked for.
+        replaced: Weak references to the replaced parameters, and their names.
+    """
+
+    units: list[EagerUnit]
+    homes: dict[nn.Module, dict[str, Home]]
+    originals: dict[nn.Module, dict[str, nn.Parameter]]
+    replaced: list[tuple[weakref.ref[nn.Parameter], str]]
+
+
+def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keeps_originals: bool) -> _Made:
+    """Allocate buckets and put their parameters into the modules.
+
+    Args:
+        keeps_originals: Whether to keep the replaced parameters, to restore them if initialization fails.
+    """
+    made = _Made([], {}, {}, [])
+    for unit, bucket_plans in plan.units:
+        params_of = {sites[0].name: (param, sites) for param, sites in unit.params}
+        buckets = []
+        for bucket_plan in bucket_plans:
+            params = [params_of[slot.name] for slot in bucket_plan.layout.slots]
+            partitions = [members.partitions[slot.name] for slot in bucket_plan.layout.slots]
+            shared_by = members.topologies[bucket_plan.is_expert]
+            bucket = Bucket(bucket_plan, [p for p, _ in params], [s for _, s in params], shared_by, device, partitions)
+            buckets.append(bucket)
+            for index, (original, sites) in enumerate(params):
+                made.replaced.append((weakref.ref(original), sites[0].name))
+                move_hooks(original, bucket.params[index])
+                for site in sites:
+                    if keeps_originals:
+                        made.originals.setdefault(site.module, {})[site.attribute] = original
+                    site.module._parameters[site.attribute] = bucket.params[index]
+                    made.homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
+        made.units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
+    return made
+
+
+def _initialise(
+    everyone: dist.ProcessGroup,
+    module: nn.Module,
+    made: _Made,
+    device: torch.device,
+    initialiser: meta.Initialiser,
+) -> None:
+    """Initialize parameters and buffers on the meta device.
+
+    If this fails on one rank, or ranks have drawn different numbers, it fails on all ranks, and the model is unchanged.
+    """
+
+    def describe() -> list[str]:
+        meta.initialise(module, made.homes, made.originals, device, initialiser)
+        return [f"random numbers after initialisation: {meta.random_state(device)}"] if initialiser.draws else []
+
+    try:
+        agree(everyone, "fully_shard_model, initialisation of parameters on the meta device", describe)
+    except BaseException:
+        for holder, own in made.originals.items():
+            holder._parameters.update(own)
+        raise
+
+
+def _eager_policy(options: ShardingOptions) -> EagerPolicy:
+    policy = options.eager_policy
+    if not options.overlap.gathers:
+        policy = replace(policy, prefetch_bytes=-1)
+    if not options.overlap.reductions:
+        policy = replace(policy, reductions_in_flight=0)
+    return policy
+
+
+def _shard_modules(root: nn.Module, eager: EagerRuntime, homes: Homes) -> None:
+    """Give each module that is a window, or holds parameters, the behavior of a sharded one."""
+    unit_of = {m: unit for unit in eager.units if not unit.is_root for m in unit.modules}
+    root_buckets = [bucket for unit in eager.units if unit.is_root for bucket in unit.buckets]
+    for module in dict.fromkeys([root, *unit_of, *homes]):
+        own = homes.get(module, {})
+        held = {home.bucket for home in own.values()}
+        owns = tuple(bucket for bucket in root_buckets if bucket in held)
+        window = Window(eager, unit_of.get(module), owns, is_root=module is root)
+        eager.add_window(window)
+        shard_module(module, own, window)
