@@ -1,6 +1,6 @@
 """FX passes: where a model's parameters are gathered, released and reduced, and in which order.
 
-A pass is ``apply(graph, context) -> Report``. It changes the graph that it is given, checks first what it needs, and
+A pass is ``apply(graph, context, phase) -> Report``. It changes the graph that it is given, checks first what it needs, and
 says what it did. It calls no collective, holds no tensor and knows no process group: nodes carry their :class:`Role`,
 buckets are plain data in the :class:`Context`.
 

@@ -14,29 +14,30 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Sequence
 
 import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, Phase
+from .context import Context, Phase, Report
+from .listing import collectives
 from .roles import reductions
 
 __all__ = ["apply"]
 
 
-def apply(graph: fx.Graph, phase: Phase, collectives: Sequence[str], context: Context) -> None:
-    """``collectives``: starts and ends, in order, with numbers for buckets."""
-    if not collectives:
-        return
-    schedule = "\n".join(collectives)
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
+    lines = collectives(graph, context)
+    if not lines:
+        return Report("announce", [])
+    schedule = "\n".join(lines)
     digest = hashlib.sha256(schedule.encode()).hexdigest()[:16]
     used = _used(graph, context) if phase is Phase.BACKWARD else ""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
         graph.call_function(torch.ops.mfsdp.begin.default, (phase.value, digest, schedule, used))
+    return Report("announce", [f"{len(lines)} starts and ends of collectives, digest {digest}"])
 
 
 def _used(graph: fx.Graph, context: Context) -> str:

@@ -14,6 +14,8 @@ from torch import fx
 from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 
+from .decisions import Decisions
+
 __all__ = [
     "BucketInfo",
     "Context",
@@ -176,6 +178,7 @@ class Context:
         float32_gradients: whether matmuls are to write gradients in float32 where they can.
         overlap: Kinds of collectives that may overlap with computation.
         other_bytes: that the model holds besides its buckets: buffers.
+        decisions: What is decided about the schedule so far.
     """
 
     buckets: tuple[BucketInfo, ...]
@@ -184,6 +187,7 @@ class Context:
     float32_gradients: bool = False
     overlap: Overlap = field(default_factory=Overlap)
     other_bytes: int = 0
+    decisions: Decisions = field(default_factory=Decisions)
 
     @property
     def signature(self) -> str:

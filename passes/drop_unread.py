@@ -11,12 +11,12 @@ from __future__ import annotations
 from torch import fx
 
 from . import roles
-from .context import Context, Report
+from .context import Context, Phase, Report
 
 __all__ = ["apply"]
 
 
-def apply(graph: fx.Graph, context: Context) -> Report:
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []
     for gather in roles.gathers(graph):
         if gather.start is None or gather.uses:

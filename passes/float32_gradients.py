@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from . import roles
-from .context import Context, Kind, Report, role_of
+from .context import Context, Kind, Phase, Report, role_of
 
 __all__ = ["apply"]
 
@@ -36,7 +36,7 @@ _PACK = torch.ops.mfsdp.pack_gradients.default
 _HALVES = (torch.bfloat16, torch.float16)  # what CUDA's matmuls take with an out dtype of float32
 
 
-def apply(graph: fx.Graph, context: Context) -> Report:
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []
     left: Counter[str] = Counter()
     for pack in graph.find_nodes(op="call_function", target=_PACK):

@@ -6,23 +6,23 @@ import functools
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 from . import announce, drop_unread, float32_gradients, portions, reduce, reshard, roles, schedule, unshard
-from .changes import changes, events, points
+from .changes import changes, events
 from .context import Context, Phase, Report, SchedulePolicy, phase_of
-from .decisions import Decisions, ScheduleText, decisions_of, set_decisions
+from .decisions import Decisions
+from .listing import describe
+from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
-from .solver.costs import CostModel, reduced_bytes
+from .solver.costs import CostModel
 from .solver.flow import Saved, flow_of
 from .solver.outline import Outline, outline_of
 from .solver.simulate import Event, OptimizerCost, events_of
@@ -37,11 +37,9 @@ __all__ = [
     "Prediction",
     "Record",
     "UserPass",
-    "collectives",
     "decide",
     "decide_inference",
     "decision_digest",
-    "describe",
     "finish_graph",
     "keep_portions",
     "name_of",
@@ -54,8 +52,11 @@ __all__ = [
     "usable_budget",
 ]
 
+Pass = Callable[[fx.Graph, Context, Phase], Report]
+"""Changes a graph, and reports what it did."""
+
 UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
-"""A pass from outside this package: changes the graph that it is given, and may say what it did."""
+"""A pass from outside this package. The report is optional."""
 
 Observer = Callable[["Phase | None", fx.Graph, "Report | None"], None]
 """Shown every graph as it comes to the passes (without a report), and after each pass."""
@@ -84,7 +85,7 @@ class Record:
     the process that filled the cache.
 
     Args:
-        context: of the graphs.
+        context: Context of the graphs, with what is decided so far.
         user_passes: to run after ours.
         verify_each: check the graphs after every pass of ours too, not only at the end.
         observer: shown every graph, before the first pass and after each.
@@ -92,7 +93,6 @@ class Record:
         meeting: where decisions are agreed on with other ranks; None: there are none.
         absent: units of the model that the graph does not use.
         user_outputs: of the forward graph: the others are saved for backward.
-        decisions: about the schedule.
         solution: what the solver found, or other ranks have, if it was asked.
         settled: what ranks have agreed on, and whose decisions these are.
         reports: of passes, by graph; None for Dynamo's.
@@ -109,7 +109,6 @@ class Record:
     meeting: Meeting | None = None
     absent: tuple[str, ...] = ()
     user_outputs: int = 0
-    decisions: Decisions = field(default_factory=Decisions)
     solution: Solution | None = None
     settled: Settled | None = None
     reports: dict[Phase | None, list[Report]] = field(default_factory=dict)
@@ -119,26 +118,31 @@ class Record:
     _saved: Saved = field(default_factory=dict, repr=False)
     _agreed: tuple[Report, ...] = field(default=(), repr=False)
 
-    def run(self, phase: Phase | None, apply: Callable[..., Report], *args: Any) -> Report:
-        """Apply a pass, and keep what it says."""
+    @property
+    def decisions(self) -> Decisions:
+        """What is decided about the schedule so far."""
+        return self.context.decisions
+
+    def set_decisions(self, decisions: Decisions) -> None:
+        self.context = replace(self.context, decisions=decisions)
+
+    def run(self, phase: Phase | None, apply: Callable[[fx.Graph, Context, Any], Report], graph: fx.Graph) -> Report:
+        """Apply a pass, and keep its report."""
         begun = time.perf_counter()
-        report = replace(apply(*args), seconds=time.perf_counter() - begun)
+        report = replace(apply(graph, self.context, phase), seconds=time.perf_counter() - begun)
         self.reports.setdefault(phase, []).append(report)
         return report
 
-    def transform(
-        self, phase: Phase, graph: fx.Graph, apply: Callable[..., Report], *args: Any, verified_as: str | None
-    ) -> None:
-        """The same for a pass that changes ``graph``: with what became of its schedule.
+    def transform(self, phase: Phase, apply: Pass, graph: fx.Graph, verified_as: str | None) -> None:
+        """Apply a pass that changes a schedule, and report the changes.
 
         Args:
-            verified_as: name of the pass, if the graph is to be verified afterwards.
+            verified_as: Name of the pass, if the graph is to be verified afterwards.
         """
         before = events(graph, self.context)
-        report = self.run(phase, apply, *args)
+        report = self.run(phase, apply, graph)
         if verified_as is not None:
-            check = functools.partial(verify.verify, after=verified_as)
-            self.run(phase, check, graph, self.context, phase)
+            self.run(phase, functools.partial(verify.verify, after=verified_as), graph)
         roles.assign(graph)  # of nodes that are new
         told = replace(report, changes=changes(before, events(graph, self.context)))
         reports = self.reports[phase]
@@ -150,9 +154,26 @@ class Record:
             self.observer(phase, graph, report)
 
 
+def passes_of(phase: Phase, context: Context) -> list[Pass]:
+    """Return the passes that run over a graph, in order.
+
+    Before them, :mod:`.unshard` has rewritten Dynamo's graph, and :mod:`.drop_unread` has removed gathers that nobody
+    reads. Between the joint graph and its two parts runs :mod:`.portions`. After them follow user passes, the verifier,
+    and :mod:`.announce`.
+    """
+    widen = [float32_gradients.apply] if context.float32_gradients else []
+    table: dict[Phase, list[Pass]] = {
+        Phase.JOINT: [reshard.apply],
+        Phase.FORWARD: [schedule.apply],
+        Phase.BACKWARD: [*widen, reduce.apply, schedule.apply],
+        Phase.INFERENCE: [schedule.apply],
+    }
+    return table[phase]
+
+
 def rewrite_dynamo_graph(gm: fx.GraphModule, record: Record) -> None:
     record.show(None, gm.graph)
-    report = record.run(None, unshard.apply, gm, record.context)
+    report = record.run(None, unshard.apply, gm.graph)
     record.show(None, gm.graph, report)
 
 
@@ -161,29 +182,25 @@ def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = [*record._agreed]
     roles.assign(graph)
-    _take_out_unread(graph, Phase.JOINT, record)
+    _drop_unread(graph, Phase.JOINT, record)
     if record.prediction is not None and record.prediction.text is not None:
-        record.decisions = _from_text(record, record.prediction.text)
-    if needs_decisions(record) or record.decisions != Decisions():
-        set_decisions(graph, record.decisions)
+        record.set_decisions(_from_text(record, record.prediction.text))
+    if not needs_decisions(record) and record.decisions == Decisions():
+        record.set_decisions(Decisions(kept=reshard.kept_buckets(graph, record.context)))
     record.show(Phase.JOINT, graph)
     if record.verify_each:
         _note_contract(graph, Phase.JOINT, record)
-    _apply(graph, Phase.JOINT, record, reshard)
-    decided = decisions_of(graph)
-    assert decided is not None
-    record.decisions = decided
+    _apply_passes(graph, Phase.JOINT, record)
 
 
 def keep_portions(forward: fx.Graph, backward: fx.Graph, record: Record) -> None:
     """After the partition, where portions of what forward gathers are to stay for the backward."""
     if not any(info.portion_size for info in record.context.buckets):
         return
-    set_decisions(forward, record.decisions)
-    record.run(Phase.JOINT, portions.apply, forward, backward, record.context, record.user_outputs)
-    decided = decisions_of(forward)
-    assert decided is not None
-    record.decisions = decided
+    begun = time.perf_counter()
+    report, kept = portions.apply(forward, backward, record.context, record.user_outputs)
+    record.reports[Phase.JOINT].append(replace(report, seconds=time.perf_counter() - begun))
+    record.set_decisions(replace(record.decisions, portions=kept))
 
 
 def needs_decisions(record: Record) -> bool:
@@ -195,9 +212,8 @@ def needs_decisions(record: Record) -> bool:
 def tag_for_trial(joint: fx.Graph, record: Record) -> None:
     """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
     roles.assign(joint)
-    drop_unread.apply(joint, record.context)
-    set_decisions(joint, Decisions())
-    reshard.apply(joint, record.context)
+    drop_unread.apply(joint, record.context, Phase.JOINT)
+    reshard.apply(joint, replace(record.context, decisions=Decisions()), Phase.JOINT)
 
 
 def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) -> None:
@@ -240,7 +256,7 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
         record.settled, timeline = settle(problem, record.meeting)
         record._agreed = (Report("agree", [str(record.settled)], time.perf_counter() - begun),)
         record.solution = Solution(record.settled.decisions, timeline)
-    record.decisions = record.solution.decisions
+    record.set_decisions(record.solution.decisions)
 
 
 def decide_inference(graph: fx.Graph, record: Record) -> None:
@@ -249,7 +265,7 @@ def decide_inference(graph: fx.Graph, record: Record) -> None:
         if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
             return
         roles.assign(graph)
-        drop_unread.apply(graph, record.context)
+        drop_unread.apply(graph, record.context, Phase.INFERENCE)
         if roles.gathers(graph):  # else the body of a region
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
@@ -291,36 +307,30 @@ def _from_text(record: Record, text: ScheduleText) -> Decisions:
 
 def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     """After the partition: a forward, backward or inference graph."""
-    context = record.context
     record.reports[phase] = []
     roles.assign(graph)
-    _take_out_unread(graph, phase, record)
+    _drop_unread(graph, phase, record)
     if phase is Phase.INFERENCE:
         if record.prediction is not None and record.prediction.text is not None:
-            record.decisions = _from_text(record, record.prediction.text)
+            record.set_decisions(_from_text(record, record.prediction.text))
         elif needs_decisions(record) and record.solution is None:
             decide({phase: graph}, record, user_outputs=0)
         record.reports[phase] += record._agreed
-    set_decisions(graph, record.decisions)
     record.show(phase, graph)
     _note_contract(graph, phase, record)
-    if phase is Phase.BACKWARD:
-        if context.float32_gradients:
-            _apply(graph, phase, record, float32_gradients)
-        _apply(graph, phase, record, reduce)
-    _apply(graph, phase, record, schedule)
+    _apply_passes(graph, phase, record)
     graph.lint()
     if not record.verify_each:
-        record.run(phase, verify.verify, graph, context, phase)
+        record.run(phase, verify.verify, graph)
     for user_pass in record.user_passes:
         name = name_of(user_pass)
-        record.transform(phase, graph, _apply_user_pass, user_pass, name, graph, context, phase, verified_as=name)
-    record.schedules[phase] = describe(graph, context)
+        record.transform(phase, functools.partial(_apply_user_pass, user_pass, name), graph, verified_as=name)
+    record.schedules[phase] = describe(graph, record.context)
     if record.prediction is not None:
         if record.prediction.text is not None:
             _check_followed(phase, record, record.prediction.text)
         _predict(graph, phase, record, record.prediction)
-    announce.apply(graph, phase, collectives(graph, context), context)
+    announce.apply(graph, record.context, phase)
 
 
 def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
@@ -357,18 +367,17 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
     set_contract(graph, Contract.of(found, record.user_outputs, decisions.kept, decisions.portions or frozenset()))
 
 
-def _take_out_unread(graph: fx.Graph, phase: Phase, record: Record) -> None:
-    """Before anything is decided about gathers, or noted. Said only where there are such."""
-    report = drop_unread.apply(graph, record.context)
+def _drop_unread(graph: fx.Graph, phase: Phase, record: Record) -> None:
+    """Remove gathers that nobody reads, before anything is decided about gathers. Reported only if there are any."""
+    report = drop_unread.apply(graph, record.context, phase)
     if report.lines:
         record.reports[phase].append(report)
 
 
-def _apply(graph: fx.Graph, phase: Phase, record: Record, step: Any) -> None:
-    """One of our passes, a module."""
-    name = step.__name__.rpartition(".")[2]
-    verified_as = name if record.verify_each else None
-    record.transform(phase, graph, step.apply, graph, record.context, verified_as=verified_as)
+def _apply_passes(graph: fx.Graph, phase: Phase, record: Record) -> None:
+    for apply in passes_of(phase, record.context):
+        name = apply.__module__.rpartition(".")[2]
+        record.transform(phase, apply, graph, verified_as=name if record.verify_each else None)
 
 
 def name_of(user_pass: UserPass) -> str:
@@ -384,60 +393,6 @@ def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: C
     if not isinstance(report, Report):
         raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
     return report
-
-
-def describe(graph: fx.Graph, context: Context) -> list[str]:
-    """The schedule of a graph: one line per start and end of a collective, with the computation between them."""
-    found = _events(graph, context, [info.name for info in context.buckets])
-    lines: list[str] = []
-    computed = 0
-    for node in graph.nodes:
-        line = found.get(node)
-        if line is None:
-            computed += node.op == "call_function" and not roles.is_view(node)
-            continue
-        if computed:
-            lines.append(f"        {computed} operators")
-        computed = 0
-        lines.append(line)
-    if computed:
-        lines.append(f"        {computed} operators")
-    return lines
-
-
-def collectives(graph: fx.Graph, context: Context) -> list[str]:
-    """The schedule of a graph as it has to be on every rank.
-
-    Buckets are numbered, as instances of a module share a graph, and nothing depends on the shapes of a batch: ranks with
-    batches of different lengths run graphs of their own with the same collectives.
-    """
-    found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
-    return [found[node] for node in graph.nodes if node in found]
-
-
-def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.Node, str]:
-    """What starts and ends at nodes of a graph."""
-    found: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and roles.is_collective(node):
-            found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
-    for node, what, bucket, number in points(graph, context):
-        info = context.buckets[bucket]
-        exchange, detail, is_deferrable = info.exchange, "", False
-        if what == "gather":
-            ranks = number if number > 1 else exchange.gather_size
-            detail = f"{info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
-        elif what == "reduce":
-            stage = number - 1
-            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
-            detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
-            is_deferrable = exchange.may_wait(stage)
-        found[node] = str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))
-    return found
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @functools.cache

@@ -19,22 +19,26 @@ a bucket, and in the backward graph a placeholder of its name. Schedules of gath
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
 from . import roles
 from .context import BucketInfo, Context, Kind, Report, Role, set_role
-from .decisions import Decisions, decisions_of, set_decisions
 
 __all__ = ["apply"]
 
 
-def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> Report:
-    """``user_outputs``: of the forward graph, the outputs before those that are saved for backward."""
+def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> tuple[Report, frozenset[int]]:
+    """Keep portions. The only pass that changes two graphs at once.
+
+    Args:
+        user_outputs: Number of outputs of the forward graph before those that are saved for backward.
+
+    Returns:
+        The report, and the buckets of which portions are kept.
+    """
     for graph in (forward, backward):
         roles.assign(graph)
-    decisions = decisions_of(forward) or Decisions()
+    decided = context.decisions.portions
     gathered = {gather.bucket: gather for gather in roles.gathers(forward) if gather.start is not None}
     done: set[int] = set()
     lines = []
@@ -42,7 +46,7 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
         info = context.buckets[gather.bucket]
         if gather.start is None or not info.portion_size:
             continue
-        if decisions.portions is not None and gather.bucket not in decisions.portions:
+        if decided is not None and gather.bucket not in decided:
             why_not = "as was decided"
         elif gather.bucket not in gathered:
             why_not = "forward does not gather it"
@@ -55,8 +59,7 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
             )
             continue
         lines.append(f"{info.name}: gathered from shards again: {why_not}")
-    set_decisions(forward, replace(decisions, portions=frozenset(done)))
-    return Report("portions", lines)
+    return Report("portions", lines), frozenset(done)
 
 
 def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_outputs: int) -> None:

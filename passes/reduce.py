@@ -12,13 +12,13 @@ from __future__ import annotations
 from torch import fx
 
 from . import roles
-from .context import Context, Report
-from .decisions import Behind, decisions_of, reductions_by_policy
+from .context import Context, Phase, Report
+from .decisions import Behind
 
 __all__ = ["apply"]
 
 
-def apply(graph: fx.Graph, context: Context) -> Report:
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     found = roles.reductions(graph)
     order = {node: position for position, node in enumerate(graph.nodes)}
     ready = {r: max(r.pack.all_input_nodes, key=order.__getitem__) for r in found}
@@ -35,16 +35,11 @@ def apply(graph: fx.Graph, context: Context) -> Report:
     # What is put at the same place stays in the order of the reductions.
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
-    decisions = decisions_of(graph)
-    by_policy = reductions_by_policy(
-        context.policy, [context.buckets[r.bucket] for r in found], context.overlap.reductions
-    )
-    for i, reduction in enumerate(found):
+    behinds = context.decisions.reductions_of([reduction.bucket for reduction in found], context)
+    for i, (reduction, behind) in enumerate(zip(found, behinds, strict=True)):
         when = ""
-        decided = decisions.reductions.get(reduction.bucket) if decisions is not None else None
-        how = decided or by_policy[i]
         for stage in range(len(reduction.stages)):
-            await_at, when = _await_at(found, i, stage, how, context)
+            await_at, when = _await_at(found, i, stage, behind, context)
             nodes = [reduction.stages[stage][1]]
             nodes += reduction.stages[stage + 1][:1] if stage + 1 < len(reduction.stages) else reduction.after
             for node in nodes:
@@ -58,17 +53,17 @@ def apply(graph: fx.Graph, context: Context) -> Report:
 
 
 def _await_at(
-    found: list[roles.Reduction], i: int, stage: int, how: Behind, context: Context
+    found: list[roles.Reduction], i: int, stage: int, behind: Behind, context: Context
 ) -> tuple[fx.Node | None, str]:
     """The node after which a stage of reduction ``i`` is awaited; None for the end of the graph."""
-    if how.later == 0:
+    if behind.later == 0:
         return found[i].stages[stage][0], "at once"
-    following = i + how.later * (stage + 1)
+    following = i + behind.later * (stage + 1)
     if following >= len(found):
         return None, "at the end"
     later = found[following]
     name = context.buckets[later.bucket].name
-    if how.packed:
-        detail = f": {how.why.detail}" if how.why.detail else ""
+    if behind.packed:
+        detail = f": {behind.why.detail}" if behind.why.detail else ""
         return later.pack.prev, f"before {name} is packed{detail}"
     return later.start, f"after {name} has started"

@@ -13,31 +13,26 @@ Needs: roles. Leaves: tags, and the decision which buckets stay.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.runtime import compat
 
 from . import roles
-from .context import Context, Report
-from .decisions import Decisions, decisions_of, kept_by_policy, set_decisions
+from .context import Context, Phase, Report
+from .decisions import kept_by_policy
 
 __all__ = ["apply", "kept_buckets"]
 
 _REGION = 1_000_000_000
 
 
-def apply(graph: fx.Graph, context: Context) -> Report:
-    found = roles.gathers(graph)
-    decisions = decisions_of(graph)
-    kept = decisions.kept if decisions is not None else kept_buckets(graph, context)
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []
-    for gather in found:
+    for gather in roles.gathers(graph):
         chain = [node for node in gather.nodes if node not in gather.views]
         derived = [*gather.views, *_casts(gather)]
-        if gather.start is not None and gather.bucket in kept:
+        if gather.start is not None and gather.bucket in context.decisions.kept:
             gather.collective[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
             chain = []
             what = "kept for backward"
@@ -47,7 +42,6 @@ def apply(graph: fx.Graph, context: Context) -> Report:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _REGION
         lines.append(f"{context.buckets[gather.bucket].name}: {what}")
-    set_decisions(graph, replace(decisions or Decisions(), kept=kept))
     return Report("reshard", lines)
 
 

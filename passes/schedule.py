@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import roles
-from .context import Context, Report, phase_of
-from .decisions import Ahead, decisions_of, gather_by_policy
+from .context import Context, Phase, Report
+from .decisions import Ahead
 
 __all__ = ["apply"]
 
@@ -41,20 +41,17 @@ class _Group:
         return self.gathers[0].collective[1]
 
 
-def apply(graph: fx.Graph, context: Context) -> Report:
+def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     for gather in roles.gathers(graph):
         if gather.uses:
             _sink(gather)
     groups = _groups(graph, context)
-    decisions = decisions_of(graph)
-    aheads = decisions.gathers.get(phase_of(graph), {}) if decisions is not None else {}
     packs = {reduction.bucket: reduction.pack for reduction in roles.reductions(graph)}
     moved = {node for group in groups for node in group.nodes}
     top = next(node for node in graph.nodes if node.op != "placeholder" and node not in moved)
     lines = []
     for i, group in enumerate(groups):
-        decided = next((aheads[gather.bucket] for gather in group.gathers if gather.bucket in aheads), None)
-        ahead = decided or gather_by_policy(context.policy, group.bytes, context.overlap.gathers)
+        ahead = context.decisions.gather(phase, [gather.bucket for gather in group.gathers], group.bytes, context)
         if ahead.reduction in packs:
             anchor, when = packs[ahead.reduction], f"before {context.buckets[ahead.reduction].name} is reduced"
         else:

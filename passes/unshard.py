@@ -24,14 +24,15 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, Kind, Report, Role, role_of, set_role
+from .context import Context, Kind, Phase, Report, Role, role_of, set_role
 from .roles import MARK
 
 __all__ = ["apply", "erase_markers"]
 
 
-def apply(gm: fx.GraphModule, context: Context) -> Report:
-    graph = gm.graph
+def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
+    gm = graph.owning_module
+    assert gm is not None
     shells = {node: role for node in graph.nodes if (role := role_of(node)) and role.kind is Kind.SHELL}
     first_of: dict[int, fx.Node] = {}
     for node, role in shells.items():

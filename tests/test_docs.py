@@ -15,7 +15,7 @@ from documents import NOT_RUN, PAGES, ROOT, WORLDS, Block, Cell
 from pool import Pools
 
 from mfsdp_compile.passes.context import Phase, Report
-from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.schedule_file import ScheduleText
 
 BLOCKS = {page: documents.blocks_of(page) for page in PAGES}
 CELLS = [cell for blocks in BLOCKS.values() for cell in documents.cells_of(blocks)]

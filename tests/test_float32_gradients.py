@@ -77,7 +77,7 @@ class Builder:
 
 
 def rewrite(graph: fx.Graph, ctx: Context) -> Report:
-    report = float32_gradients.apply(graph, ctx)
+    report = float32_gradients.apply(graph, ctx, Phase.BACKWARD)
     graph.lint()
     for node in graph.nodes:  # what nodes say of their values is what they would compute
         value = node.meta.get("val")
@@ -243,7 +243,7 @@ def test_graphs_without_values_stay() -> None:
     for node in graph.nodes:
         node.meta.pop("val", None)
     before = str(graph)
-    float32_gradients.apply(graph, context((OUT, IN)))
+    float32_gradients.apply(graph, context((OUT, IN)), Phase.BACKWARD)
     assert str(graph) == before
 
 
@@ -452,7 +452,7 @@ def test_traced_backward(name: str) -> None:
     graph, ctx = traced_backward(name)
     move(graph, "cuda")
     before = copy.deepcopy(graph)
-    report = float32_gradients.apply(graph, ctx)
+    report = float32_gradients.apply(graph, ctx, Phase.BACKWARD)
     graph.lint()
     matrices = [s.name for info in ctx.buckets for s in info.layout.slots if len(s.shape) == 2]
     written = [line.split()[1] for line in report.lines[:-1]]

@@ -22,7 +22,7 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
-from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, resting_memory
 from mfsdp_compile.planning import forecast

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.passes import drop_unread, pipeline, reduce, reshard, roles, schedule
-from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, role_of, set_phase
+from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, phase_of, role_of, set_phase
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract
@@ -125,7 +125,7 @@ def events(graph: fx.Graph, ctx: Context) -> list[str]:
 @pytest.mark.parametrize("cast", [False, True])
 def test_gathers_start_one_unit_ahead(cast: bool) -> None:
     ctx, graph = context(["a", "b", "c"]), forward_graph(3, cast)
-    report = schedule.apply(graph, ctx)
+    report = schedule.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert events(graph, ctx) == [
         "gather 0",
@@ -143,12 +143,12 @@ def test_gathers_start_one_unit_ahead(cast: bool) -> None:
 
 def test_prefetch_distance() -> None:
     graph, ctx = forward_graph(4), context(["a", "b", "c", "d"], SchedulePolicy(prefetch=2))
-    schedule.apply(graph, ctx)
+    schedule.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert events(graph, ctx)[:5] == ["gather 0", "gather 1", "gather 2", "wait 0", "compute"]
 
     graph, ctx = forward_graph(3), context(["a", "b", "c"], SchedulePolicy(prefetch=0))
-    schedule.apply(graph, ctx)
+    schedule.apply(graph, ctx, phase_of(graph))
     assert events(graph, ctx) == [
         *("gather 0", "wait 0", "compute"),
         *("gather 1", "wait 1", "compute"),
@@ -158,14 +158,14 @@ def test_prefetch_distance() -> None:
 
 def test_units_too_large_to_prefetch_wait_for_their_turn() -> None:
     graph, ctx = forward_graph(2), context(["a", "b"], SchedulePolicy(prefetch_bytes=255))
-    report = schedule.apply(graph, ctx)
+    report = schedule.apply(graph, ctx, phase_of(graph))
     assert events(graph, ctx) == ["gather 0", "wait 0", "compute", "gather 1", "wait 1", "compute"]
     assert "larger than prefetch_bytes (255 B)" in report.lines[1]
 
 
 def test_buckets_of_a_unit_start_together() -> None:
     graph, ctx = forward_graph(4), context(["a", "b", "b", "c"])
-    schedule.apply(graph, ctx)
+    schedule.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert events(graph, ctx)[:4] == ["gather 0", "gather 1", "gather 2", "wait 0"]
     assert events(graph, ctx).index("gather 3") < events(graph, ctx).index("wait 1")
@@ -180,7 +180,7 @@ def test_order_follows_use_not_registration() -> None:
         x = graph.call_function(aten.mm.default, (x, weight))
     set_phase_of(graph, (x,), Phase.FORWARD)
     ctx = context(["a", "b"])
-    schedule.apply(graph, ctx)
+    schedule.apply(graph, ctx, phase_of(graph))
     assert events(graph, ctx) == ["gather 1", "gather 0", "wait 1", "compute", "wait 0", "compute"]
 
 
@@ -189,7 +189,7 @@ def test_order_follows_use_not_registration() -> None:
 
 def test_reductions_start_early_and_are_awaited_one_later() -> None:
     graph, ctx = backward_graph(3), context(["a", "b", "c"])
-    reduce.apply(graph, ctx)
+    reduce.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert events(graph, ctx) == [
         "compute",
@@ -207,7 +207,7 @@ def test_reductions_start_early_and_are_awaited_one_later() -> None:
 def test_reductions_start_in_the_order_of_gradients() -> None:
     ctx, graphs = context(["a", "b", "c"]), [backward_graph(3, in_order_of_buckets=given) for given in (False, True)]
     for graph in graphs:
-        reduce.apply(graph, ctx)
+        reduce.apply(graph, ctx, phase_of(graph))
         graph.lint()
     assert events(graphs[1], ctx) == events(graphs[0], ctx)
 
@@ -223,7 +223,7 @@ def test_reductions_start_in_the_order_of_gradients() -> None:
 )
 def test_reductions_in_flight_are_bounded(policy: SchedulePolicy, expected: list[str]) -> None:
     graph, ctx = backward_graph(3), context(["a", "b", "c"], policy)
-    reduce.apply(graph, ctx)
+    reduce.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert events(graph, ctx)[1 : 1 + len(expected)] == expected
 
@@ -231,7 +231,7 @@ def test_reductions_in_flight_are_bounded(policy: SchedulePolicy, expected: list
 def test_reductions_of_a_unit_are_awaited_one_unit_later() -> None:
     """Each bucket has a unit's computation to hide behind, however many buckets units have."""
     graph, ctx = backward_graph(5), context(["a", "b", "b", "c", "c"])
-    reduce.apply(graph, ctx)
+    reduce.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert [event for event in events(graph, ctx) if event != "compute"] == [
         *("reduce 4", "reduce 3"),
@@ -245,8 +245,8 @@ def test_reductions_of_a_unit_are_awaited_one_unit_later() -> None:
 
 def scheduled(graph: fx.Graph, ctx: Context, phase: Phase = Phase.FORWARD) -> fx.Graph:
     set_contract(graph, Contract.of(Analysis(graph, ctx, phase), user_outputs=1))
-    reduce.apply(graph, ctx)
-    schedule.apply(graph, ctx)
+    reduce.apply(graph, ctx, phase_of(graph))
+    schedule.apply(graph, ctx, phase_of(graph))
     return graph
 
 
@@ -377,11 +377,11 @@ def test_unread_gathers_are_taken_out(cast: bool) -> None:
     products = graph.find_nodes(op="call_function", target=aten.mm.default)
     products[1].replace_all_uses_with(products[1].args[0])
     graph.erase_node(products[1])
-    report = drop_unread.apply(graph, ctx)
+    report = drop_unread.apply(graph, ctx, phase_of(graph))
     graph.lint()
     assert report.lines == ["b.1: nothing reads it, not gathered"]
     assert events(graph, ctx) == ["gather 0", "wait 0", "gather 2", "wait 2", "compute", "compute"]
-    assert drop_unread.apply(graph, ctx).lines == []
+    assert drop_unread.apply(graph, ctx, phase_of(graph)).lines == []
 
 
 def test_copies_of_weights_are_computed_again() -> None:
@@ -393,7 +393,7 @@ def test_copies_of_weights_are_computed_again() -> None:
     turned = graph.call_function(aten.t.default, (cast,))
     product = graph.call_function(aten.mm.default, (x, turned))
     set_phase_of(graph, (product,), Phase.JOINT)
-    reshard.apply(graph, context(["a"]))
+    reshard.apply(graph, context(["a"]), Phase.JOINT)
     assert all(node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE for node in (weight, cast, turned))
     assert "recompute" not in product.meta
 

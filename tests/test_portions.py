@@ -27,8 +27,8 @@ from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import Phase
-from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.roles import PORTION
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.planning import forecast
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.ranks import profiling

@@ -16,7 +16,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
-from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.planning import forecast
 
 MODES = [EAGER, AOT_EAGER]

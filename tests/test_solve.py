@@ -26,7 +26,8 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import Phase, SchedulePolicy
-from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, ScheduleText, Why
+from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, Why
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
 from mfsdp_compile.passes.solver.costs import CostModel

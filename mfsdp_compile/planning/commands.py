@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
-from mfsdp_compile.passes.decisions import ScheduleText
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from mfsdp_compile.passes.context import Context, Phase
-from mfsdp_compile.passes.decisions import ScheduleText
 from mfsdp_compile.passes.pipeline import Prediction, Record
+from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, resting_memory, simulate
 from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES

@@ -8,7 +8,7 @@ from functools import cached_property
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 from ..context import BucketInfo, Context, Phase
-from ..decisions import Behind, Decisions, gather_by_policy, kept_by_policy, reductions_by_policy
+from ..decisions import Behind, Decisions, kept_by_policy
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped
@@ -73,10 +73,7 @@ class Plan:
         }
         backward = self.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
-        behind = reductions_by_policy(
-            context.policy, [buckets[bucket] for bucket in reduced], context.overlap.reductions
-        )
-        self._reductions_by_policy = dict(zip(reduced, behind, strict=True))
+        self._reductions_by_policy = dict(zip(reduced, Decisions().reductions_of(reduced, context), strict=True))
         self._placed: dict[object, _Reductions] = {}
         self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
@@ -120,10 +117,10 @@ class Plan:
 
     def decisions_by_policy(self) -> Decisions:
         """What the policy says without a solver."""
-        context, policy, kept = self.context, self.context.policy, self._kept_by_policy()
+        context, kept = self.context, self._kept_by_policy()
         gathers = {
             phase: {
-                bucket: gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)
+                bucket: Decisions().gather(phase, use.buckets, gathered_bytes(use, context), context)
                 for use in self.uses(phase, kept)
                 for bucket in use.buckets
             }
@@ -256,15 +253,13 @@ class Plan:
         before: list[list[Event]],
         after: list[list[Event]],
     ) -> None:
-        policy, context = self.context.policy, self.context
+        context = self.context
         portions = decisions.portions or frozenset()
         again = portions if phase is Phase.BACKWARD else frozenset()
         leaves = portions if phase is Phase.FORWARD else frozenset()
-        aheads = decisions.gathers.get(phase, {})
         starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
         for i, use in enumerate(uses):
-            ahead = next((aheads[bucket] for bucket in use.buckets if bucket in aheads), None)
-            units = (ahead or gather_by_policy(policy, gathered_bytes(use, context), context.overlap.gathers)).units
+            units = decisions.gather(phase, use.buckets, gathered_bytes(use, context), context).units
             starts[max(i - units, -1)].append(use)
         for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
             place = uses[i].first if i >= 0 else 0

@@ -1,0 +1,71 @@
+"""Schedules of graphs as lines of text: for people, and for ranks to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
+from . import roles
+from .changes import points
+from .context import Context
+from .solver.costs import reduced_bytes
+
+__all__ = ["collectives", "describe"]
+
+
+def describe(graph: fx.Graph, context: Context) -> list[str]:
+    """Return the schedule of a graph: one line per start and end of a collective, and the computation between them."""
+    found = _events(graph, context, [info.name for info in context.buckets])
+    lines: list[str] = []
+    computed = 0
+    for node in graph.nodes:
+        line = found.get(node)
+        if line is None:
+            computed += node.op == "call_function" and not roles.is_view(node)
+            continue
+        if computed:
+            lines.append(f"        {computed} operators")
+        computed = 0
+        lines.append(line)
+    if computed:
+        lines.append(f"        {computed} operators")
+    return lines
+
+
+def collectives(graph: fx.Graph, context: Context) -> list[str]:
+    """Return the schedule of a graph as it must be on every rank.
+
+    Buckets are numbered, because instances of a module share a graph. Nothing depends on the shapes of a batch: ranks
+    with batches of different lengths run different graphs with the same collectives.
+    """
+    found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
+    return [found[node] for node in graph.nodes if node in found]
+
+
+def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.Node, str]:
+    """Return the line of each node where a collective starts or ends."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and roles.is_collective(node):
+            found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
+    for node, what, bucket, number in points(graph, context):
+        info = context.buckets[bucket]
+        exchange, detail, is_deferrable = info.exchange, "", False
+        if what == "gather":
+            ranks = number if number > 1 else exchange.gather_size
+            detail = f"{info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
+        elif what == "reduce":
+            stage = number - 1
+            sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
+            detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
+            is_deferrable = exchange.may_wait(stage)
+        found[node] = str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))
+    return found
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

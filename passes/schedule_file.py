@@ -1,0 +1,217 @@
+"""Schedules as text: the order of starts and waits, one to a line, as it is shown everywhere else ::
+
+    # mfsdp schedule
+    [forward]
+    gather  layers.0
+    gather  layers.1
+    wait    layers.0
+    gather  layers.2
+    wait    layers.1
+    wait    layers.2
+    [backward]
+    gather  layers.1
+    wait    layers.1
+    reduce  layers.2
+    await   layers.2
+    reduce  layers.1
+    await   layers.1
+
+A bucket that the backward does not gather stays from the forward (``layers.2``). Lines can be moved: a gather may start
+before the wait of an earlier unit, and then starts sooner; a reduction may be awaited after later ones have started.
+``gather  layers.1, portions of 8`` in the backward gathers, over eight ranks, what their forwards have kept of the
+bucket.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
+
+from .context import Phase
+from .decisions import Ahead, Behind, Decisions, Limit, Why
+
+__all__ = ["ScheduleText"]
+
+_HEAD = "# mfsdp schedule"
+_COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
+_NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself")
+
+
+@dataclass(frozen=True)
+class ScheduleText:
+    """A schedule as text.
+
+    Args:
+        lines: Starts and ends of collectives in order, by phase, without details.
+        where: it came from.
+    """
+
+    lines: Mapping[Phase, Sequence[ScheduleLine]] = field(hash=False)
+    where: str = "schedule"
+
+    @staticmethod
+    def load(path: str | Path) -> ScheduleText:
+        """From a file.
+
+        Raises:
+            ValueError: it cannot be read, or a line says nothing known; the message names file and line.
+        """
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"options['schedule']: {path} cannot be read: {error}") from error
+        return ScheduleText.parse(text, str(path))
+
+    @staticmethod
+    def parse(text: str, where: str) -> ScheduleText:
+        found: dict[Phase, list[ScheduleLine]] = {}
+        current: list[ScheduleLine] | None = None
+        for number, raw in enumerate(text.split("\n"), 1):
+            line = _COMMENT.sub("", raw).strip()
+            if not line or _NO_DECISION.fullmatch(line):
+                continue
+            if section := re.fullmatch(r"\[(\w+)\]", line):
+                names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
+                if section[1] not in names:
+                    raise ValueError(
+                        f"{where}:{number}: no graph is called {section[1]!r}; there are {', '.join(names)}"
+                    )
+                current = found.setdefault(names[section[1]], [])
+                continue
+            read = ScheduleLine.parse(line)
+            if read is None or current is None:
+                what = "comes before the first section, such as [forward]" if read else "is no start or wait"
+                raise ValueError(
+                    f"{where}:{number}: {line!r} {what}. A line is gather, wait, cast, reduce or await and the name of a "
+                    "bucket."
+                )
+            current.append(read.decision)
+        return ScheduleText(found, where)
+
+    @property
+    def portions(self) -> int:
+        """Ranks that the backward gathers portions over; 0: it gathers none.
+
+        Raises:
+            ValueError: there are several numbers, or another graph gathers portions.
+        """
+        found = {
+            phase: {line.number for line in lines if line.is_gather_of_portions} for phase, lines in self.lines.items()
+        }
+        wrong = [phase.value for phase, numbers in found.items() if numbers and phase is not Phase.BACKWARD]
+        if wrong:
+            raise ValueError(
+                f"{self.where}: [{wrong[0]}] gathers portions, which only [backward] can: forward leaves them to it"
+            )
+        numbers = found.get(Phase.BACKWARD, set())
+        if len(numbers) > 1:
+            raise ValueError(
+                f"{self.where}: [backward] gathers portions of {sorted(numbers)} ranks; they are all of one number"
+            )
+        return next(iter(numbers), 0)
+
+    @staticmethod
+    def of(schedules: Mapping[Phase, Sequence[str]]) -> ScheduleText:
+        """From the lines of schedules, as :func:`.pipeline.describe` gives them."""
+        text = "\n".join(f"[{phase.value}]\n" + "\n".join(lines) for phase, lines in schedules.items())
+        return ScheduleText.parse(text, "schedule")
+
+    def __str__(self) -> str:
+        parts = [_HEAD]
+        for phase, lines in self.lines.items():
+            parts += ["", f"[{phase.value}]"]
+            parts += map(str, lines)
+        return "\n".join(parts) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """To a file, to be edited and given as ``options={"schedule": path}``."""
+        Path(path).write_text(str(self))
+
+    def decisions(self, names: Sequence[str], units: Sequence[str], keepable: bool) -> Decisions:
+        """What the text decides.
+
+        Args:
+            names, units: of the buckets, in the context's order.
+            keepable: whether the graphs hold the whole model, so that a backward follows its forward.
+
+        Raises:
+            ValueError: the text names other buckets, or an order that cannot be.
+        """
+        gathers: dict[Phase, dict[int, Ahead]] = {}
+        reductions: dict[int, Behind] = {}
+        for phase, lines in self.lines.items():
+            if unknown := next((line.bucket for line in lines if line.bucket not in names), None):
+                raise ValueError(
+                    f"{self.where}: [{phase.value}] names the bucket {unknown!r}, but the graph has {', '.join(names)}"
+                )
+            unit_of = dict(zip(names, units, strict=True))
+            gathers[phase] = {
+                names.index(name): Ahead(count, Why(Limit.FILE), names.index(before) if before is not None else None)
+                for name, (count, before) in self._ahead(phase, unit_of).items()
+            }
+            reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
+        kept: frozenset[int] = frozenset()
+        if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
+            # Those too that backward does not need: of these nothing is saved.
+            kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
+        backward = self.lines.get(Phase.BACKWARD, ())
+        portions = frozenset(names.index(line.bucket) for line in backward if line.is_gather_of_portions)
+        return Decisions(kept, gathers, reductions, portions=portions)
+
+    def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
+        """By bucket, how many other units are awaited between the start of its gather and its wait; and the bucket whose
+        reduction starts next, if that comes before any wait."""
+        lines = self.lines[phase]
+        waits = [line.bucket for line in lines if line.what == "wait"]
+        found: dict[str, tuple[int, str | None]] = {}
+        passed = 0
+        for position, line in enumerate(lines):
+            name = line.bucket
+            if line.what == "wait":
+                passed += 1
+            elif line.what == "gather":
+                if name in found:
+                    raise ValueError(f"{self.where}: [{phase.value}] gathers {name!r} twice")
+                if name not in waits[passed:]:
+                    raise ValueError(
+                        f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather is awaited"
+                    )
+                between = [unit_of[other] for other in waits[passed : waits.index(name)]]
+                units = sum(
+                    unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
+                )
+                # What the graph begins with starts at once, not at its use.
+                begins = not units and all(other.what == "gather" for other in lines[:position])
+                following = next(
+                    other for other in lines[position:] if other.what in ("wait", "reduce")
+                )  # its own wait
+                reduces = following.what == "reduce" and not begins
+                found[name] = units or int(begins), following.bucket if reduces else None
+        return found
+
+    def _behind(self, phase: Phase) -> dict[str, Behind]:
+        """By bucket, how many other reductions start between the start of its reduction and its wait."""
+        found: dict[str, Behind] = {}
+        started: dict[str, int] = {}
+        lines = [line for line in self.lines[phase] if line.number == 1]
+        total = sum(line.what == "reduce" for line in lines)
+        for position, line in enumerate(lines):
+            name = line.bucket
+            if line.what == "reduce":
+                if name in started:
+                    raise ValueError(f"{self.where}: [{phase.value}] reduces {name!r} twice")
+                started[name] = len(started)
+            elif line.what == "await":
+                if name not in started:
+                    raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
+                later = len(started) - started[name] - 1
+                at_end = all(other.what == "await" for other in lines[position:])
+                # Between two starts the latest place is right before the second one.
+                found[name] = Behind(total if at_end else later or 1, Why(Limit.FILE), packed=not (at_end or later))
+        for name in started.keys() - found.keys():
+            raise ValueError(f"{self.where}: [{phase.value}] never awaits the reduction of {name!r}")
+        return found
