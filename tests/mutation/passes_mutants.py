@@ -50,10 +50,10 @@ PASSES_MUTANTS = (
         PASSES,
     ),
     Mutant(
-        "passes/schedule.py",
+        "passes/decisions.py",
         "what was decided is not followed",
-        "        ahead = decided or gather_by_policy(",
-        "        ahead = gather_by_policy(",
+        "        return first or gather_by_policy(",
+        "        return gather_by_policy(",
         ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
@@ -73,15 +73,15 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/reduce.py",
         "the second stage is awaited with the first",
-        "    following = i + how.later * (stage + 1)",
-        "    following = i + how.later",
+        "    following = i + behind.later * (stage + 1)",
+        "    following = i + behind.later",
         ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
         "passes/reduce.py",
         "reductions are awaited one later than the limit",
-        "    following = i + how.later * (stage + 1)",
-        "    following = i + how.later * (stage + 1) + 1",
+        "    following = i + behind.later * (stage + 1)",
+        "    following = i + behind.later * (stage + 1) + 1",
         PASSES,
     ),
     Mutant(
@@ -137,7 +137,7 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/portions.py",
         "all buckets keep portions, whatever was decided",
-        "        if decisions.portions is not None and gather.bucket not in decisions.portions:",
+        "        if decided is not None and gather.bucket not in decided:",
         "        if False:",
         ("test_portions.py -k schedule", "test_solve.py"),
     ),
