@@ -39,7 +39,7 @@ from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
-"""Machines with equal computation and networks of 400 and 100 Gb/s per GPU between nodes. One node uses neither network."""
+"""Machines that compute equally fast, with 400 and 100 Gb/s per GPU between nodes. One node uses neither network."""
 
 
 @dataclass(frozen=True)

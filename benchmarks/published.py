@@ -52,7 +52,7 @@ LLAMA2 = {
 """Shapes that the planner does not know by name: https://arxiv.org/abs/2307.09288, and 34B as in fms-fsdp."""
 
 H100_96 = replace(hardware("h100-ib"), name="h100 96 GB", memory_bandwidth=2.4e12, memory_bytes=95 * GIB)
-"""torchtitan's benchmark machine: 96 GB of HBM2e, 2.4 TB/s, 400 Gb/s per GPU. Its power limit of 500 W is not modeled."""
+"""torchtitan's benchmark machine: 96 GB of HBM2e, 2.4 TB/s, 400 Gb/s per GPU. Its limit of 500 W is not modeled."""
 A100 = hardware("a100-ib")
 H100 = hardware("h100-ib")
 A100_50G = replace(A100, name="a100 50G", inter_node=replace(A100.inter_node, bandwidth=A100.inter_node.bandwidth / 4))
