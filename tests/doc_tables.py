@@ -39,7 +39,8 @@ def check_rows(
 
     Args:
         keys: Number of columns at the left that identify a row. Rows with other keys stay.
-        bounds: Upper bounds of measured numbers, by column, for the document and the measurement. The two may differ.
+        bounds: Upper bounds by column. The measured number and the document's must both be at most the bound, and may
+            differ from each other.
     """
     there = rows_of(docs, name)
     if _WRITES:

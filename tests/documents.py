@@ -173,7 +173,7 @@ def cells_of(blocks: Sequence[Block]) -> list[Cell]:
 
 
 def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> bool:
-    """Whether a program printed what a page shows. ``...`` stands for anything in its line, or on its own line for lines.
+    """Whether a program printed what a page shows. ``...`` stands for anything in a line, or for whole lines if alone.
 
     Pages show the numbers of torch 2.13, which ``make test`` installs. Other versions trace some functions into more or
     fewer operators, so numbers are not compared there.

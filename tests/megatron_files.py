@@ -30,7 +30,14 @@ LAYERS, HIDDEN, FFN, VOCAB, EXPERTS = 3, 8, 12, 16, 2
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: global shape, number of leading dimensions that count layers and experts, and the dimension that TP cuts."""
+    """A parameter.
+
+    Args:
+        shape: Global shape.
+        stacked: Number of leading dimensions that count layers and experts.
+        tp_dim: Dimension that tensor parallelism cuts, counted after these.
+        gated: Whether the parameter joins the two halves of a gated MLP, which are cut separately.
+    """
 
     shape: tuple[int, ...]
     stacked: int
@@ -94,7 +101,7 @@ class RanksWriter:
         chunks: Sequence[tuple[int, Sequence[int], Tensor]],
         noted: dict[str, Any] | None = None,
     ) -> None:
-        """``chunks``: (rank, offsets, tensor)."""
+        """Write a tensor. ``chunks`` are (rank, offsets, tensor)."""
         entry = TensorStorageMetadata(TensorProperties(chunks[0][2].dtype), torch.Size(shape), [])
         for rank, offsets, chunk in chunks:
             self._save(rank, MetadataIndex(key, offsets, len(entry.chunks)), chunk.clone())

@@ -1,4 +1,4 @@
-"""Of ``runtime/``: optimizers, the order of what ranks do, parameters that are divided already."""
+"""Mutants of ``runtime/``: optimizers, the order of collectives, parameters that are already divided."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of ``runtime/``: layouts, buckets, gradients, parameters at rest, agreement."""
+"""Mutants of ``runtime/``: layouts, buckets, gradients, parameters at rest, agreement."""
 
 from __future__ import annotations
 
