@@ -423,7 +423,10 @@ def test_processes_forked_during_a_save_do_not_keep_the_lock() -> None:
 
 @on_ranks(2)
 def test_two_models_of_the_same_shapes() -> None:
-    """Two models of the same shapes, in two dtypes, can be saved in turns, although torch's cache of plans would mix them up."""
+    """Two models of the same shapes, in two dtypes, can be saved in turns.
+
+    torch's cache of plans would mix them up.
+    """
     models = [
         fully_shard_model(
             parity.build(zoo.Plain).to(dtype),

@@ -204,7 +204,7 @@ def test_metadata_admits_no_functions(tmp_path: Path, call: Any) -> None:
 
 
 def test_metadata_cannot_change_classes(tmp_path: Path) -> None:
-    """A pickle may set attributes of the classes that it names, but these must not be classes that anything else uses."""
+    """A pickle that sets attributes of the classes that it names does not change classes that anything else uses."""
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + name + b"(N}X\x01\x00\x00\x00xK\x01st\x62.")
     with pytest.raises(CheckpointError, match="damaged"):

@@ -278,7 +278,7 @@ def test_microbatches_that_wait_are_forgotten_by_a_load() -> None:
     assert model.sharded.synchronisation.microbatches == 1
     load(path, model)
     assert model.sharded.synchronisation.microbatches == 0
-    Checkpoints(root).save(1, model)  # raises while gradients are deferred
+    Checkpoints(root).save(1, model)  # would raise if gradients were still deferred
 
 
 @on_ranks(2)

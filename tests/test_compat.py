@@ -212,7 +212,7 @@ def test_disabled_functions_are_known() -> None:
 
 
 def test_functions_that_are_python_only() -> None:
-    """A function marked ``python_only`` is not traced when eager code calls it, although Dynamo traces its caller."""
+    """A ``python_only`` function is traced as a part of its caller, and runs as it is when eager code calls it."""
 
     @compat.python_only
     def where() -> bool:
@@ -709,7 +709,10 @@ def test_what_cannot_be_traced_says_where() -> None:
 
 @on_ranks(2, timeout=60)
 def test_a_wait_can_be_ended_from_another_thread() -> None:
-    """Another thread can end the wait in one process group without affecting other groups, the store or its connections."""
+    """Another thread can end the wait in one process group.
+
+    Other groups, the store and connections to it are not affected.
+    """
     waiting = dist.new_group(timeout=timedelta(minutes=30))
     other = dist.new_group(timeout=timedelta(seconds=30))
     for group in (waiting, other):
@@ -767,7 +770,10 @@ def test_connections_to_the_store() -> None:
 
 
 def test_a_store_that_has_gone_is_found_at_once() -> None:
-    """A connection to a store that is gone fails at once. torch would try for five minutes, and delay the end of a program."""
+    """A connection to a store that is gone fails at once.
+
+    torch would try for five minutes, during which a program that ends would wait for its watchdog.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     store = dist.PrefixStore("outer", dist.PrefixStore("inner", client))

@@ -145,7 +145,10 @@ def test_replicas_outside() -> None:
 
 @on_ranks(8)
 def test_four_dimensions() -> None:
-    """A model can be replicated over the outermost dimension and sharded over two flattened ones, with the last one unused."""
+    """A model can be replicated over the outermost dimension and sharded over two flattened ones.
+
+    The last is unused.
+    """
     mesh = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
     mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     train(
@@ -178,7 +181,7 @@ def test_a_flattened_mesh_by_itself() -> None:
 @pytest.mark.parametrize("balanced", [True, False])
 @on_ranks(4)
 def test_attention(balanced: bool) -> None:
-    """Outputs and gradients of queries, keys and values are correct, also for shared keys and for values of another width."""
+    """Outputs and gradients of queries, keys and values are correct, with shared keys and values of another width."""
     context = ContextParallel(mesh_of(1, 4)["cp"], balanced)
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, 4, 24, 6), (2, 2, 24, 6), (2, 2, 24, 5)]
@@ -276,7 +279,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def pipeline_counts(m: int) -> tuple[int, int, int, int]:
-    """Collectives of a step of m microbatches: gathers and reduce-scatters of a bucket, then of keys and values of a layer."""
+    """Collectives of a step of m microbatches: gathers and reduce-scatters of a bucket, then of keys and values."""
     return 2 * m, 1, m, m
 
 
