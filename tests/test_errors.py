@@ -389,7 +389,7 @@ def test_rank_that_does_not_come() -> None:
 
 @on_ranks(2, timeout=60)
 def test_what_ranks_do_not_agree_on() -> None:
-    """All ranks raise if one raises, if lines that some ranks must share differ, or if the deciding rank cannot combine offers."""
+    """All ranks raise if one raises, if lines that ranks must share differ, or if offers cannot be combined."""
     rank, soon = dist.get_rank(), timedelta(seconds=20)
 
     def describe() -> list[str]:

@@ -84,7 +84,7 @@ def _model(config: MoeConfig, group: dist.ProcessGroup | None, checkpointed: boo
     model = MoeLlama(config, group)
     for module in model.modules():
         if isinstance(module, Mixture):
-            nn.init.normal_(module.router.weight, std=1.0)  # routers with a strong preference leave experts without tokens
+            nn.init.normal_(module.router.weight, std=1.0)  # confident routers leave experts without tokens
         if checkpointed and isinstance(module, MoeBlock):
             module.forward = _checkpointed(module.forward)  # type: ignore[method-assign]
     return model
@@ -295,7 +295,7 @@ def test_inductor() -> None:
 @pytest.mark.parametrize("mesh", ["2 x 2", "HFSDP 2 x 1 x 2"])
 @on_ranks(4)
 def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
-    """Shapes, values, norms, sums and random values cover all experts, as in one process, and so does gradient clipping."""
+    """Shapes, values, norms, sums, random values and gradient clipping cover all experts, as in one process."""
     model, alone = make(mesh), _model(CONFIG, None)
     for name, param in model.module.named_parameters():
         whole = alone.get_parameter(name)
@@ -595,7 +595,10 @@ def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) ->
 
 
 def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
-    """Count the collectives of the second step: gathers, gathers of what stays, reduce-scatters, all-reduces, all-to-alls."""
+    """Count the collectives of the second step.
+
+    They are gathers, gathers of what stays, reduce-scatters, all-reduces and all-to-alls.
+    """
     model = make(mesh, checkpointed=checkpointed)
     call = compiled(model, mode)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
