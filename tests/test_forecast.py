@@ -124,7 +124,10 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
 
 
 def test_checkpointing_is_seen() -> None:
-    """Predictions change with activation checkpointing, which saves most of the activations, the largest share of memory."""
+    """Predictions change with activation checkpointing.
+
+    It saves most of the activations, the largest share of memory.
+    """
     plain = default(DEMO).predicted
     torch.compiler.reset()
     again = forecast.predicted(compiled(Checkpointed, config=DEMO)[0])
@@ -185,7 +188,7 @@ def test_an_impossible_budget_is_refused() -> None:
 
 
 def test_without_a_budget_the_device_is_the_bound() -> None:
-    """Without a budget, the device's memory is the bound, and the error says which device and where its size comes from."""
+    """Without a budget, the device's memory is the bound. The error says which device, and the source of its size."""
     small = replace(hardware("cpu"), name="a watch", memory_bytes=20 << 20)
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "prefetch": "auto", "hardware": small})

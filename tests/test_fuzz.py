@@ -1,4 +1,7 @@
-"""Readers of untrusted files, on files that are nearly valid: none hangs, opens a file outside the folder or raises a foreign error."""
+"""Readers of untrusted files, on files that are nearly valid.
+
+None of them hangs, opens a file outside the folder, or raises an error that is not the package's own.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +168,7 @@ def test_json(count: int, tmp_path: Path) -> None:
     def one(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([*good]))
         changed = mutated(data, good[name])
-        if name == "manifest.json" and isinstance(changed, dict) and data.draw(st.booleans()):  # a forger updates the checksum
+        if name == "manifest.json" and isinstance(changed, dict) and data.draw(st.booleans()):  # forge the checksum
             changed.pop("sha256", None)
             changed["sha256"] = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
         path = (folder if name == "manifest.json" else tmp_path) / name

@@ -142,7 +142,10 @@ def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, c
 
 @pytest.mark.processes
 def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
-    """A signal makes every rank write its record, including one that waits in a collective, where Python runs no handlers."""
+    """A signal makes every rank write its record.
+
+    This includes a rank that waits in a collective, where Python runs no handlers.
+    """
     with started(tmp_path, "signalled", "eager", 2) as processes:
         assert processes[1].stdout is not None
         assert processes[1].stdout.readline() == "asleep\n"

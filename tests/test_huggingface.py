@@ -157,7 +157,7 @@ def test_folders_are_loaded_into_shards(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank reads only its own experts, if the folder has one tensor per expert, and only its rows of other parameters."""
+    """A rank reads only its own experts, if the folder has one tensor for each, and its rows of other parameters."""
     bytes_read = 0
 
     def counted(method: str) -> None:

@@ -59,7 +59,10 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
 @on_ranks(2)
 def test_feature(name: str) -> None:
-    """Joining two of three blocks, or all, gives the same bits: with two ranks, sums do not depend on where a shard ends."""
+    """Joining two of three blocks, or all, gives the same bits.
+
+    Sums over two ranks do not depend on where a shard ends.
+    """
     factory = MODELS[name]
     data = parity.batches(steps=2)
     apart = parity.train_sharded(factory, EAGER, data, parity.sgd)
