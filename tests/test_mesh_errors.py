@@ -1,4 +1,4 @@
-"""Meshes, groups, dimensions and strategies that do not fit together: each raises its error on all ranks, and nothing hangs.
+"""Meshes, groups, dimensions and strategies that do not fit together raise errors on all ranks, and nothing hangs.
 
 The combinations are those that Megatron-FSDP's documentation (seeds 000 to 003) and our notes on its code (reference,
 with the section) call invalid. Other combinations are tested with their features:
@@ -418,7 +418,7 @@ def test_replicas_that_differ_in_one_place() -> None:
 
 @on_ranks(4, timeout=60)
 def test_experts_and_tensor_parallelism() -> None:
-    """Seed 001, 1.1, 3.7: tensor parallelism inside experts, or experts divided over tensor-parallel ranks, is rejected."""
+    """Seed 001, 1.1, 3.7: tensor parallelism inside experts and experts divided by tensor parallelism are rejected."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     over_all = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     sharded: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}

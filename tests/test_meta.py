@@ -164,7 +164,10 @@ def test_one_module_is_whole_at_a_time() -> None:
 
 @on_ranks(4)
 def test_models_that_are_divided_already() -> None:
-    """Models divided over tensor-parallel or expert-parallel ranks, stacked or module by module, get the values of one process."""
+    """Models divided over tensor-parallel or expert-parallel ranks get the values of one process.
+
+    Experts are stacked, or separate modules.
+    """
     torch.manual_seed(7)
     config = LlamaConfig(48, 32, 2, 4, 2, 44)
     alone = initialised_alone(lambda: Llama(config))

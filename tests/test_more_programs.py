@@ -288,7 +288,7 @@ def test_a_changed_gradient_is_what_is_added_to() -> None:
 
 @on_ranks(2)
 def test_projected_gradients_and_sharpness() -> None:
-    """PCGrad (gradients by task, without the conflicting part) and SAM (two backwards, weights moved in between) work."""
+    """PCGrad (gradients by task, minus the conflicting part) and SAM (two backwards, weights moved in between) work."""
 
     class Tasks(Heads):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -344,7 +344,7 @@ class MyLinear(torch.autograd.Function):
 
 
 class OddReads(zoo.Plain):
-    """Weights under vmap, einsum, transposed, standardized, through ``.data``, in a custom function and in checkpoints."""
+    """Weights under vmap, einsum, transposed, standardized, via ``.data``, in a custom function and in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -384,9 +384,9 @@ def test_weights_read_in_odd_ways(mode: str) -> None:
 
 @on_ranks(2)
 def test_optimizers_of_different_frequencies() -> None:
-    """Optimizers in one bucket may step at different frequencies: the trunk after every backward, heads after every second.
+    """Optimizers over one bucket may step at different frequencies.
 
-    Each clears its own gradients.
+    The trunk steps after every backward, heads after every second. Each optimizer clears its own gradients.
     """
     for strategy in (1, 3):
         pair = Pair(Heads, EAGER, zero_dp_strategy=strategy)
@@ -446,7 +446,7 @@ def test_momentum_contrast() -> None:
 
 @on_ranks(2)
 def test_towers_in_one_compiled_function() -> None:
-    """CLIP works: two models, dicts as outputs, one of them frozen in turn, an auxiliary output that is in the loss once."""
+    """CLIP works: two models, dicts as outputs, one of them frozen in turn, an auxiliary output in the loss once."""
 
     class Tower(zoo.Plain):
         def __init__(self) -> None:
@@ -648,7 +648,7 @@ def test_penalties_are_ordinary_numbers() -> None:
         assert not (mine * 2).requires_grad and not penalty(pair.model.module).requires_grad
     mine.retain_grad()
     (mine * (1 + dist.get_rank())).backward(retain_graph=True)
-    assert mine.grad is not None and mine.grad.item() == 1 + dist.get_rank()  # the gradient of this rank, as for any loss
+    assert mine.grad is not None and mine.grad.item() == 1 + dist.get_rank()  # this rank's gradient, as for any loss
     (gradient,) = torch.autograd.grad(mine * dist.get_rank(), pair.model.module.head.weight)
     torch.testing.assert_close(gradient.full_tensor(), pair.alone.head.weight.detach())
     mine = penalty(pair.model.module)

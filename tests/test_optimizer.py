@@ -469,7 +469,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
 @on_ranks(2, 3)
 def test_blocks_of_an_8_bit_optimizer_stay_whole() -> None:
-    """Over flat shards, an 8-bit optimizer computes the same as in one process, but only if shards respect its blocks."""
+    """Over flat shards, an 8-bit optimizer computes the same as in one process, if shards respect its blocks.
+
+    The test also checks that it does not otherwise.
+    """
 
     def train(block: int) -> list[bool]:
         model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules="auto", optimizer_block_size=block)
@@ -517,7 +520,7 @@ def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
         set_gradients(params, 0)
     norms = [
         torch.nn.utils.clip_grad_norm_(params.values(), 0.5, norm_type, foreach=foreach)
-        for params in (sharded, {n: p for n, p in alone.items() if p.numel()})  # the inf-norm of an empty tensor is an error
+        for params in (sharded, {n: p for n, p in alone.items() if p.numel()})  # inf-norm of an empty tensor fails
     ]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-6)
     for name, param in sharded.items():
@@ -714,7 +717,7 @@ def test_optimizer_state_dict_round_trip() -> None:
 )
 @on_ranks(2)
 def test_state_before_the_first_step_is_what_that_step_begins_with(names: tuple[str, ...]) -> None:
-    """Loading state from before the first step changes nothing, and has a place for everything in a later checkpoint."""
+    """Loading state from before the first step changes nothing. It has a place for everything in a later checkpoint."""
     matrices = {"Muon": (torch.optim.Muon, {"lr": 0.01})}
     for name in names:
         cls, settings = (OPTIMIZERS | matrices)[name]

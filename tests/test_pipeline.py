@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each sharded and compiled, under torch's schedules, compared with the whole model in one process."""
+"""Stages of a pipeline, sharded and compiled, under torch's schedules, compared with the whole model in one process."""
 
 from __future__ import annotations
 
@@ -488,7 +488,7 @@ def test_mistakes_are_explained() -> None:
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_accumulation_without_a_pipeline(strategy: str, mode: str) -> None:
-    """With and without accumulation settings, changed back and forth between steps, each bucket is reduced and gathered once."""
+    """With accumulation, each bucket is reduced and gathered once per step. The setting may change between steps."""
     model = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer], **mesh_arguments(strategy))
     call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = parity.build(Chain)
@@ -572,7 +572,7 @@ class Failing(nn.Module):
 
 @on_ranks(4, timeout=120)
 def test_a_stage_that_raises() -> None:
-    """If a stage raises on one rank, the others raise after their groups' timeout, and training continues after a reset."""
+    """If a stage raises on one rank, the others raise after their timeout, and training continues after a reset."""
     mesh = short_mesh()
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     chain = parity.build(Chain)

@@ -137,7 +137,7 @@ def test_layers_that_differ_in_a_setting_are_not_taken_for_equal() -> None:
 
 
 class Summed(nn.Module):
-    """The end of the model needs what every layer saves, as for losses of routers; or all layers behind one are dead."""
+    """The end of the model needs what every layer saves, as in losses of routers; or the layers behind one are dead."""
 
     def __init__(self, taken: int | None = None) -> None:
         super().__init__()
@@ -320,7 +320,10 @@ def test_command_reshards_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
-    """On slow networks between nodes, keeping an eighth of the gathered parameters saves time: backwards gather in the node."""
+    """On slow networks between nodes, keeping an eighth of the gathered parameters saves time.
+
+    Backwards then gather in the node.
+    """
     job = Job(workload("llama3-8b", length=1024, checkpoint="full"), hardware("h100-eth"))
     traced = trace(job.work, job.hardware, fused=True)
     again, portions = (planned(replace(job, reshard=n), traced, Candidate(ZERO3, 64)) for n in (True, 8))
