@@ -48,7 +48,10 @@ PLANNED = [
     "resnet",
 ]
 SHORT = {("llava", "inductor"), ("resnet", "aot_eager")}
-"""Covers a dead layer, two runs of layers whose kernels are joined over a distance, convolutions, buffers, no tokens."""
+"""Families for the short run. They cover a dead layer, two runs of layers with joined kernels, and convolutions.
+
+They also cover buffers, and a model without tokens.
+"""
 
 
 def work_of(name: str, family: Family, **options: Any) -> Workload:

@@ -194,7 +194,7 @@ def test_what_is_kept_costs_memory_and_saves_time() -> None:
 
 
 def test_a_budget_decides_what_a_pipeline_does() -> None:
-    """A budget covers activations of other microbatches and sums of gradients; the schedule stays within what they leave."""
+    """A budget covers other microbatches' activations and sums of gradients. The schedule fits in the rest."""
     candidate = Candidate(ZERO3, RANKS, degrees=Degrees(pipeline=4))
     most = planned(job(solved=True), traced_pipeline(), candidate)
     least = planned(job(solved=True, prefetch=0), traced_pipeline(), candidate)
@@ -232,7 +232,10 @@ def test_the_order_is_that_of_torch(stages: int, microbatches: int) -> None:
 
 
 def test_stages_wait_for_one_another() -> None:
-    """With equal stages, all but (p - 1) / (m + p - 1) of the time is computation (https://arxiv.org/abs/2104.04473, 2.2)."""
+    """With equal stages, all but (p - 1) / (m + p - 1) of the time is computation.
+
+    This is section 2.2 of https://arxiv.org/abs/2104.04473.
+    """
     stages, microbatches, forward, backward = 4, 6, 1.0, 2.0
     orders = [order(stage, stages, microbatches) for stage in range(stages)]
     seconds = [{Phase.FORWARD: [forward] * microbatches, Phase.BACKWARD: [backward] * microbatches}] * stages

@@ -1,4 +1,4 @@
-"""``reshard_after_forward`` as a number: ranks keep portions of gathered buckets, and backward gathers over fewer ranks.
+"""``reshard_after_forward`` as a number: ranks keep portions of gathered buckets, and backward gathers from fewer ranks.
 
 Numbers are compared bit for bit with those of gathering over all ranks again: the same bits are gathered, whoever sends
 them. The reference is eager; ``test_parity.py`` checks that compiled code computes the same.
@@ -150,7 +150,10 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
 
 
 def started(model: Any, step: Callable[[], Any]) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
-    """Count the collectives of a step: by graph, kind and group as the model reports them, and by group as torch counts them."""
+    """Count the collectives of a step.
+
+    Returns counts by graph, kind and process group as the model reports them, and by group as torch counts them.
+    """
     said: Counter[tuple[str, str, str]] = Counter()
     groups = [compat.process_group(name) for name in model.sharded.topology.group_names]
     before = {group.group_name: compat.collectives_started(group) for group in groups}

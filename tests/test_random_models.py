@@ -27,7 +27,7 @@ class LayerSpec:
     norm: bool
     gain: bool  # whether it has a 0-d parameter
     unused: bool
-    frozen: bool  # its first matrix
+    frozen: bool  # whether its first matrix is frozen
     double: bool  # whether its norm computes in float64
     tied: bool  # whether its first matrix is that of the first layer, if shapes agree
     nested: bool  # whether it contains another unit

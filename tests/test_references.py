@@ -56,7 +56,7 @@ def test_what_was_made_before_sharding_says_so() -> None:
     assert "'head.weight'" in f"{weight}"
     assert (weight.shape, weight.numel(), len({weight})) == ((5, 16), 80, 1)
     with compat.DisableTorchFunctionSubclass():
-        assert weight.untyped_storage().nbytes() == weight.element_size()  # and a view of its old storage keeps that:
+        assert weight.untyped_storage().nbytes() == weight.element_size()  # a view of its old storage keeps the values:
     assert torch.equal(values, expected)
     call(torch.randn(4, 8)).backward()
     torch.optim.AdamW(model.parameters()).step()

@@ -79,7 +79,10 @@ def bucket(unit: str, width: int, ranks: int = 8) -> BucketInfo:
 
 
 def events(context: Context, order: Sequence[int], compute: float, gather: float, reduce: float | None) -> list[Event]:
-    """Return one stage: each unit's gather starts while the unit before computes, and every fourth one takes three times as long."""
+    """Return one stage, in which each unit's gather starts while the unit before computes.
+
+    Every fourth gather takes three times as long.
+    """
     gathers = {
         number: Collective("gather", number, 0, 2e-5, gather * (3 if number % 4 == 3 else 1), "g") for number in order
     }

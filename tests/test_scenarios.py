@@ -235,7 +235,7 @@ def test_two_models_in_one_process(mode: str) -> None:
 
 @on_ranks(2)
 def test_models_of_one_class_that_reduce_otherwise() -> None:
-    """Models of one class that reduce differently do not share compiled code: one sums over ranks, the other averages."""
+    """Models of one class do not share compiled code if one sums over ranks and the other averages."""
     x = parity.batches(1)[0][dist.get_rank()]
     found = []
     for arguments in ({}, {"calculate_per_token_loss": True}):

@@ -196,7 +196,10 @@ def test_details_cost_nothing_but_themselves() -> None:
 
 
 def test_residents_are_gathered_as_the_step_begins() -> None:
-    """Residents of ZeRO-1 and 2 are gathered at the beginning of a step, one after the other, and awaited at their first use."""
+    """Residents of ZeRO-1 and 2 are gathered at the beginning of a step and awaited at their first use.
+
+    They are gathered one after the other.
+    """
     whole: dict[str, Any] = {"gather_size": 1, "gather_group": "", "has_resident": True, "resident_size": RANKS}
     infos = [bucket(name, 10**6, resident_bytes=4 * 10**6, **whole) for name in "ab"]
     each = collective_seconds("all_gather", 4 * 10**6, Ring(RANKS), MACHINE)
