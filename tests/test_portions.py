@@ -1,4 +1,4 @@
-"""``reshard_after_forward`` as a number: ranks keep portions of gathered buckets, and backward gathers from fewer ranks.
+"""``reshard_after_forward`` as a number: ranks keep portions of gathered buckets, and backward gathers over fewer.
 
 Numbers are compared bit for bit with those of gathering over all ranks again: the same bits are gathered, whoever sends
 them. The reference is eager; ``test_parity.py`` checks that compiled code computes the same.

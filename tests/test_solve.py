@@ -154,7 +154,10 @@ def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> Non
 
 
 def test_budgets_between_buy_time() -> None:
-    """A larger budget saves time: communication takes as long as computation, and every kept bucket saves its gather."""
+    """A larger budget saves time.
+
+    Communication takes as long as computation, and every kept bucket saves its gather.
+    """
     plan = chain(buckets(*[MB] * 6), [20e-6] * 6)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     seconds, kept = [], []
@@ -172,7 +175,10 @@ def test_budgets_between_buy_time() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_saves_most_time_per_byte_stays(slow: int) -> None:
-    """The bucket that saves the most time per byte is kept first: the one that is gathered between nodes, ten times as slowly."""
+    """The bucket that saves the most time per byte is kept first.
+
+    Here it is the one of two equally large buckets that is gathered between nodes, ten times as slowly.
+    """
     plan = chain([bucket(f"u{i}", MB, gather_stride=4 if i == slow else 1) for i in range(5)], [100e-6] * 5)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     found = [solve(plan, ADAMW, budget).decisions.kept for budget in range(least, most, MB)]

@@ -115,7 +115,7 @@ def test_one_rank_evaluates(mode: str) -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @on_ranks(2, timeout=120)
 def test_one_rank_leaves_out_its_backward(mode: str) -> None:
-    """If one rank skips its backward (``if loss.isnan(): continue``), the other, waiting in its backward, gets an error."""
+    """If one rank skips its backward (``if loss.isnan(): continue``), the other gets an error in its own backward."""
     training = Training(mode)
     training.step(3)
 

@@ -163,7 +163,10 @@ def test_a_rank_that_was_refused_before_it_kept_a_store() -> None:
 @on_ranks(4, timeout=60)
 @in_parts
 def test_a_store_that_has_gone() -> None:
-    """If the process that serves a part's store has ended, its ranks raise, and the others learn that they will not arrive."""
+    """If the process that serves a part's store has ended, its ranks raise.
+
+    The others learn that these will not arrive.
+    """
     agree("something", ["same"])
     branch = branch_of(dist.group.WORLD.group_name, range(4))
 

@@ -433,20 +433,20 @@ def test_assigned_gradients() -> None:
         each(x).sum().backward()
     kept = bias.grad
     before = kept.full_tensor()
-    for factor in (1, 2):  # one is dropped, and the other is unchanged
+    for factor in (1, 2):  # bias.grad is dropped, weight.grad stays
         assert torch.equal(weight.grad.full_tensor(), alone.weight.grad)
         assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
         bias.grad = alone.bias.grad = None
         for each in (model, alone):
             (factor * each(x)).sum().backward()
-    assert torch.equal(kept.full_tensor(), before)  # also for other references to it
+    assert torch.equal(kept.full_tensor(), before)  # the dropped gradient is unchanged for those that hold it
     with raises_everywhere(RuntimeError):
         weight.grad = torch.zeros(2, 2)
 
 
 @on_ranks(2)
 def test_gradients_that_change_places() -> None:
-    """Gradients can be swapped between parameters, and whole tensors can be assigned, of which each rank takes its rows."""
+    """Gradients can be swapped between parameters. Of a whole tensor as a gradient, each rank takes its rows."""
 
     class Two(nn.Module):
         def __init__(self) -> None:

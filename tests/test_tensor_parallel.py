@@ -405,7 +405,10 @@ def _whole(model: Any, optimizer: Any) -> list[dict[str, Tensor]]:
 )
 @pytest.mark.processes
 def test_checkpoints_load_at_other_sizes(saved: str, loaded: tuple[str, ...], pools: Pools, tmp_path: Path) -> None:
-    """Parameters and optimizer state load bit for bit at other sizes. ``""`` is two ranks without tensor parallelism."""
+    """Parameters and optimizer state load bit for bit at other sizes.
+
+    ``""`` means two ranks without tensor parallelism.
+    """
 
     def ranks(shape: str) -> int:
         return math.prod(int(part[-1]) for part in shape.split()) if shape else 2

@@ -95,7 +95,10 @@ def test_gradients_inside_an_eager_forward_are_refused() -> None:
 
 @on_ranks(2, timeout=60)
 def test_functional_call() -> None:
-    """torch.func.functional_call is a forward with the model's own parameters, and raises for others, which are not sharded."""
+    """torch.func.functional_call works with the model's own parameters, and raises for others.
+
+    Others are not sharded.
+    """
     model, _, alone = both(zoo.Plain, EAGER)
     (batch,) = parity.batches(1)
     with parity.raises_everywhere(RuntimeError, "'head.weight' was replaced after fully_shard_model"):

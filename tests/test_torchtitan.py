@@ -41,7 +41,10 @@ def close(ours: list[list[float]], theirs: list[list[float]]) -> bool:
 
 @pytest.mark.processes
 def test_losses_are_those_of_fsdp2(tmp_path: Path) -> None:
-    """Losses equal those of FSDP2: compiled, with selective checkpointing, accumulation, and resuming from checkpoints."""
+    """Losses equal those of FSDP2: compiled, with selective checkpointing and accumulation, and after resuming.
+
+    Checkpoints are torchtitan's.
+    """
     theirs, ours = (run(system, tmp_path / system, 4) for system in ("fsdp2", "mfsdp"))
     assert len(ours) == 4
     assert close(ours, theirs)

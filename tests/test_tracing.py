@@ -56,7 +56,7 @@ def test_collectives_have_names(mode: str, strategy: str) -> None:
     ]
     assert names
     assert len(names) == len(collectives), (names, Counter(collectives))
-    assert {name.split(",")[0] for name in names} <= {"mfsdp step 1", "mfsdp step 2"}  # residents are gathered after the step
+    assert {name.split(",")[0] for name in names} <= {"mfsdp step 1", "mfsdp step 2"}  # residents are gathered after it
     assert len(set(names)) == len(names)
     for bucket in model.sharded.buckets:
         assert any(re.search(rf"reduce {re.escape(bucket.plan.name)}\b", name) for name in names), names

@@ -203,7 +203,10 @@ class Uneven(Dataset[Batch]):
 @pytest.mark.parametrize(("strategy", "averages"), [("optim_grads_params", True), ("no_shard", True), ("optim", False)])
 @on_ranks(2)
 def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages: bool) -> None:
-    """Accumulation equals one process with all microbatches of all ranks, whether each token or each rank counts the same."""
+    """Accumulation equals one process with all microbatches of all ranks.
+
+    Each token counts the same, or each rank does.
+    """
     steps, rows, micros, ranks = 3, 2, 2, dist.get_world_size()
     data = Uneven(rows * micros * ranks * steps // hf_trainer.BATCH)
     with trainers():
