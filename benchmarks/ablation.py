@@ -138,12 +138,12 @@ def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
 
 
 def least_exposed(problem: Plan) -> float:
-    """Return the seconds exposed in any order of collectives, if buckets may stay for the backward and memory is unlimited.
+    """Return the seconds exposed in any order of collectives, if buckets may stay for the backward and memory is free.
 
-    Gathers run one after the other. All gathers up to a use are finished at that use. At least the part of their time is
-    exposed that is longer than the computation before that use, slowed down by the network. The same holds for reductions,
-    from the gradients of each bucket to the end of the backward. A gather that the backward repeats can be avoided. The
-    gathers of the forward and the reductions cannot.
+    Gathers run one after the other. All gathers up to a use are finished at that use. At least the part of their time
+    is exposed that is longer than the computation before that use, slowed down by the network. The same holds for
+    reductions, from the gradients of each bucket to the end of the backward. A gather that the backward repeats can be
+    avoided. The gathers of the forward and the reductions cannot.
     """
     costs, buckets = problem.costs, problem.context.buckets
     slow = 1 + costs.hardware.compute_slowdown

@@ -41,8 +41,8 @@ class Config:
         batch, length: Sequences per rank and step, and tokens per sequence.
         rounds: Number of rounds. In each round, every system does one step.
         cache: Folder of compile caches. Empty for a new one, so that first steps include all of compilation.
-        dtype: Dtype that the model computes in. Parameters, gradients and AdamW's moments are kept in float32, except by
-            systems that cannot do so. Their results say so.
+        dtype: Dtype that the model computes in. Parameters, gradients and AdamW's moments are kept in float32, except
+            by systems that cannot do so. Their results say so.
     """
 
     ranks: int

@@ -312,7 +312,7 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
     model = fully_shard_model(module, mixed_precision_policy=policy).module
     mine, its = list(model.teacher.parameters()), list(model.student.parameters())
     with torch.no_grad():
-        torch._foreach_lerp_(mine, its, 1.0)  # accepts lists of one dtype each only
+        torch._foreach_lerp_(mine, its, 1.0)  # the two tensors of a pair must have the same dtype
     for got, expected in zip(mine, its, strict=True):
         assert torch.equal(got.full_tensor(), expected.full_tensor())
     assert [each.dtype for each in torch._foreach_add(mine, its)] == [each.dtype for each in its]
