@@ -117,7 +117,7 @@ def effects(found: Mapping[int, Any]) -> set[str]:
     return {effect(plain(settled.decisions)) for settled, _ in found.values()}
 
 
-# -- the first time ---------------------------------------------------------------------------------------------------
+# -- first agreement --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_other_batches_take_one_schedule_that_fits_on_all() -> None:
@@ -249,7 +249,7 @@ def test_names_and_buffers_make_no_structure() -> None:
 
 
 def test_batches_that_have_outgrown_a_schedule_on_all_ranks() -> None:
-    """If one or more ranks need another schedule and all ranks ask for one, all get it."""
+    """If all ranks need another schedule at the same time, they agree on one that fits on all."""
     budget = middle(problem(8))
     hall = settled_hall(budget, 3, 2)
     old = next(iter(hall.known[0].values())).decisions
@@ -342,7 +342,7 @@ def test_types_without_a_plain_form_are_refused() -> None:
         from_plain(Timeline | bytes, b"")
 
 
-# -- any ranks --------------------------------------------------------------------------------------------------------
+# -- any number of ranks ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15)

@@ -399,7 +399,7 @@ def test_dcp_by_itself() -> None:
     assert train(fourth, its_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------------
+# -- checkpoints that do not fit --------------------------------------------------------------------------------------
 
 
 class Other(Model):
@@ -458,7 +458,7 @@ def test_extra_must_be_safe_to_load() -> None:
     Checkpoints(root).save(0, model)
 
 
-# -- damage and malice ------------------------------------------------------------------------------------------------
+# -- damaged and malicious files --------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=90)

@@ -134,7 +134,7 @@ def test_tied_parameters_under_another_first_name() -> None:
     assert set(held(model).values()) == {1.0}
 
 
-# -- what modules keep besides ------------------------------------------------------------------------------------------
+# -- extra state of modules ---------------------------------------------------------------------------------------------
 
 
 class Keeper(zoo.Plain):

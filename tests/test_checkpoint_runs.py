@@ -175,7 +175,7 @@ def test_a_disk_that_is_full() -> None:
             subprocess.run(["umount", str(root)], check=True)
 
 
-# -- what is written, and when ----------------------------------------------------------------------------------------
+# -- contents and order of files --------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=60)

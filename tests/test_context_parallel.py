@@ -326,7 +326,7 @@ def test_pipeline_data_and_context(mode: str) -> None:
     assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions, counts
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

@@ -337,7 +337,7 @@ def test_more_bytes_never_take_less_time(kind: str, size: int, more: int, ranks:
     assert 1 <= local <= min(ranks, MACHINE.ranks_per_node)
 
 
-# -- of buckets -------------------------------------------------------------------------------------------------------
+# -- buckets ----------------------------------------------------------------------------------------------------------
 
 HSDP: dict[str, Any] = {
     "collectives": ["reduce_scatter", "all_reduce"],
@@ -377,7 +377,7 @@ def test_casts_are_of_shards() -> None:
     assert COSTS.cast(info) == pytest.approx(MB / 4 * 6 / 1e11)
 
 
-# -- lives of storages ------------------------------------------------------------------------------------------------
+# -- lifetimes of storages --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True), (False, False, True)])

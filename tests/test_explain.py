@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatc
         torch.compile(model, backend="mfsdp", options=EAGER)(torch.ones(1, 4))
 
 
-# -- what passes did --------------------------------------------------------------------------------------------------
+# -- changes by passes ------------------------------------------------------------------------------------------------
 
 
 def events(*names: str) -> list[Event]:

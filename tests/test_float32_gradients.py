@@ -275,7 +275,7 @@ def test_buckets_are_packed_in_the_dtype_of_their_reduction() -> None:
         verify.verify(scheduled(graph, ctx, Phase.BACKWARD), ctx, Phase.BACKWARD)
 
 
-# -- refused ----------------------------------------------------------------------------------------------------------
+# -- rejected graphs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_world")

@@ -162,7 +162,7 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     assert hang.analyse(dict(enumerate(states)))[0].ranks == (1,)
 
 
-# -- what ranks have written --------------------------------------------------------------------------------------------
+# -- records of ranks ---------------------------------------------------------------------------------------------------
 
 
 def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dict[str, Any]:

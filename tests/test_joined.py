@@ -276,7 +276,7 @@ def test_memory_is_that_of_larger_units(mode: str) -> None:
     assert peaks[1] < peaks[2] < peaks[3]
 
 
-# -- what is around ---------------------------------------------------------------------------------------------------
+# -- everything around joined units -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)

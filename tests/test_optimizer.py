@@ -206,7 +206,7 @@ def test_muon_trains(mode: str) -> None:
 def test_muon_owns_what_costs_no_padding() -> None:
     """Two equal matrices on two ranks are owned by one rank each, without communication.
 
-    If their bytes doubled, as much would be padding.
+    Three large ones are cut between the ranks, because whole ones would take padding.
     """
 
     class Pair(nn.Module):

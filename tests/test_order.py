@@ -272,7 +272,7 @@ def test_models_that_look_alike(mode: str, known: bool) -> None:
     turn()
 
 
-# -- the tree of what follows what -------------------------------------------------------------------------------------
+# -- the tree of what followed what ------------------------------------------------------------------------------------
 
 FORWARD, EVALUATION, BACKWARD = (
     Phase("forward with gradients", "the model"),

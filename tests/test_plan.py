@@ -57,7 +57,7 @@ def traced_llama(layers: int, **options: Any) -> Trace:
     return trace(llama(layers, **options), CPU, fused=True)
 
 
-# -- plans and what they are plans of ---------------------------------------------------------------------------------
+# -- plans compared with the compiler ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_real_process_group_is_left_alone(fake_world: int) -> None:
     assert dist.get_world_size() == fake_world
 
 
-# -- units joined and parted ------------------------------------------------------------------------------------------
+# -- joined and split units -------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -126,7 +126,7 @@ def test_a_batch_that_leaves_units_out() -> None:
         trace(work, CPU, False)
 
 
-# -- what --model takes -----------------------------------------------------------------------------------------------
+# -- values of --model ------------------------------------------------------------------------------------------------
 
 RESNET = work_of("resnet", FAMILIES["resnet"])
 """Workload for ``--model test_plan_families:RESNET``."""

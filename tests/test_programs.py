@@ -48,7 +48,7 @@ def assert_params(model: Any, alone: nn.Module) -> None:
         torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-4, atol=1e-5, msg=name)
 
 
-# -- gradients that are asked for in other ways -----------------------------------------------------------------------
+# -- other ways to compute gradients ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])
@@ -135,7 +135,7 @@ def test_weights_of_tasks_by_gradient_norms() -> None:
             optimizer.zero_grad()
 
 
-# -- parameters that are not used -------------------------------------------------------------------------------------
+# -- unused parameters ------------------------------------------------------------------------------------------------
 
 
 class TwoHeads(zoo.Plain):
@@ -261,7 +261,7 @@ def test_writes_to_parameters_in_forward_are_refused(mode: str) -> None:
         assert torch.equal(model.module.blocks[0].up.weight.full_tensor(), before)
 
 
-# -- parameters that are frozen, and trained again --------------------------------------------------------------------
+# -- parameters that are frozen and unfrozen --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])

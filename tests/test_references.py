@@ -87,7 +87,7 @@ def test_dtensors_from_before_sharding_say_so() -> None:
         fully_shard_model(whole, mesh, "dp", fsdp_unit_modules=[zoo.Block])
 
 
-# -- what the model itself holds --------------------------------------------------------------------------------------
+# -- references in the model itself -----------------------------------------------------------------------------------
 
 
 def _two_parameters(model: zoo.Plain) -> None:

@@ -84,7 +84,7 @@ def simulated(plan: Plan, decisions: Decisions) -> Timeline:
     return simulate(plan.events(decisions), plan.context, plan.costs, resting, ADAMW)
 
 
-# -- without bound ----------------------------------------------------------------------------------------------------
+# -- unlimited memory -------------------------------------------------------------------------------------------------
 
 
 def test_unlimited_memory_keeps_every_bucket_and_hides_what_can_be_hidden() -> None:
@@ -222,7 +222,7 @@ def test_what_is_decided_of_small_models(
     assert (found.kept, units_of(found, FORWARD)) == (kept, starts)
 
 
-# -- refusal ----------------------------------------------------------------------------------------------------------
+# -- budgets that cannot be kept --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def ahead(units: int) -> Ahead:
     return Ahead(units, Why(Limit.NONE))
 
 
-# -- as text ----------------------------------------------------------------------------------------------------------
+# -- schedules as text ------------------------------------------------------------------------------------------------
 
 
 def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> None:

@@ -45,7 +45,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @contextmanager
 def opened_inside(*folders: Path) -> Iterator[None]:
-    """Assert that the block opens nothing else for reading, except for the interpreter's own files."""
+    """Assert that the block opens nothing outside these folders for reading, except for the interpreter's own files."""
     OPENED.clear()
     WATCHING.append(True)
     try:
@@ -162,7 +162,7 @@ def test_names_that_lead_elsewhere(name: Any, tmp_path: Path) -> None:
 
 
 def pipes_and_links(folder: Path, name: str) -> Iterator[str]:
-    """Yield the special files that can have the name of a regular one."""
+    """Replace a file by pipes and links, and yield the expected part of the error for each."""
     path = folder / name
 
     def cleared() -> None:

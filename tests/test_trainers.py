@@ -466,7 +466,7 @@ def test_errors_of_the_rank_that_writes(build: Any, tmp_path: Path) -> None:
     assert written
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- unsupported arguments --------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -120,7 +120,7 @@ def graphs() -> list[Scheduled]:
     return found
 
 
-# -- graphs as they are -----------------------------------------------------------------------------------------------
+# -- unchanged graphs -------------------------------------------------------------------------------------------------
 
 
 def test_graphs_are_accepted(graphs: list[Scheduled]) -> None:
@@ -374,7 +374,7 @@ def test_passes_in_compile_caches() -> None:
             assert seen == [Phase.FORWARD, Phase.BACKWARD]
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- cost of verification ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_world")

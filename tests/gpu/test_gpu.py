@@ -109,7 +109,7 @@ def test_bfloat16_with_float32_shards(mode: str) -> None:
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize("mode", MODES)
 def test_peak_memory(mode: str) -> None:
-    """Peak memory is the shards' gradients, two gathered units, gradients in flight, and a small batch's activations."""
+    """Peak memory is the shards' gradients, two gathered units, gradients in flight, and one batch's activations."""
     model, call = sharded(mode, torch.bfloat16)
     x, y = tokens(batch=1, length=16)
     for _ in range(3):

@@ -177,7 +177,7 @@ MORE_RUNTIME = (
         "        is_alone = True",
         ("test_order.py -k fork",),
     ),
-    # -- parameters that are divided already --------------------------------------------------------------------------
+    # -- parameters that are already divided --------------------------------------------------------------------------
     Mutant(
         "runtime/plan/partition.py",
         "a negative partition_dim is refused",
