@@ -884,7 +884,7 @@ def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
 
 
 def parameter_moved(s: Subject) -> Iterator[Change]:
-    """Reads its neighbour's elements, or padding."""
+    """Reads its neighbor's elements, or padding."""
     for whole in s.wholes:
         for view in s.ranges(whole):
             yield lambda v=view: setattr(v, "args", (v.args[0], 0, v.args[2] + 1, v.args[3] + 1))
