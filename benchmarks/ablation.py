@@ -1,20 +1,23 @@
-"""What scheduling is worth: the same step without overlap, with gathers one unit ahead, and with the solver. Simulated.
+"""The benefit of scheduling: one step without overlap, with gathers one unit ahead, and with the solver. Simulated.
 
     python benchmarks/ablation.py --out benchmarks/results/ablation.txt
 
-Four ways, on paper, for each model, number of ranks and network: every collective waited for at once; each gather one unit
-ahead of its use and each reduction awaited when the next one has started, which is what a model gets without a memory budget;
-the solver, with the device's memory as its budget, as when a model is compiled with ``options={"memory_budget": ...}``; and the
-solver on a network that takes no time, which is what computation alone takes.
+Four schedules are simulated for each model, number of ranks and network:
 
-The criterion: the solver leaves at most half as much communication exposed as one unit ahead does, wherever memory allows.
-Where it does not hold, it is said why:
+1. Every collective is awaited at once.
+2. Each gather starts one unit ahead of its use, and each reduction is awaited when the next one has started. A model
+   gets this schedule if it is compiled without a memory budget.
+3. The solver, with the device's memory as its budget, as with ``options={"memory_budget": ...}``.
+4. The solver on a network that takes no time. This is the time of computation alone.
 
-memory          without a memory budget it would hold; so much memory it takes
-no order can    more than half of that is exposed in every order of the same collectives, kept buckets or not: the first gather has
-                nothing before it, the last reduction nothing after it, and what a forward gathers, or a backward reduces, may
-                take longer than what it computes meanwhile (:func:`least_exposed`)
-missed          there may be a better schedule; in any case where one unit ahead fits and is faster
+The criterion: the solver leaves at most half as much communication exposed as one unit ahead does, wherever memory
+allows. Where the criterion does not hold, the table gives the reason:
+
+memory          it would hold without a memory budget; the table says how much memory that takes
+no order can    more than half is exposed in every order of the same collectives, whether buckets are kept or not. The
+                first gather has nothing before it, and the last reduction nothing after it. The gathers of a forward or
+                the reductions of a backward may also take longer than their computation (:func:`least_exposed`)
+missed          a better schedule may exist; it certainly does where one unit ahead fits and is faster
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
-"""Machines that compute alike: 400 and 100 Gb/s per GPU between nodes. One node uses neither."""
+"""Machines that compute equally fast, with 400 and 100 Gb/s per GPU between nodes. One node uses neither network."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,9 @@ class Setting:
     """A job.
 
     Args:
-        ranks: that all parameters are sharded over.
-        batch, length: of one rank.
-        why: it is looked at.
+        ranks: Number of ranks that all parameters are sharded over.
+        batch, length: Batch size and sequence length of one rank.
+        why: Why the setting is in the table.
     """
 
     model: str
@@ -86,11 +89,11 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Way:
-    """Of scheduling a setting: what comes of it.
+    """Result of scheduling a setting in one way.
 
     Args:
-        needed: bytes at the peak.
-        usable: bytes that there are.
+        needed: Bytes at the peak.
+        usable: Bytes available.
     """
 
     name: str
@@ -135,12 +138,12 @@ def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
 
 
 def least_exposed(problem: Plan) -> float:
-    """Seconds that are exposed in any order of collectives, if buckets may stay for the backward and memory is no matter.
+    """Return the seconds exposed in any order of collectives, if buckets may stay for the backward and memory is free.
 
-    Gathers run one after the other. Those up to a use are over when it comes, so that at least their time is exposed that is
-    longer than what can be computed before that use, slowed down by the network. The same holds for reductions, from the
-    gradients of each bucket to the end of the backward. A gather that backward repeats can be spared; a forward's first one
-    and a reduction cannot.
+    Gathers run one after the other. All gathers up to a use are finished at that use. At least the part of their time
+    is exposed that is longer than the computation before that use, slowed down by the network. The same holds for
+    reductions, from the gradients of each bucket to the end of the backward. A gather that the backward repeats can be
+    avoided. The gathers of the forward and the reductions cannot.
     """
     costs, buckets = problem.costs, problem.context.buckets
     slow = 1 + costs.hardware.compute_slowdown
@@ -158,7 +161,7 @@ def least_exposed(problem: Plan) -> float:
         gathered += problem.gather_seconds(use)
         early = max(early, gathered - slow * before[use.first])
     finishing = [costs.finish(buckets[gradients.bucket]) for gradients in backward.gradients]
-    hiding = sum(finishing) - min(finishing, default=0.0)  # that of the last gradient hides nothing
+    hiding = sum(finishing) - min(finishing, default=0.0)  # the finish of the last gradient hides nothing
     after = [copies[Stage.BACKWARD] + hiding]
     for segment in reversed(backward.segments):
         after.append(after[-1] + segment.seconds)
@@ -172,7 +175,7 @@ def least_exposed(problem: Plan) -> float:
 
 
 def verdict(found: Mapping[str, Way], least: float) -> str:
-    """Whether the criterion holds, and if not, why."""
+    """Say whether the criterion holds, and if not, why."""
     if not found["solved"].fits:
         return "does not fit in any schedule"
     if not found["one ahead"].fits:
@@ -192,7 +195,7 @@ def verdict(found: Mapping[str, Way], least: float) -> str:
 
 
 def rows(setting: Setting) -> Iterator[tuple[str, str]]:
-    """Lines, and the verdict of those that have one."""
+    """Yield lines, each with its verdict; the verdict is empty for lines that have none."""
     yield f"{setting} ({setting.why})", ""
     traced = trace(setting.work, hardware(NETWORKS[0]), True)
     for name in NETWORKS if setting.ranks > hardware(NETWORKS[0]).ranks_per_node else NETWORKS[:1]:

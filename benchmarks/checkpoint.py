@@ -2,8 +2,9 @@
 
     python benchmarks/checkpoint.py
 
-Both hold the same model and AdamW state on the same ranks, and write to the same disk. Ours hashes every file when it
-saves, and reads and hashes every file again before it loads. A round's ratio is of both systems in that round.
+Both systems hold the same model and AdamW state on the same ranks, and write to the same disk. Ours hashes every file
+when it saves, and reads and hashes every file again before it loads. The ratio of a round compares both systems within
+that round.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
                 "save": timed(lambda w=way, s=system, f=folder: w.save(s, f)),
                 "load": timed(lambda w=way, s=system, f=folder: w.load(s, f)),
             }
-            if round_:  # the first makes groups and fills caches
+            if round_:  # the first round creates groups and fills caches
                 for what, value in seconds.items():
                     results[name].setdefault(what, []).append(value)
             dist.barrier()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the systems that are compared, the processes they run in, and how a result is written."""
+"""Shared parts of the benchmarks: the compared systems, the processes they run in, and how results are written."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Config:
     """One run of a benchmark; the same model, data, seed and optimizer for every system.
 
     Args:
-        ranks: of the process group.
-        simulate: all ranks but this one are fake: collectives return at once, with undefined content. Computation and
-            memory are real, communication takes no time. Results are labelled.
-        batch, length: tokens per rank and step.
-        rounds: in each, every system does one step.
-        cache: folder of compile caches; empty for a new one, so that first steps hold all of compilation.
-        dtype: that the model computes in; parameters, gradients and AdamW's moments are kept in float32, except by
-            systems that cannot (which then say so).
+        ranks: Size of the process group.
+        simulate: Whether all ranks but this one are fake. Their collectives return at once, with undefined content.
+            Computation and memory are real, communication takes no time. Results are labeled as simulated.
+        batch, length: Sequences per rank and step, and tokens per sequence.
+        rounds: Number of rounds. In each round, every system does one step.
+        cache: Folder of compile caches. Empty for a new one, so that first steps include all of compilation.
+        dtype: Dtype that the model computes in. Parameters, gradients and AdamW's moments are kept in float32, except
+            by systems that cannot do so. Their results say so.
     """
 
     ranks: int
@@ -68,7 +68,7 @@ class Config:
 
 @dataclass
 class System:
-    """A model in the hands of one system: what to call, and what holds its parameters."""
+    """A model under one system: what to call, and what holds its parameters."""
 
     name: str
     model: nn.Module
@@ -108,9 +108,9 @@ def _fsdp2(config: Config, device: torch.device, compiled: bool) -> System:
     mesh = init_device_mesh(device.type, (config.ranks,))
     policy = Fsdp2Precision(param_dtype=getattr(torch, config.dtype))
     torch.manual_seed(config.seed)
-    model = Llama(config.model).to(device)  # FSDP2 keeps what it is given, and casts for computation
+    model = Llama(config.model).to(device)  # FSDP2 keeps parameters in their dtype and casts for computation
     for name, layer in list(model.layers.named_children()):
-        if compiled:  # as torchtitan does it: the block, then its sharding around it
+        if compiled:  # as in torchtitan: compile the block, then shard it
             layer = torch.compile(layer, fullgraph=True)
             model.layers.register_module(name, layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -141,11 +141,11 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "DDP compiled": _ddp,
     "Megatron-FSDP": _megatron_fsdp,
 }
-"""In the order in which they are shown. Megatron-FSDP needs a GPU."""
+"""Systems in the order in which they are shown. Megatron-FSDP needs a GPU."""
 
 
 def build(name: str, config: Config, device: torch.device) -> System | str:
-    """A system, or why it cannot run here."""
+    """Build a system, or return the reason why it cannot run here."""
     if name == "Megatron-FSDP":
         if device.type != "cuda":
             return "needs a GPU"
@@ -157,7 +157,7 @@ def build(name: str, config: Config, device: torch.device) -> System | str:
         return "its gradient hooks check what a fake group returns"
     try:
         system = SYSTEMS[name](config, device)
-    except Exception as error:  # a benchmark of the others goes on
+    except Exception as error:  # the benchmark of the other systems continues
         return f"{type(error).__name__}: {error}"
     system.name = name
     return system
@@ -236,14 +236,14 @@ def run(
     show: Callable[[Config, dict[str, Any]], None],
     simulate: bool = False,
 ) -> None:
-    """A benchmark's main program.
+    """Run a benchmark as a program.
 
     Args:
-        documentation: whose first line describes it.
-        rounds: unless told otherwise.
-        measure: every system, on each rank.
-        show: rank 0's results.
-        simulate: always.
+        documentation: Docstring of the benchmark. Its first line describes it.
+        rounds: Default number of rounds.
+        measure: Measures every system. Runs on each rank.
+        show: Prints the results of rank 0.
+        simulate: Always simulate the other ranks.
     """
     config = parse(documentation.splitlines()[0], rounds, simulate)
     facts = describe(config)
@@ -254,7 +254,7 @@ def run(
 
 
 def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Results in the order of :data:`SYSTEMS`; of systems that did not run, the reason is printed."""
+    """Yield results in the order of :data:`SYSTEMS`, and print the reasons of systems that did not run."""
     for name in SYSTEMS:
         result = results.get(name)
         if result is None:
@@ -289,7 +289,7 @@ def parse(description: str, rounds: int, simulate: bool) -> Config:
 
 
 def describe(config: Config) -> list[str]:
-    """What a reader must know about a result: machine, versions, command, model."""
+    """Return what a reader must know about a result: machine, versions, command, model."""
     if torch.cuda.is_available():
         machine = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     else:

@@ -1,12 +1,13 @@
-"""What it costs ranks to agree: requests to the store of the process group, until the first step is over.
+"""Cost of agreement between ranks: requests to the store of the process group until the first step is over.
 
     python benchmarks/control_plane.py --ranks 8 512 4096 65536
 
-Two numbers are measured. How many agreements there are, of a job of two processes: sharding, a step that is clipped, a second
-step. And how long one takes with many ranks, which are simulated: a TCPStore in a process of its own, as the root and as the
-store of one part, gets the requests that all of its ranks would send, over a few connections, one after the other. Real ranks send
-theirs at the same time, so that stores are the bottleneck: their CPU time is what an agreement takes at least. Stores of other parts
-work at the same time, on other machines; what the network takes is not counted.
+Two numbers are measured. The first is the number of agreements in a job of two processes: sharding, a step with
+gradient clipping, a second step. The second is the time of one agreement among many ranks, which are simulated. A
+TCPStore in a separate process acts as the root and as the store of one part. It gets the requests that all of its ranks
+would send, over a few connections, one after the other. Real ranks send theirs at the same time, so stores are the
+bottleneck: an agreement takes at least their CPU time. Stores of other parts work at the same time, on other machines.
+The time on the network is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CONNECTIONS = 16
 
 
 def count(rank: int, say: Callable[[Any], None], compiled: bool, layers: int) -> dict[str, int]:
-    """Agreements of this rank."""
+    """Count the agreements of this rank."""
     found: dict[str, int] = {}
     stage = ["sharding"]
     agree = agreement.agree
@@ -61,7 +62,7 @@ def count(rank: int, say: Callable[[Any], None], compiled: bool, layers: int) ->
 
 
 def serve(said: Connection) -> None:
-    """A store, and the CPU time that it has taken whenever that is asked for."""
+    """Run a store, and report the CPU time that it has used whenever asked."""
     store = dist.TCPStore(host_name="127.0.0.1", port=0, is_master=True, wait_for_workers=False)
     said.send(store.port)
     while said.recv() is not None:
@@ -70,7 +71,7 @@ def serve(said: Connection) -> None:
 
 
 class Server:
-    """A store in a process of its own, and connections to it."""
+    """A store in its own process, and connections to it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,7 +82,7 @@ class Server:
         before = self.cpu()
         self.stores = [self._connect() for _ in range(CONNECTIONS)]
         self.connecting = (self.cpu() - before) / CONNECTIONS
-        """Seconds of its CPU for each connection."""
+        """CPU seconds of the store per connection."""
 
     def _connect(self) -> dist.TCPStore:
         timeout = timedelta(minutes=5)
@@ -92,7 +93,7 @@ class Server:
         self._process.join()
 
     def cpu(self) -> float:
-        """Seconds that it has used so far."""
+        """Return the CPU seconds used so far."""
         self._pipe.send(0)
         return float(self._pipe.recv())
 
@@ -101,11 +102,11 @@ class Server:
 
 
 LOOKS = 3
-"""How often a rank of a part asks for a verdict that takes 20 ms: after 1, 2, 3, ... ms, and then a tenth of its time."""
+"""How often a rank of a part asks for a verdict that takes 20 ms: after 1, 2, 3, ... ms, then a tenth of its wait."""
 
 
 class Simulation:
-    """The root's store, that of one part, and the requests of as many ranks as there are."""
+    """The root's store, the store of one part, and the requests of any number of ranks."""
 
     def __init__(self) -> None:
         self.root, self.part = Server(), Server()
@@ -115,7 +116,7 @@ class Simulation:
         self.part.close()
 
     def one_store(self, ranks: int) -> float:
-        """An agreement through one store, as jobs of up to 64 ranks have it. Returns seconds of the store's CPU."""
+        """Simulate an agreement through one store, as in jobs of up to 64 ranks. Returns CPU seconds of the store."""
         key, digest, before = f"one/{ranks}", hashlib.sha256(b"all").hexdigest(), self.root.cpu()
         for rank in range(ranks):
             store = self.root.of(rank)
@@ -128,7 +129,10 @@ class Simulation:
         return self.root.cpu() - before
 
     def tree(self, ranks: int) -> tuple[float, float]:
-        """Through the stores of parts. Returns seconds of CPU of a part's store, and of the root's: one waits for the other."""
+        """Simulate an agreement through the stores of parts. Returns CPU seconds of a part's store and of the root's.
+
+        The two add up, because one waits for the other.
+        """
         size = max(store_tree.PART, math.isqrt(ranks))
         parts = -(-ranks // size)
         key, digest, begun = f"tree/{ranks}", hashlib.sha256(b"all").hexdigest(), self.part.cpu()
@@ -156,8 +160,11 @@ class Simulation:
         return of_part, self.root.cpu() - begun
 
     def joining(self, ranks: int) -> float:
-        """What comes before the first agreement: a refusal that is taken back, and the address of the part's store, of the root's
-        store; a connection of each rank of a part."""
+        """Simulate the requests before the first agreement. Returns CPU seconds of both stores.
+
+        Each rank takes back its refusal and asks the root's store for the address of its part's store. Each rank of a
+        part opens a connection to that store.
+        """
         size = max(store_tree.PART, math.isqrt(ranks))
         before = self.root.cpu()
         for number in range(ranks):

@@ -1,12 +1,12 @@
-"""Bytes per rank: what lives between steps, and the peak within one, for the same systems as ``step_time.py``.
+"""Bytes per rank: what stays between steps, and the peak within one, for the same systems as ``step_time.py``.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --simulate 64     # what rank 0 of 64 holds; without what collectives allocate themselves
 
-At rest: parameters, gradients (before they are cleared) and optimizer state, by their storages. Peak: the most bytes
-that were allocated at a time during a step, beyond what is at rest before it, by torch's allocator (CUDA) or by its
-profiler (CPU), which sees every allocation, and crashes beside gloo: on CPU the group is always simulated. One system is
-in memory at a time.
+At rest: the storages of parameters, gradients (before they are cleared) and optimizer state. Peak: the most bytes
+allocated at one time during a step, beyond what is at rest before it. Torch's allocator counts them on CUDA, its
+profiler on CPU. The profiler sees every allocation, but crashes when gloo runs beside it, so on CPU the group is always
+simulated. One system is in memory at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _at_rest(system: System, tokens: Tensor, targets: Tensor) -> dict[str, int]:
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Of the storages behind the tensors; one that several share counts once."""
+    """Sum the bytes of the storages behind the tensors. A shared storage counts once."""
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -3,8 +3,8 @@
     python benchmarks/optimizer_step.py
     python benchmarks/optimizer_step.py --simulate 8
 
-Gradients are there; nothing but ``optimizer.step()`` is timed. It communicates nothing, so that the group is always
-simulated: this rank's shards are real, the other ranks fake. Variants take turns within each round.
+Gradients are computed beforehand; only ``optimizer.step()`` is timed. It does not communicate, so the group is always
+simulated: this rank's shards are real, the other ranks are fake. Variants take turns within each round.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What guards and names cost: steps with them and without them, in turns, of one model.
+"""Cost of guards and names: steps with them and without them, in turns, of one model.
 
     python benchmarks/overhead.py --rounds 200
 
-Without: nothing is noted for hang reports, no name is prepared for traces, and optimizer steps are not looked at before
-they are made. A round is one step of each kind, one after the other; its ratio is of these two. As a step varies by more
-than what is measured, the time that is spent in these functions is added up as well, in other steps.
+Without them, nothing is recorded for hang reports, no name is prepared for traces, and optimizer steps are not checked
+before they run. A round is one step of each kind, one after the other, and its ratio compares these two. A step varies
+by more than the cost that is measured. The time spent in these functions is therefore also added up, in other steps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
             synchronize(config, device)
             return time.perf_counter() - begun
 
-        for _ in range(3):  # compiles; the first step's checks
+        for _ in range(3):  # compilation, and the checks of the first step
             timed()
         with_, without, inside = [], [], []
         for round_ in range(config.rounds):

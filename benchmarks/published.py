@@ -1,16 +1,17 @@
-"""Published training figures of FSDP, and what the planner predicts for the same jobs. Everything predicted is simulated.
+"""Published training figures of FSDP, and the planner's predictions for the same jobs. Every prediction is simulated.
 
     python benchmarks/published.py --out benchmarks/results/published.txt
 
-A figure is here if its source states what a prediction needs: model, GPUs, ranks, batch, length, checkpointing, and whether
-the model was compiled. The second table has figures whose source leaves one of these open, mostly the network; it is assumed
-there. Hardware files and the cost model are what the package ships: nothing is fitted to these figures. Where a source states
-that its machine differs from the file (memory, network), the stated number takes the file's place.
+A figure is in the first table if its source states what a prediction needs: model, GPUs, ranks, batch, length,
+checkpointing, and whether the model was compiled. The second table has figures whose source leaves one of these open,
+mostly the network. An assumption fills the gap there. Hardware files and the cost model are those of the package:
+nothing is fitted to these figures. Where a source states that its machine differs from the file (memory, network), the
+stated number replaces the file's.
 
-Predicted are this package's buckets, each gather one unit ahead of its use as in FSDP, with ``fused=True`` for compiled runs
-and ``fused=False`` for eager ones. "serial" is the prediction if nothing overlapped: a published figure below it is not
-explained by communication that was not hidden. Memory is what is allocated; sources give what torch's allocator had reserved,
-which is more.
+Predictions are for this package's buckets, with each gather one unit ahead of its use as in FSDP, with ``fused=True``
+for compiled runs and ``fused=False`` for eager ones. "serial" is the prediction without any overlap. If a published
+figure is below it, exposed communication does not explain the figure. Predicted memory is what is allocated. Sources
+give what torch's allocator had reserved, which is more.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["GIB", "run"]
 
 GIB = 1 << 30
 ANY = 1 << 50
-"""A memory budget that refuses nothing: these jobs did run."""
+"""A memory budget that accepts everything, because these jobs did run."""
 
 LLAMA2 = {
     "llama2-13b": LlamaConfig(32000, 5120, 40, 40, 40, 13824),
@@ -51,7 +52,7 @@ LLAMA2 = {
 """Shapes that the planner does not know by name: https://arxiv.org/abs/2307.09288, and 34B as in fms-fsdp."""
 
 H100_96 = replace(hardware("h100-ib"), name="h100 96 GB", memory_bandwidth=2.4e12, memory_bytes=95 * GIB)
-"""torchtitan's benchmark machine: 96 GB of HBM2e, 2.4 TB/s, 400 Gb/s per GPU. Its power limit of 500 W is not modelled."""
+"""torchtitan's benchmark machine: 96 GB of HBM2e, 2.4 TB/s, 400 Gb/s per GPU. Its limit of 500 W is not modeled."""
 A100 = hardware("a100-ib")
 H100 = hardware("h100-ib")
 A100_50G = replace(A100, name="a100 50G", inter_node=replace(A100.inter_node, bandwidth=A100.inter_node.bandwidth / 4))
@@ -68,15 +69,15 @@ class Figure:
     """What a source says about a run.
 
     Args:
-        model: a name that the planner knows, or of :data:`LLAMA2`.
-        machine: as the source states it.
-        ranks: GPUs; ``inner`` of them hold a copy of the model together, all if it is 0.
-        batch, length: of one rank.
-        checkpoint: of activations.
-        compiled: by torch.compile with Inductor.
-        tokens: per second and GPU.
-        gib: of a GPU's memory at the peak; 0.0: not stated.
-        note: what is particular about the run.
+        model: A name that the planner or :data:`LLAMA2` knows.
+        machine: Machine as the source states it.
+        ranks: Number of GPUs. ``inner`` of them together hold a copy of the model; 0 means all.
+        batch, length: Batch size and sequence length of one rank.
+        checkpoint: Activation checkpointing.
+        compiled: Whether the model was compiled by torch.compile with Inductor.
+        tokens: Tokens per second and GPU.
+        gib: GiB of a GPU's memory at the peak; 0.0 if not stated.
+        note: What is special about the run.
     """
 
     model: str
@@ -94,12 +95,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures come from, and what holds for all of them.
+    """A source of figures, and what holds for all of them.
 
     Args:
-        optimizer: of :data:`~mfsdp_compile.backend.options.OPTIMIZERS`.
-        precision: of shards and reductions.
-        assumed: what the source leaves open.
+        optimizer: A name in :data:`~mfsdp_compile.backend.options.OPTIMIZERS`.
+        precision: Dtypes of shards and reductions.
+        assumed: What the source leaves open, and the assumption made.
     """
 
     name: str
@@ -111,8 +112,11 @@ class Source:
 
 
 def megatron_flops(layers: int, width: int, length: int, vocabulary: int, recomputed: bool) -> float:
-    """Floating-point operations per token of a GPT, as in https://arxiv.org/abs/2104.04473, section 5.1: matrix products and
-    attention without regard to its mask, forward and backward; with the forward once more if that counts."""
+    """Return the floating-point operations per token of a GPT, as in https://arxiv.org/abs/2104.04473, section 5.1.
+
+    Counts the matrix products and attention without regard to its mask, in forward and backward. ``recomputed`` counts
+    the forward a second time.
+    """
     passes = 4 if recomputed else 3
     return passes * 24 * layers * width**2 * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
 
@@ -257,7 +261,7 @@ ASSUMED = (
         "200 Gb/s per GPU",
     ),
 )
-"""Sources that leave something open, which is assumed."""
+"""Sources that leave something open. The table states the assumption."""
 
 SKIPPED = (
     ("torchtitan, 8B, selective layer (2,904 tokens/s)", "the planner has no mode that checkpoints every second layer"),
@@ -278,7 +282,7 @@ SKIPPED = (
     ("SimpleFSDP and veScale-FSDP papers, FT-HSDP", "ratios, no absolute figures, or settings not stated"),
     ("Megatron-FSDP #3067 (261 and 337 TFLOP/s), accelerate #4022", "ranks, batch or length not stated"),
 )
-"""What was not reproduced, and why."""
+"""Figures that were not reproduced, and why."""
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
@@ -299,8 +303,8 @@ def traced(figure: Figure) -> Trace:
 
 
 def predicted(source: Source, figure: Figure) -> tuple[float, float, float]:
-    """Tokens per second and GPU, the same if nothing overlapped, and GiB at the peak."""
-    like = replace(figure, ranks=0, inner=0, tokens=0.0, gib=0.0, note="")  # what a trace depends on
+    """Predict tokens per second and GPU, the same without overlap, and GiB at the peak."""
+    like = replace(figure, ranks=0, inner=0, tokens=0.0, gib=0.0, note="")  # all that a trace depends on
     job = Job(
         work_of(figure),
         figure.machine,
@@ -371,7 +375,7 @@ def lines() -> Iterator[str]:
 
 
 def about() -> list[str]:
-    """What a reader must know about a result."""
+    """Return what a reader must know about a result."""
     return [
         f"machine: {platform.machine()} CPU, {os.cpu_count()} cores; it only calculates",
         f"versions: torch {torch.__version__}, Python {platform.python_version()}",
@@ -382,7 +386,7 @@ def about() -> list[str]:
 
 
 def run(description: str, lines: Iterable[str]) -> None:
-    """Print the lines of a result as they come, and write them to a file if the command line names one."""
+    """Print the lines of a result as they are computed, and write them to a file if the command line names one."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", default="", help="a text file to write")
     out = parser.parse_args().out

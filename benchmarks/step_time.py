@@ -3,8 +3,8 @@
     python benchmarks/step_time.py                     # all ranks that the machine has GPUs for, or two on the CPU
     python benchmarks/step_time.py --simulate 64       # rank 0 of 64, on one GPU or CPU: computation only
 
-Every round, each system does one step on the same data, in an order that rotates; ratios are of steps of the same round,
-so that a machine whose speed drifts does not favour one of them. The first step, with compilation, is shown apart.
+In every round, each system does one step on the same data, in an order that rotates. Ratios compare steps of the same
+round, so a machine whose speed drifts favors no system. The first step, with compilation, is shown separately.
 """
 
 from __future__ import annotations

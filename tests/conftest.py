@@ -17,17 +17,17 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# torch's stores look up the names of addresses whenever a process connects: ten seconds each time that a name server loses
-# the question, in which the store answers nobody.
+# torch's stores resolve the names of addresses whenever a process connects. If a name server loses the query, this
+# takes ten seconds, during which the store answers nobody.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-# Compiled code of this run alone: what a run that was killed has half written, another would load, and crash anywhere.
-# Inductor sets this itself when it is first asked, so before that.
+# A separate cache of compiled code for this run. A killed run may leave half-written code, which another run would load
+# and crash. Inductor sets this variable when it is first asked, so set it before that.
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="mfsdp-inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-# Each run draws other random models, and other mutants for the verifier. A failure names its seed, which draws the same.
+# Each run draws different random models and verifier mutants. A failure prints its seed, which reproduces it.
 os.environ.setdefault("MFSDP_SEED", str(secrets.randbits(32)))
-os.environ.setdefault("MFSDP_VERIFY", "each")  # in the processes of tests too: they get this environment
+os.environ.setdefault("MFSDP_VERIFY", "each")  # test processes inherit this environment
 
 import torch
 import torch.distributed as dist
@@ -39,8 +39,10 @@ settings.load_profile("default")
 
 
 LONG = Path(__file__).with_name("long.txt")
-"""Tests that ``make long`` runs and ``make test`` does not, besides those that are marked: minutes in all, of which shorter tests
-show the same on fewer strategies, models or ranks. Whole functions, or with parameters."""
+"""Tests that only ``make long`` runs, in addition to those marked ``long``: functions, or functions with parameters.
+
+They take minutes in all. Shorter tests show the same on fewer strategies, models or ranks.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
     files = {item.path for item in items if _alone(item) and item.get_closest_marker("slow")}
     for item in items:
-        # With --dist loadgroup: what the tests of a file share (traced models, fixtures) is made once.
+        # With --dist loadgroup, what the tests of a file share (traced models, fixtures) is created once.
         if _alone(item) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if hasattr(config, "workerinput"):
@@ -70,7 +72,10 @@ def _alone(item: pytest.Item) -> bool:
 
 
 def _turn(item: pytest.Item, slow: set[Path]) -> tuple[int, int]:
-    """Longest first: whole files, those that compile before; then rows with ranks, one by one, which come out even."""
+    """Sort key: longest first.
+
+    Whole files come first, those that compile in front. Tests on ranks follow one by one, which balances the workers.
+    """
     if _alone(item):
         return (0 if item.path in slow else 1), 0
     callspec = getattr(item, "callspec", None)
@@ -89,14 +94,15 @@ def pools() -> Iterator[Pools]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
-        # xdist 3.8 appends a test's group where pytest 9.2 does not look for it: then no group would stay together.
+        # xdist 3.8 appends a test's group where pytest 9.2 does not look for it. Without this, no group would stay
+        # together.
         if (named := getattr(item, "_nodeid", item.nodeid)) != item.nodeid:
             item._id = type(item._id).parse(named)  # type: ignore[attr-defined]
     _keep()
 
 
 def _keep() -> None:
-    """Modules, tests and caches stay: not to be looked at again whenever garbage is collected."""
+    """Exempt modules, tests and caches from garbage collection, so that it does not scan them each time."""
     gc.collect()
     gc.freeze()
 
@@ -107,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """What a test takes: here, on its ranks, and in programs that it has started and waited for."""
+    """Measure the CPU time of a test: here, on its ranks, and in programs that it started and waited for."""
     item.stash[_BEFORE] = _used()
     found = yield
     if nextitem is None or nextitem.path != item.path:
@@ -146,7 +152,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture
 def fake_world(request: pytest.FixtureRequest) -> Iterator[int]:
-    """This process as one rank of many that do not exist: collectives return at once, with undefined content."""
+    """Make this process one rank of many fake ones: collectives return at once, with undefined content."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world_size = getattr(request, "param", 4)

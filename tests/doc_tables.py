@@ -1,4 +1,4 @@
-"""Tables in documentation: what tests assert, or measure, is what stands there. ``MFSDP_WRITE_TABLES=1`` writes them."""
+"""Tables in documentation contain what tests assert or measure. ``MFSDP_WRITE_TABLES=1`` rewrites them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRITES = os.environ.get("MFSDP_WRITE_TABLES") == "1"
 
 
 def check_table(docs: Path, name: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """The region ``<!-- table: name -->`` of a file is this table."""
+    """Assert that the region ``<!-- table: name -->`` of a file is this table."""
     rows_of(docs, name)  # it is there
     text = docs.read_text(encoding="utf-8")
     wanted = _with_table(text, name, header, rows)
@@ -35,11 +35,12 @@ def check_rows(
     keys: int,
     bounds: Mapping[str, float] = {},
 ) -> None:
-    """The table has these rows, among others.
+    """Assert that the table has these rows, among others.
 
     Args:
-        keys: columns at the left that say which row it is. Rows of other keys stay.
-        bounds: by column: what measured numbers are at most, here and there; they need not be the same.
+        keys: Number of columns at the left that identify a row. Rows with other keys stay.
+        bounds: Upper bounds by column. The measured number and the document's must both be at most the bound, and may
+            differ from each other.
     """
     there = rows_of(docs, name)
     if _WRITES:
@@ -63,7 +64,7 @@ def check_rows(
 
 
 def rows_of(docs: Path, name: str) -> list[list[str]]:
-    """Cells of a table, without its header."""
+    """Return the cells of a table, without its header."""
     found = re.findall(_region(name), docs.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(found) == 1, f"{docs} has {len(found)} tables {name!r}, from <!-- table: {name} --> to <!-- end -->"
     assert "<!--" not in found[0][1], f"{docs}: table {name!r} does not end before another one begins"

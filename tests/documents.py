@@ -1,22 +1,22 @@
-"""The blocks of code in README.md, CONTRIBUTING.md and docs/, and what becomes of each when tests run it.
+"""Code blocks of README.md, CONTRIBUTING.md and docs/, and how tests run each of them.
 
-A comment in front of a block, which no reader sees, says how:
+An HTML comment in front of a block, which readers do not see, says how:
 
-    <!-- run: NAME -->              in this process, as one rank of four that do not exist; NAME is in :data:`WORLDS` and says what
-                                    the block finds already defined
-    <!-- run: NAME in a world of 8 -->   the same, of eight
+    <!-- run: NAME -->              in this process, as one rank of four, of which the others are fake. NAME is in
+                                    :data:`WORLDS`, which says what is already defined for the block
+    <!-- run: NAME in a world of 8 -->   the same, as one rank of eight
     <!-- run: NAME without a process group -->
     <!-- run: NAME on 2 ranks -->   on so many real ranks (gloo)
     <!-- run: shell NAME -->        commands, one after the other, in a folder that NAME of :data:`FOLDERS` has filled
-    <!-- goes on -->                with what the block before has left; commands: in its folder
-    <!-- prints -->                 this is what the block before prints, as far as ``...`` does not stand for anything
-    <!-- check: commands -->        commands that are not run: they exist, and so do their options
+    <!-- goes on -->                continues the block before, with its variables; commands run in its folder
+    <!-- prints -->                 the output of the block before; ``...`` stands for anything
+    <!-- check: commands -->        commands that are not run, but must exist with their options
     <!-- check: schedule -->        a schedule file
     <!-- not run: REASON -->        REASON is in :data:`NOT_RUN`; Python is compiled
 
-``run`` and ``prints`` may end in ``, long``: then ``make long`` runs them. Blocks are computed on the CPU and operator by operator
-(``"cuda"`` becomes ``"cpu"``, ``inner`` is ``"aot_eager"`` unless a block says it), so that hundreds of lines take seconds; whole
-programs are run as they are by ``make long``.
+``run`` and ``prints`` may end in ``, long``, which leaves them to ``make long``. Blocks are computed on the CPU and
+operator by operator, so that hundreds of lines take seconds: ``"cuda"`` becomes ``"cpu"``, and ``inner`` is
+``"aot_eager"`` unless a block sets it. ``make long`` runs whole programs unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOT_RUN = {
     "part of a program": "lines out of a program that is somebody else's",
 }
 COLUMNS = "137"
-"""Of the terminal that commands print to: as wide as pages are."""
+"""Columns of the terminal that commands print to, as wide as pages are."""
 KINDS = ("run", "goes on", "prints", "check", "not run")
 
 
@@ -63,13 +63,13 @@ class Block:
     """A fenced block.
 
     Args:
-        page: relative to the repository.
-        line: of its fence, from 1.
-        language: after the fence.
-        text: inside.
-        kind: one of :data:`KINDS`; empty if no comment says anything.
-        how: what follows the kind in the comment.
-        is_long: whether only ``make long`` runs it.
+        page: Path of the page, relative to the repository.
+        line: Line of its fence, from 1.
+        language: Language named after the fence.
+        text: Text inside the fence.
+        kind: One of :data:`KINDS`; empty if there is no comment.
+        how: Rest of the comment, after the kind.
+        is_long: Whether only ``make long`` runs it.
     """
 
     page: str
@@ -87,11 +87,11 @@ class Block:
 
 @dataclass
 class Cell:
-    """A block and those that go on from it.
+    """A block and the blocks that continue it.
 
     Args:
-        blocks: of code.
-        prints: what the last one of them prints, if the page says it.
+        blocks: Blocks of code.
+        prints: Output of the blocks, where the page shows it.
     """
 
     blocks: list[Block]
@@ -107,13 +107,13 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        """Ranks of which this process is one and the others do not exist; 0: there is no process group."""
+        """World size if this process is one rank and the others are fake; 0 if there is no process group."""
         found = re.search(r" in a world of (\d+)$", self.first.how)
         return int(found[1]) if found else 0 if self.first.how.endswith("without a process group") else 4
 
     @property
     def ranks(self) -> int:
-        """Real ones; 0: none."""
+        """Number of real ranks; 0 if there are none."""
         found = re.search(r" on (\d+) ranks$", self.first.how)
         return int(found[1]) if found else 0
 
@@ -122,7 +122,7 @@ class Cell:
         return any(block.is_long for block in [*self.blocks, *self.prints])
 
     def parts(self) -> list[tuple[str, str]]:
-        """Blocks of code and what each prints ("" if that is not said)."""
+        """Blocks of code, each with its output ("" if the page does not show it)."""
         found = []
         for block in self.blocks:
             following = [other.line for other in self.blocks if other.line > block.line]
@@ -137,7 +137,11 @@ _COMMENT = re.compile(
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Raises AssertionError where something that looks like a fence is none: indented ones are not run by anybody."""
+    """Return the fenced blocks of a page.
+
+    Raises:
+        AssertionError: Something looks like a fence and is none, such as an indented one. Nothing would run it.
+    """
     text = page.read_text(encoding="utf-8")
     lines = text.split("\n")
     found = []
@@ -156,7 +160,7 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def cells_of(blocks: Sequence[Block]) -> list[Cell]:
-    """Of a page, in order; also those that are only checked."""
+    """Return the cells of a page in order, including those that are only checked."""
     found: list[Cell] = []
     for block in blocks:
         if block.kind == "goes on" and found:
@@ -169,10 +173,10 @@ def cells_of(blocks: Sequence[Block]) -> list[Cell]:
 
 
 def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> bool:
-    """Whether a program has printed what a page says. ``...`` in a line stands for anything in it, a line of its own for lines.
+    """Whether a program printed what a page shows. ``...`` stands for anything in a line, or for whole lines if alone.
 
-    Pages show numbers of torch 2.13, which ``make test`` installs. Other versions trace some functions into more operators, or
-    fewer: numbers are not compared then.
+    Pages show the numbers of torch 2.13, which ``make test`` installs. Other versions trace some functions into more or
+    fewer operators, so numbers are not compared there.
     """
     if not torch_version.startswith("2.13."):
         wanted, got = (re.sub(r"\d[\d,.]*", "0", text) for text in (wanted, got))
@@ -189,7 +193,7 @@ def prints_as(wanted: str, got: str, torch_version: str = torch.__version__) -> 
 
 
 def _basics() -> dict[str, Any]:
-    """What blocks may use without importing it: they are lines of a program that has imported it."""
+    """Names that blocks use without importing them, as lines of a program that has imported them."""
     import mfsdp_compile
     from mfsdp_compile.models.llama import Block as LlamaBlock
     from mfsdp_compile.models.llama import Llama, LlamaConfig
@@ -219,7 +223,7 @@ def _unsharded() -> dict[str, Any]:
 
 
 def _training() -> dict[str, Any]:
-    """A sharded model, compiled and not, its optimizer, and what else a training loop has at hand."""
+    """A sharded model, compiled and not compiled, its optimizer, and other names of a training loop."""
     names = _unsharded()
     model = names["fully_shard_model"](names["model"], fsdp_unit_modules=[names["Block"]])
     optimizer = names["fully_shard_optimizer"](torch.optim.AdamW(model.parameters()))
@@ -231,7 +235,7 @@ def _training() -> dict[str, Any]:
 
 
 def _tensor() -> dict[str, Any]:
-    """A model, and how it is divided over two tensor-parallel ranks."""
+    """A model, and its division over two tensor-parallel ranks."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     columns = ("attention.q", "attention.k", "attention.v", "feed_forward.gate", "feed_forward.up")
@@ -241,7 +245,7 @@ def _tensor() -> dict[str, Any]:
 
 
 def _experts() -> dict[str, Any]:
-    """A mixture of experts that is built for the ranks of a group."""
+    """A mixture of experts, built for the ranks of a group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
@@ -256,7 +260,7 @@ def _experts() -> dict[str, Any]:
 
 
 def _demo() -> dict[str, Any]:
-    """The model of ``mfsdp demo``, of three layers."""
+    """The model of ``mfsdp demo``, with three layers."""
     names = _basics()
     torch.manual_seed(0)
     model = names["fully_shard_model"](
@@ -267,7 +271,7 @@ def _demo() -> dict[str, Any]:
 
 
 def _passes() -> dict[str, Any]:
-    """What a file of this package's passes imports."""
+    """Names that a file of this package's passes imports."""
     from torch import fx
 
     from mfsdp_compile.passes import roles
@@ -285,7 +289,7 @@ def _folder() -> dict[str, Any]:
 
 
 def _megatron() -> dict[str, Any]:
-    """What a script for Megatron has built: our Llama in the place of its GPT."""
+    """Names that a script for Megatron has built, with our Llama in place of its GPT."""
     names = _unsharded()
     from mfsdp_compile import megatron
 
@@ -323,7 +327,7 @@ WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def _small_steps(is_program: bool) -> Iterator[None]:
-    """Compiled operator by operator unless a block says how; a program finds its process group made."""
+    """Compile operator by operator unless a block says how. A program finds its process group created."""
     from mfsdp_compile.backend.compile import compile
     from mfsdp_compile.backend.options import CompileOptions
 
@@ -341,7 +345,10 @@ def _small_steps(is_program: bool) -> Iterator[None]:
 
 
 def run_python(page: str, world: str, parts: Sequence[tuple[str, str]], folder: str) -> str:
-    """Run blocks on this rank, in ``folder``. Returns what is wrong with what they have printed, on the first rank; else ""."""
+    """Run blocks on this rank, in ``folder``.
+
+    Returns how the output differs from the page, on the first rank; else "".
+    """
     wrong, is_first = "", not dist.is_initialized() or dist.get_rank() == 0
     before = Path.cwd()
     os.chdir(folder)
@@ -365,7 +372,7 @@ def run_python(page: str, world: str, parts: Sequence[tuple[str, str]], folder: 
 
 
 def commands_of(text: str) -> list[tuple[list[str], str]]:
-    """Commands of a block, each with what follows it: lines that begin with ``$``, or all lines where none does."""
+    """Return the commands of a block, each with its output: lines that begin with ``$``, or all lines if none does."""
     lines = text.rstrip().split("\n")
     found: list[tuple[list[str], list[str]]] = []
     prompts = any(line.startswith("$ ") for line in lines)
@@ -380,7 +387,7 @@ def commands_of(text: str) -> list[tuple[list[str], str]]:
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Raise AssertionError unless a command, and its options, exist. Nothing is run."""
+    """Raise AssertionError unless a command and its options exist. Runs nothing."""
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words = words[1:]
     program, *rest = words
@@ -434,7 +441,7 @@ def run_command(words: Sequence[str], folder: Path) -> str:
     """Run ``mfsdp ...`` in this process and in ``folder``. Returns what it prints.
 
     Raises:
-        AssertionError: it fails.
+        AssertionError: The command fails.
     """
     from mfsdp_compile import cli
 
@@ -457,11 +464,11 @@ def run_command(words: Sequence[str], folder: Path) -> str:
 
 
 def _nothing(folder: Path) -> None:
-    """Commands that need no files."""
+    """Leave the folder empty, for commands that need no files."""
 
 
 def _hang(folder: Path) -> None:
-    """What two ranks have written of which one waits for its data."""
+    """Write the records of two ranks, one of which waits for its data."""
 
     def state(rank: int, started: int, what: str, graph: str, step: int, place: str | None) -> list[dict[str, Any]]:
         launch = {"what": what, "group": "0", "number": started, "started": True}
@@ -481,7 +488,7 @@ def _hang(folder: Path) -> None:
 
 
 def _llama() -> Any:
-    """Of transformers."""
+    """Build a Llama of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
@@ -490,7 +497,7 @@ def _llama() -> Any:
 
 
 def _checkpoints(folder: Path) -> None:
-    """A Hugging Face folder, a checkpoint of this package of the same model, and one of Megatron."""
+    """Write a Hugging Face folder, a checkpoint of this package of the same model, and one of Megatron."""
     from megatron_files import write_torch_dist
 
     from mfsdp_compile import fully_shard_model, fully_shard_optimizer

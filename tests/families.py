@@ -1,6 +1,7 @@
-"""Model families that people train, small and unmodified: from configurations of transformers; and a ResNet like torchvision's.
+"""Model families that people train, small and unmodified.
 
-Dropout is off, so that one process can be compared with.
+They are built from configurations of transformers; the ResNet is like torchvision's. Dropout is off, so that results
+can be compared with those of one process.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ def transformers() -> Any:
 
 
 def ready(model: nn.Module) -> nn.Module:
-    """As the first forward of a transformers model leaves it: it installs hooks, which torch.compile cannot trace. To be done
-    by a batch before torch.compile, or like this where there are no values to run on."""
+    """Bring a model into the state that the first forward of a transformers model leaves.
+
+    That forward installs hooks, which torch.compile cannot trace. Run a batch before torch.compile, or call this
+    function where there are no values to run on.
+    """
     if hasattr(model, "config"):
         from transformers.utils import output_capturing
 
@@ -37,7 +41,7 @@ def ready(model: nn.Module) -> nn.Module:
 
 
 def text(layers: int) -> dict[str, Any]:
-    """Configuration of a decoder."""
+    """Return the configuration of a decoder."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -61,7 +65,7 @@ def gpt2(layers: int = 2) -> nn.Module:
     given |= {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
     given |= {f"{where}_pdrop": 0.0 for where in ("resid", "embd", "attn")}
     model = transformers().GPT2LMHeadModel(transformers().GPT2Config(**given))
-    model.loss_type = "ForCausalLM"  # the name of the class does not say it, and a warning about that breaks the graph
+    model.loss_type = "ForCausalLM"  # not implied by the class name; a warning would break the graph
     return model
 
 
@@ -102,7 +106,10 @@ def t5(layers: int = 2) -> nn.Module:
 
 
 def gemma2(layers: int = 2) -> nn.Module:
-    """Every other layer sees a window; logits, also those of attention, are capped, which only one implementation does."""
+    """Every other layer sees a window.
+
+    Logits, including those of attention, are capped, which only one implementation does.
+    """
     given = text(layers) | {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 6, "pad_token_id": 0}
     config = transformers().Gemma2Config(**given, attn_implementation="eager")
     return transformers().Gemma2ForCausalLM(config)
@@ -130,7 +137,7 @@ def falcon(layers: int = 2) -> nn.Module:
 
 
 def gpt_oss(layers: int = 2) -> nn.Module:
-    """Experts with biases, a learnt sink per head, and a window in every other layer."""
+    """Experts with biases, a learned sink per head, and a window in every other layer."""
     given = text(layers) | {"head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
     config = transformers().GptOssConfig(**given, rope_parameters=rope, output_router_logits=True)
@@ -153,7 +160,7 @@ def mamba2(layers: int = 2) -> nn.Module:
 
 
 def jamba(layers: int = 2) -> nn.Module:
-    """Attention with an MLP and Mamba with experts, in turns: layers of two classes in one list."""
+    """Attention with an MLP alternates with Mamba with experts: layers of two classes in one list."""
     given = text(2 * layers) | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "pad_token_id": 0}
     config = transformers().JambaConfig(**given, attn_layer_period=2, attn_layer_offset=0)
     return transformers().JambaForCausalLM(config)
@@ -167,7 +174,7 @@ def bert(layers: int = 2) -> nn.Module:
 
 
 def modernbert(layers: int = 2) -> nn.Module:
-    """The first layer has no norm in front of attention, and sees all tokens; others see a window."""
+    """The first layer has no norm in front of attention and sees all tokens. The others see a window."""
     given = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
     given |= {"num_hidden_layers": layers, "num_attention_heads": 4, "local_attention": 8}
     given |= {f"{which}_token_id": 0 for which in ("pad", "bos", "eos", "cls", "sep")}
@@ -180,7 +187,7 @@ def tokens(generator: torch.Generator) -> dict[str, Any]:
 
 
 def alike(generator: torch.Generator) -> dict[str, Any]:
-    """All tokens of a sequence are the same: they go to the same few experts, others on each rank."""
+    """All tokens of a sequence are equal, so they go to the same few experts, which differ between ranks."""
     found = torch.randint(0, VOCABULARY // 2, (BATCH, 1), generator=generator).expand(BATCH, LENGTH).contiguous()
     return {"input_ids": found, "labels": found}
 
@@ -191,7 +198,7 @@ def sources_and_targets(generator: torch.Generator) -> dict[str, Any]:
 
 
 def masked(generator: torch.Generator) -> dict[str, Any]:
-    """Every fourth token is to be guessed; the last ones of the first sequence are padding."""
+    """Every fourth token must be predicted. The last tokens of the first sequence are padding."""
     found = tokens(generator)
     labels = torch.full_like(found["labels"], -100)
     labels[:, ::4] = found["labels"][:, ::4]
@@ -203,7 +210,7 @@ def masked(generator: torch.Generator) -> dict[str, Any]:
 
 
 def masked_pairs(generator: torch.Generator) -> dict[str, Any]:
-    """And two sentences each."""
+    """Masked tokens, with two sentences in each sequence."""
     types = torch.arange(LENGTH).ge(LENGTH // 2).long().expand(BATCH, LENGTH)
     follows = torch.randint(0, 2, (BATCH,), generator=generator)
     return masked(generator) | {"token_type_ids": types, "next_sentence_label": follows}
@@ -213,7 +220,7 @@ def masked_pairs(generator: torch.Generator) -> dict[str, Any]:
 
 
 def vision(layers: int, size: int) -> dict[str, Any]:
-    """Configuration of an encoder of images."""
+    """Return the configuration of an image encoder."""
     return {
         "hidden_size": 64,
         "num_hidden_layers": layers,
@@ -231,7 +238,7 @@ def vit(layers: int = 2) -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Torchvision's: two convolutions, and a way past them."""
+    """Torchvision's block: two convolutions and a skip connection."""
 
     def __init__(self, incoming: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -253,7 +260,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Torchvision's, with two stages of blocks."""
+    """Torchvision's ResNet, with two stages of blocks."""
 
     def __init__(self, layers: int, width: int = 16, classes: int = 10) -> None:
         super().__init__()
@@ -279,7 +286,7 @@ def resnet(layers: int = 2) -> nn.Module:
 
 
 def dinov2(layers: int = 2) -> nn.Module:
-    """Its mask token is used by nothing but pretraining."""
+    """Only pretraining uses its mask token."""
     given = vision(layers, 32)
     del given["intermediate_size"]
     return transformers().Dinov2ForImageClassification(transformers().Dinov2Config(**given, num_labels=10))
@@ -301,7 +308,7 @@ def swin(layers: int = 2) -> nn.Module:
 
 
 def segformer(layers: int = 2) -> nn.Module:
-    """Two stages of layers, convolutions among them, and a head with a BatchNorm."""
+    """Two stages of layers with convolutions among them, and a head with a BatchNorm."""
     config = transformers().SegformerConfig(
         num_encoder_blocks=2,
         depths=[layers, layers],
@@ -325,7 +332,7 @@ def images(generator: torch.Generator) -> dict[str, Any]:
 
 
 def maps(generator: torch.Generator) -> dict[str, Any]:
-    """A class for each pixel."""
+    """Images with a class for each pixel."""
     labels = torch.randint(0, 10, (BATCH, 32, 32), generator=generator)
     return images(generator) | {"labels": labels}
 
@@ -343,7 +350,7 @@ def spread(logits: Tensor) -> Tensor:
 
 
 def llava(layers: int = 2) -> nn.Module:
-    """Takes the output of its vision tower's last layer but one: nothing reads what the last one computes."""
+    """Takes the output of its vision tower's last layer but one: nothing reads the output of the last one."""
     t = transformers()
     config = t.LlavaConfig(
         vision_config=t.CLIPVisionConfig(**vision(layers, 16), projection_dim=64),
@@ -375,7 +382,7 @@ def qwen2_vl(layers: int = 2) -> nn.Module:
 
 
 def clip(layers: int = 2) -> nn.Module:
-    """Two towers, and a temperature: a parameter without dimensions."""
+    """Two towers and a temperature, which is a parameter without dimensions."""
     t = transformers()
     words = text(layers) | {"projection_dim": 32}
     words = {name: words[name] for name in words if name not in ("num_key_value_heads", "use_cache")}
@@ -384,7 +391,7 @@ def clip(layers: int = 2) -> nn.Module:
 
 
 def with_image_tokens(batch: dict[str, Any], first: int = 2) -> dict[str, Any]:
-    """Tokens in the place of which an image comes; nothing is learnt from them."""
+    """Replace tokens by those that stand for an image. These have no labels."""
     ids, labels = batch["input_ids"].clone(), batch["labels"].clone()
     ids[:, first : first + IMAGE_TOKENS] = IMAGE_TOKEN
     labels[:, first : first + IMAGE_TOKENS] = -100
@@ -397,7 +404,7 @@ def text_and_images(generator: torch.Generator) -> dict[str, Any]:
 
 
 def text_and_patches(generator: torch.Generator) -> dict[str, Any]:
-    """As Qwen2-VL has them: four by four patches of each image, in two frames, become two by two tokens."""
+    """Inputs as Qwen2-VL takes them: four by four patches of each image, in two frames, become two by two tokens."""
     found = with_image_tokens(tokens(generator))
     return found | {
         "pixel_values": torch.randn(BATCH * 4 * IMAGE_TOKENS, 3 * 2 * 8 * 8, generator=generator),
@@ -409,7 +416,7 @@ def text_and_patches(generator: torch.Generator) -> dict[str, Any]:
 def captions(generator: torch.Generator) -> dict[str, Any]:
     """As many images as texts."""
     ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=generator)
-    ids[:, -1] = 0  # where a text is read off
+    ids[:, -1] = 0  # the end token, whose output stands for the text
     return {
         "input_ids": ids,
         "pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator),
@@ -421,7 +428,7 @@ def captions(generator: torch.Generator) -> dict[str, Any]:
 
 
 def whisper(layers: int = 2) -> nn.Module:
-    """Positions of its encoder are fixed; the head is the decoder's embedding."""
+    """The positions of its encoder are fixed. The head shares the decoder's embedding."""
     config = transformers().WhisperConfig(
         vocab_size=VOCABULARY,
         num_mel_bins=8,
@@ -457,16 +464,14 @@ def _loss(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Family:
-    """A model and what it is trained on.
+    """A model and the data it is trained on.
 
     Args:
-        title: in documentation.
-        make: the model, with ``layers=`` of each kind.
-        batch: arguments of its forward.
-        loss: of what forward returns.
-        fullgraph: whether torch.compile makes one graph of it.
-        cancelling: patterns for names of parameters whose gradient is zero but for rounding: a bias in front of a BatchNorm,
-            which takes it out again.
+        title: Title in the documentation. make: Builds the model, with ``layers`` layers of each kind. batch: Makes the
+        arguments of its forward. loss: Computes the loss from what forward returns. fullgraph: Whether torch.compile
+        makes one graph of it. cancelling: Patterns for names of parameters whose gradient is zero except for rounding,
+        such as a bias in front of a
+            BatchNorm, which cancels it.
     """
 
     title: str

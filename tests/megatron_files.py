@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron's 3D-parallel training lays them out, made by hand from the format's description."""
+"""Checkpoints in the layout of Megatron's 3D-parallel training, built by hand from the format's description."""
 
 from __future__ import annotations
 
@@ -30,7 +30,14 @@ LAYERS, HIDDEN, FFN, VOCAB, EXPERTS = 3, 8, 12, 16, 2
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter: global shape, how many first dimensions count layers and experts, which dimension TP cuts."""
+    """A parameter.
+
+    Args:
+        shape: Global shape.
+        stacked: Number of leading dimensions that count layers and experts.
+        tp_dim: Dimension that tensor parallelism cuts, counted after these.
+        gated: Whether the parameter joins the two halves of a gated MLP, which are cut separately.
+    """
 
     shape: tuple[int, ...]
     stacked: int
@@ -60,7 +67,7 @@ def dense_params() -> dict[str, Param]:
 
 
 def moe_params() -> dict[str, Param]:
-    """All layers have experts, so that experts are stacked inside of layers; and one layer of multi-token prediction."""
+    """All layers have experts, so experts are stacked inside layers. There is one layer of multi-token prediction."""
     experts = "decoder.layers.mlp.experts.experts"
     return {
         "decoder.layers.mlp.router.weight": Param((LAYERS, EXPERTS, HIDDEN), 1),
@@ -71,7 +78,7 @@ def moe_params() -> dict[str, Param]:
 
 
 class RanksWriter:
-    """Writes what ranks would: a file for each, chunks of tensors spread over them."""
+    """Writes what ranks would write: one file each, with chunks of tensors spread over the files."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         directory.mkdir(parents=True)
@@ -94,7 +101,7 @@ class RanksWriter:
         chunks: Sequence[tuple[int, Sequence[int], Tensor]],
         noted: dict[str, Any] | None = None,
     ) -> None:
-        """``chunks``: (rank, offsets, tensor)."""
+        """Write a tensor. ``chunks`` are (rank, offsets, tensor)."""
         entry = TensorStorageMetadata(TensorProperties(chunks[0][2].dtype), torch.Size(shape), [])
         for rank, offsets, chunk in chunks:
             self._save(rank, MetadataIndex(key, offsets, len(entry.chunks)), chunk.clone())
@@ -114,7 +121,7 @@ class RanksWriter:
 
 
 def blocks(tensor: Tensor, grid: Sequence[int]) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(Place in the grid, block), cut with plain slices."""
+    """Return (place in the grid, block) pairs, cut with plain slices."""
     local = [n // g for n, g in zip(tensor.shape, grid, strict=True)]
     places = itertools.product(*map(range, grid))
     return [(at, tensor[tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, local, strict=True))]) for at in places]

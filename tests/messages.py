@@ -1,4 +1,4 @@
-"""Messages of the package's errors and warnings, read from its sources: with ``…`` where a value stands."""
+"""Messages of the package's errors and warnings, read from its sources, with ``…`` in place of values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("mfsdp_compile", "passes", "runtime")
 VALUE = "…"
 SHORTEST = 8
-"""Letters that a text has at least to be known again; shorter ones are parts of others."""
+"""Minimum number of letters of a text that can be recognized. Shorter ones are parts of others."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What a ``raise`` or a ``warnings.warn`` says.
+    """Message of a ``raise`` or a ``warnings.warn``.
 
     Args:
-        place: ``runtime/model.py:120``.
-        kind: of the exception, or ``"warning"``.
-        texts: one if the message is written where it is raised; all that a function writes if that makes it.
+        place: File and line, as ``runtime/model.py:120``.
+        kind: Name of the exception, or ``"warning"``.
+        texts: One text if the message is written where it is raised. If a function creates the message, all its texts.
     """
 
     place: str
@@ -32,7 +32,7 @@ class Message:
 
 
 class Module:
-    """One file."""
+    """One source file."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.relative_to(ROOT).as_posix()
@@ -72,7 +72,7 @@ class Module:
         return Message(f"{self.name}:{node.lineno}", kind, texts)  # type: ignore[attr-defined]
 
     def _texts(self, node: ast.expr, function: ast.AST, depth: int) -> Iterator[str]:
-        """What an expression may say."""
+        """Yield the possible texts of an expression."""
         if (text := _text(node)) is not None and _letters(text) >= SHORTEST:
             yield text
         for inner in ast.walk(node):
@@ -88,7 +88,7 @@ class Module:
 
 
 def _own(function: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a function without those of functions inside."""
+    """Yield the nodes of a function, without those of nested functions."""
     pending = list(ast.iter_child_nodes(function))
     while pending:
         node = pending.pop()
@@ -104,7 +104,7 @@ def _assigned(function: ast.AST, name: str) -> Iterator[ast.expr]:
 
 
 def _constructed(kind: ast.ClassDef) -> list[ast.expr]:
-    """What a class of exceptions gives to ``super().__init__``."""
+    """Return what an exception class passes to ``super().__init__``."""
     calls = (node for node in ast.walk(kind) if isinstance(node, ast.Call))
     return [argument for call in calls if ast.unparse(call.func) == "super().__init__" for argument in call.args]
 
@@ -117,14 +117,14 @@ def _all_texts(function: ast.FunctionDef) -> Iterator[str]:
         text = _text(node) if isinstance(node, ast.expr) else None
         if text is not None and _letters(text) >= SHORTEST:
             yield text
-        if isinstance(node, ast.JoinedStr):  # not its parts, but what is written in its values
+        if isinstance(node, ast.JoinedStr):  # skip its parts, visit its values
             pending += [part.value for part in node.values if isinstance(part, ast.FormattedValue)]
         else:
             pending += ast.iter_child_nodes(node)
 
 
 def _text(node: ast.expr) -> str | None:
-    """Of a string, an f-string, or several of them added up; None for other expressions."""
+    """Return the text of a string, an f-string, or a sum of several; None for other expressions."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -141,14 +141,14 @@ def _letters(text: str) -> int:
 
 
 def messages(*left_out: str) -> list[Message]:
-    """Of the whole package, but for files whose names begin with one of ``left_out``."""
+    """Return the messages of the package, without files whose paths begin with one of ``left_out``."""
     files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
     modules = [Module(file) for file in files if not file.relative_to(ROOT).as_posix().startswith(left_out)]
     return [message for module in modules for message in module.messages()]
 
 
 def said_in(page: Path) -> dict[str, int]:
-    """Messages that a page is about, and their lines: code in headings and bullets, and after ``Also:``."""
+    """Return the messages that a page covers, and their lines: code in headings and bullets, and after ``Also:``."""
     found = {}
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if re.match(r"#{2,} `|#{2,} ``|Also: `|- `", line):

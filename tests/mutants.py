@@ -1,6 +1,7 @@
-"""Ways to break a graph: for each rule of the verifier some kinds of mutant, each wrong for the reason that it states.
+"""Ways to break a graph: for each rule of the verifier several kinds of mutant, each with the reason why it is wrong.
 
-A kind looks at a graph and yields all the changes that it could make there, to be called; a test chooses one.
+A kind looks at a graph and yields all changes that it could make there, as functions. A test calls one of them. The
+docstring of a kind is the reason, which the report of mutants prints.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Change = Callable[[], Any]
 
 
 class Subject(Analysis):
-    """A graph to be broken, and what is in it."""
+    """A graph to be broken, and its contents."""
 
     def __init__(self, graph: fx.Graph, context: Context, phase: Phase) -> None:
         super().__init__(graph, context, phase)
@@ -41,7 +42,7 @@ class Subject(Analysis):
         return [node for node, _ in self.slices(whole)]
 
     def used_together(self) -> Iterator[tuple[Whole, Whole]]:
-        """Gathers, the first started before the last read of the second one, and the other way round."""
+        """Yield pairs of gathered buckets that are in use together, the one that starts earlier first."""
         for a, b in itertools.permutations(self.gathered, 2):
             (start, end), (other_start, other_end) = self.live(a), self.live(b)
             if start < other_start <= end and other_start < other_end:
@@ -59,7 +60,7 @@ class Subject(Analysis):
 def call(
     at: fx.Node, target: Any, *args: Any, before: bool = False, bucket: int | None = None, **kwargs: Any
 ) -> fx.Node:
-    """A new node next to ``at``, that knows its value."""
+    """Insert a node next to ``at`` and compute its value."""
     graph = at.graph
     with graph.inserting_before(at) if before else graph.inserting_after(at):
         node = graph.call_function(target, args, kwargs)
@@ -90,7 +91,7 @@ def release(at: fx.Node, what: fx.Node) -> fx.Node:
 
 
 def renamed(node: fx.Node) -> fx.Node:
-    """A copy right behind a node, with its roles."""
+    """Insert a copy directly after a node, with its roles."""
     with node.graph.inserting_after(node):
         return node.graph.node_copy(node)
 
@@ -126,33 +127,33 @@ def wait_comes_early(s: Subject) -> Iterator[Change]:
 
 
 def view_of_another_bucket(s: Subject) -> Iterator[Change]:
-    """Another unit's weights."""
+    """Another unit's weights are read."""
     for whole, other in itertools.permutations(s.wholes, 2):
         for view in s.ranges(whole):
             yield replace_in(view, whole.node, other.node)
 
 
 def another_gather_awaited(s: Subject) -> Iterator[Change]:
-    """Another unit's weights, and nothing waits for these."""
+    """Another unit's weights are read, and nothing waits for this unit's."""
     for whole, other in itertools.permutations(s.gathered, 2):
         yield replace_in(whole.node, whole.launch.node, other.launch.node)
 
 
 def shard_read(s: Subject) -> Iterator[Change]:
-    """A shard is not the parameter."""
+    """A shard is not the whole parameter."""
     for whole in s.gathered:
         for view in s.ranges(whole):
             yield replace_in(view, whole.node, whole.launch.input)
 
 
 def portion_reads_start(s: Subject) -> Iterator[Change]:
-    """A portion of what is still being received."""
+    """Copies a portion of memory that is still being received."""
     for portion in s.portions:
         yield replace_in(portion.node, portion.whole.node, portion.whole.launch.node)
 
 
 def resident_unawaited(s: Subject) -> Iterator[Change]:
-    """The runtime's gather of the resident may still be under way."""
+    """The runtime's gather of the resident may still be in flight."""
     for whole in s.wholes:
         if whole.node.target is WAIT and whole.launch is None:
             for view in s.ranges(whole):
@@ -169,14 +170,14 @@ def _gather_again(whole: Whole) -> fx.Node:
 
 
 def gathered_twice(s: Subject) -> Iterator[Change]:
-    """Two of a bucket in memory."""
+    """Two copies of a bucket are in memory."""
     for whole in s.gathered:
         for view in s.ranges(whole):
             yield lambda w=whole, v=view: v.replace_input_with(w.node, _gather_again(w))
 
 
 def gathered_for_nobody(s: Subject) -> Iterator[Change]:
-    """No read, no release."""
+    """Nothing reads the bucket or releases it."""
     for whole in s.gathered:
         yield lambda w=whole: _gather_again(w)
 
@@ -190,7 +191,7 @@ def released_early(s: Subject) -> Iterator[Change]:
 
 
 def released_through_a_view(s: Subject) -> Iterator[Change]:
-    """A view has its bucket's memory: others read it freed."""
+    """A view shares its bucket's memory, so other views read freed memory."""
     for whole in s.gathered:
         for view in s.ranges(whole):
             if view is not s.last_read(whole):
@@ -198,7 +199,7 @@ def released_through_a_view(s: Subject) -> Iterator[Change]:
 
 
 def released_twice(s: Subject) -> Iterator[Change]:
-    """Memory that may belong to somebody else by now."""
+    """The memory may belong to another tensor by then."""
     for whole in s.gathered:
         if (last := s.last_read(whole)).op != "output":
             yield lambda w=whole, at=last: release(release(at, w.node), w.node)
@@ -211,7 +212,7 @@ def released_in_flight(s: Subject) -> Iterator[Change]:
 
 
 def resident_released(s: Subject) -> Iterator[Change]:
-    """The next graph reads it."""
+    """The next graph reads the resident."""
     for whole in s.wholes:
         if s.memory(whole.node).root.op == "placeholder" and (last := s.last_read(whole)).op != "output":
             yield lambda w=whole, at=last: release(at, w.node)
@@ -226,7 +227,7 @@ def gather_into(launch: Launch, out: fx.Node) -> None:
 
 
 def buffer(s: Subject, numel: int) -> fx.Node:
-    """New memory at the top of a graph."""
+    """Allocate memory at the top of a graph."""
     first = next(node for node in s.graph.nodes if node.op != "placeholder")
     dtype = tensor_of(s.gathers[0].node).dtype
     return call(first, aten.empty.memory_format, [numel], before=True, dtype=dtype)
@@ -254,7 +255,7 @@ def buffer_shared(s: Subject) -> Iterator[Change]:
 
 
 def buffer_parts_overlap(s: Subject) -> Iterator[Change]:
-    """An element of each is the same."""
+    """The two gathers share one element."""
     for a, b in s.used_together():
 
         def change(a: Whole = a, b: Whole = b) -> None:
@@ -267,21 +268,21 @@ def buffer_parts_overlap(s: Subject) -> Iterator[Change]:
 
 
 def into_another_bucket(s: Subject) -> Iterator[Change]:
-    """Overwrites weights that are still read."""
+    """The gather overwrites weights that are still read."""
     for a, b in s.used_together():
         if s.order[a.node] < s.order[b.launch.node]:
             yield lambda a=a, b=b: gather_into(b.launch, a.node)
 
 
 def into_a_shard(s: Subject) -> Iterator[Change]:
-    """Overwrites what the optimizer holds."""
+    """The gather overwrites what the optimizer holds."""
     shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
     for launch, shard in itertools.product(s.gathers, shards):
         yield lambda launch=launch, shard=shard: gather_into(launch, shard)
 
 
 def weight_written(s: Subject) -> Iterator[Change]:
-    """The rest of the unit computes with another weight than the shards hold."""
+    """The rest of the unit computes with a weight other than that of the shards."""
     for whole in s.wholes:
         for view in s.ranges(whole):
             if s.order[view] < s.order[s.last_read(whole)]:
@@ -289,7 +290,7 @@ def weight_written(s: Subject) -> Iterator[Change]:
 
 
 def bucket_zeroed(s: Subject) -> Iterator[Change]:
-    """Released too early, in other words."""
+    """Later reads find zeros, as if the bucket were released too early."""
     for whole in s.wholes:
         for read in whole.reads:
             if s.order[whole.node] < s.order[read] < s.order[s.last_read(whole)]:
@@ -297,7 +298,7 @@ def bucket_zeroed(s: Subject) -> Iterator[Change]:
 
 
 def weight_copied_over(s: Subject) -> Iterator[Change]:
-    """One parameter in the place of another."""
+    """One parameter takes the place of another."""
     for whole in s.wholes:
         for a, b in itertools.permutations(s.ranges(whole), 2):
             if s.order[a] < s.order[b] and tensor_of(a).shape == tensor_of(b).shape:
@@ -305,7 +306,7 @@ def weight_copied_over(s: Subject) -> Iterator[Change]:
 
 
 def portion_written(s: Subject) -> Iterator[Change]:
-    """Backward computes with another weight than forward did, and on this rank's neighbours too."""
+    """Backward computes with a weight other than forward's, on this rank and its neighbors."""
     for portion in s.portions:
         yield lambda p=portion.node: call(p, aten.mul_.Scalar, p, 2)
     for launch in s.gathers:
@@ -317,7 +318,7 @@ def portion_written(s: Subject) -> Iterator[Change]:
 
 
 def reduced_twice(s: Subject) -> Iterator[Change]:
-    """A second collective that other ranks do not run, and which gradient is returned?"""
+    """Other ranks do not run the second collective, and it is unclear which gradient is returned."""
     for reduction in s.packs:
 
         def change(r: Reduction = reduction) -> None:
@@ -338,7 +339,7 @@ def gradient_dropped(s: Subject) -> Iterator[Change]:
 
 
 def gradients_swapped(s: Subject) -> Iterator[Change]:
-    """Each goes to the other's parameter."""
+    """Each gradient goes to the other parameter."""
     for reduction in s.packs:
         gradients = reduction.pack.args[0]
         for i, j in itertools.combinations(range(len(gradients)), 2):
@@ -358,7 +359,7 @@ def gradient_packed_twice(s: Subject) -> Iterator[Change]:
 
 
 def gradient_moved(s: Subject) -> Iterator[Change]:
-    """It overlaps padding or its neighbour."""
+    """The gradient overlaps padding or its neighbor."""
     for reduction in s.packs:
         offsets = reduction.pack.args[1]
         for i in range(len(offsets)):
@@ -373,7 +374,7 @@ def reduction_lost(s: Subject) -> Iterator[Change]:
 
 
 def frozen_reduced(s: Subject) -> Iterator[Change]:
-    """A collective for nothing, and a gradient where none may be."""
+    """A useless collective, and a gradient where there must be none."""
     for bucket, info in enumerate(s.context.buckets):
         if not info.trainable and s.phase is Phase.BACKWARD:
             for reduction in s.packs:
@@ -407,7 +408,7 @@ def term_dropped(s: Subject) -> Iterator[Change]:
 
 
 def term_counted_twice(s: Subject) -> Iterator[Change]:
-    """The gradient of one use of a tied parameter in the place of another's."""
+    """The gradient of one use of a tied parameter replaces that of another use."""
     for _, _, gradient in _sums(s):
         a, b = gradient.args
         yield set_arg(gradient, 0, b)
@@ -415,7 +416,7 @@ def term_counted_twice(s: Subject) -> Iterator[Change]:
 
 
 def packed_early(s: Subject) -> Iterator[Change]:
-    """Reads gradients that are not there yet."""
+    """Reads gradients that are not computed yet."""
     for reduction in s.packs:
         for gradient in reduction.pack.args[0]:
             if gradient.op == "call_function":
@@ -435,14 +436,14 @@ def another_pack_reduced(s: Subject) -> Iterator[Change]:
 
 
 def unpacked_reduced(s: Subject) -> Iterator[Change]:
-    """One gradient, or none at all, in the place of the bucket."""
+    """One gradient, or none at all, is reduced in place of the bucket."""
     for reduction in s.packs:
         start, source = reduction.stages[0].node, reduction.stages[0].input
         yield replace_in(start, source, next(n for n in s.graph.nodes if n.op == "placeholder"))
 
 
 def gradient_replaced(s: Subject) -> Iterator[Change]:
-    """Zeros train nothing."""
+    """A gradient of zeros trains nothing."""
     for reduction in s.packs:
         for i, gradient in enumerate(reduction.pack.args[0]):
             value = tensor_of(gradient)
@@ -464,13 +465,13 @@ def _group_argument(node: fx.Node) -> int:
 
 
 def other_group(s: Subject) -> Iterator[Change]:
-    """Ranks wait for others that do not come."""
+    """Ranks wait for others that never arrive."""
     for launch in s.launches:
         yield set_arg(launch.node, _group_argument(launch.node), "another group")
 
 
 def other_size(s: Subject) -> Iterator[Change]:
-    """The message is cut for other ranks than the group has."""
+    """The message is divided for a different number of ranks than the group has."""
     for launch in s.launches:
         names = [argument.name for argument in launch.node.target._schema.arguments]
         if "group_size" in names:
@@ -479,19 +480,19 @@ def other_size(s: Subject) -> Iterator[Change]:
 
 
 def portion_of_another_group(s: Subject) -> Iterator[Change]:
-    """This rank's place in it is another."""
+    """This rank has another position in that group."""
     for portion in s.portions:
         yield set_arg(portion.node, 2, "another group")
 
 
 def portion_of_another_size(s: Subject) -> Iterator[Change]:
-    """Elements are missing, or there twice."""
+    """Elements are missing or duplicated."""
     for portion in s.portions:
         yield set_arg(portion.node, 1, 2 * portion.node.args[1])
 
 
 def portion_gathered_from_all(s: Subject) -> Iterator[Change]:
-    """Their portions overlap."""
+    """The portions of all ranks overlap."""
     for launch in s.gathers:
         if roles.has_kind(launch.input, Kind.PORTION):
             exchange = s.info(launch.bucket).exchange
@@ -516,7 +517,7 @@ def other_operator(s: Subject) -> Iterator[Change]:
 
 
 def stage_lost(s: Subject) -> Iterator[Change]:
-    """Outer ranks wait for this one, and it trains apart from them."""
+    """Outer ranks wait for this one, which trains without them."""
     for reduction in s.packs:
         if len(reduction.stages) > 1:
             first, second = reduction.stages
@@ -530,7 +531,7 @@ def stage_lost(s: Subject) -> Iterator[Change]:
 
 
 def stages_exchanged(s: Subject) -> Iterator[Change]:
-    """Inner ranks meet outer ones."""
+    """Inner ranks meet outer ranks in a collective."""
     for reduction in s.packs:
         if len(reduction.stages) > 1:
 
@@ -558,7 +559,7 @@ def stage_added(s: Subject) -> Iterator[Change]:
 
 
 def in_a_branch(s: Subject) -> Iterator[Change]:
-    """Ranks whose data say otherwise do not gather."""
+    """Ranks whose data take the other branch do not gather."""
     for launch in s.gathers:
 
         def change(launch: Launch = launch) -> None:
@@ -594,19 +595,19 @@ def reduction_awaited_early(s: Subject) -> Iterator[Change]:
 
 
 def gradients_written_in_flight(s: Subject) -> Iterator[Change]:
-    """Ranks may send what was there before or after."""
+    """Ranks may send the values from before or after the write."""
     for reduction in s.packs:
         yield lambda r=reduction: call(r.stages[0].node, aten.mul_.Scalar, r.stages[0].input, 2)
 
 
 def result_written_in_flight(s: Subject) -> Iterator[Change]:
-    """What arrives later overwrites it."""
+    """The result that arrives later overwrites the write."""
     for launch in s.launches:
         yield lambda launch=launch: call(launch.node, aten.zero_.default, launch.node)
 
 
 def shard_written_in_flight(s: Subject) -> Iterator[Change]:
-    """Ranks get a part of it from before and a part from after."""
+    """Ranks get some of its values from before the write and some from after it."""
     for launch in s.gathers:
         yield lambda launch=launch: call(launch.node, aten.mul_.Scalar, launch.input, 2)
 
@@ -618,7 +619,7 @@ def gradients_released_in_flight(s: Subject) -> Iterator[Change]:
 
 
 def another_reduction_awaited(s: Subject) -> Iterator[Change]:
-    """Nothing waits for this one."""
+    """Nothing waits for this reduction."""
     for a, b in itertools.permutations(s.packs, 2):
         yield replace_in(a.stages[-1].waits[0], a.stages[-1].node, b.stages[-1].node)
 
@@ -640,14 +641,14 @@ def bucket_saved(s: Subject) -> Iterator[Change]:
 
 
 def cast_saved(s: Subject) -> Iterator[Change]:
-    """A copy of a weight in memory until backward."""
+    """A copy of a weight stays in memory until backward."""
     for whole in s.wholes if s.phase is Phase.FORWARD else ():
         for view in s.ranges(whole):
             yield lambda v=view: s.save(call(v, aten._to_copy.default, v, dtype=torch.float64))
 
 
 def transpose_saved(s: Subject) -> Iterator[Change]:
-    """A view of a view has the memory of its bucket."""
+    """A view of a view shares the memory of its bucket."""
     for whole in s.wholes if s.phase is Phase.FORWARD else ():
         for alias in whole.aliases:
             if (value := tensor_of(alias)) is not None and value.dim() == 2:
@@ -662,20 +663,20 @@ def clone_saved(s: Subject) -> Iterator[Change]:
 
 
 def activation_replaced(s: Subject) -> Iterator[Change]:
-    """A weight kept in the place of what backward needs."""
+    """A weight is saved in place of what backward needs."""
     for whole in s.wholes if s.phase is Phase.FORWARD else ():
         for position in range(1, len(s.outputs)):
             yield from ((lambda p=position, v=view: s.return_(p, v)) for view in s.ranges(whole)[:1])
 
 
 def gather_saved(s: Subject) -> Iterator[Change]:
-    """Not even awaited."""
+    """An unawaited gather is saved."""
     for launch in s.gathers:
         yield lambda launch=launch: s.save(launch.node)
 
 
 def weight_returned(s: Subject) -> Iterator[Change]:
-    """Whoever gets it keeps the bucket in memory."""
+    """The caller keeps the bucket in memory."""
     for whole in s.wholes if s.phase is not Phase.FORWARD else ():
         yield from ((lambda v=view: s.save(v)) for view in s.ranges(whole))
 
@@ -691,7 +692,7 @@ def portion_not_copied(s: Subject) -> Iterator[Change]:
 
 
 def portion_of_what_is_kept(s: Subject) -> Iterator[Change]:
-    """Memory for nothing: backward does not gather it."""
+    """Wastes memory, because backward does not gather it."""
     for whole in s.gathered if s.phase is Phase.FORWARD else ():
         info = s.info(whole.bucket)
         if info.portion_size and whole.bucket not in {portion.bucket for portion in s.portions}:
@@ -700,7 +701,7 @@ def portion_of_what_is_kept(s: Subject) -> Iterator[Change]:
 
 
 def portion_returned(s: Subject) -> Iterator[Change]:
-    """In the place of a loss."""
+    """A portion is returned in place of a loss."""
     for portion in s.portions:
         yield lambda p=portion.node: s.return_(0, p)
 
@@ -713,7 +714,7 @@ def _stages(s: Subject) -> Iterator[tuple[Reduction, Launch]]:
 
 
 def mean_for_sum(s: Subject) -> Iterator[Change]:
-    """Wrong by the number of ranks."""
+    """The result is wrong by a factor of the number of ranks."""
     for _, stage in _stages(s):
         index = next(i for i, argument in enumerate(stage.node.args) if argument in ("sum", "avg"))
         yield set_arg(stage.node, index, "avg" if stage.node.args[index] == "sum" else "sum")
@@ -733,14 +734,14 @@ def factor_lost(s: Subject) -> Iterator[Change]:
 
 
 def factor_changed(s: Subject) -> Iterator[Change]:
-    """Any other number is wrong."""
+    """Any other factor is wrong."""
     for node in _scales(s):
         for factor in (2.0, 0.5):
             yield set_arg(node, 1, node.args[1] * factor)
 
 
 def scaled_again(s: Subject) -> Iterator[Change]:
-    """Once is right."""
+    """Gradients are scaled twice."""
     for reduction in s.packs:
         last = reduction.stages[-1].waits[0]
 
@@ -752,7 +753,7 @@ def scaled_again(s: Subject) -> Iterator[Change]:
 
 
 def scaled_in_front(s: Subject) -> Iterator[Change]:
-    """Scaled by the packed bucket, too."""
+    """Gradients are also scaled in the packed bucket."""
     for reduction in s.packs:
 
         def change(stage: Launch = reduction.stages[0]) -> None:
@@ -774,14 +775,14 @@ def gradient_scaled(s: Subject) -> Iterator[Change]:
 
 
 def never_waits(s: Subject) -> Iterator[Change]:
-    """What was reduced is reduced again with the next microbatch."""
+    """Gradients that were reduced are reduced again with the next microbatch."""
     for _, stage in _stages(s):
         if stage.node.target is torch.ops.mfsdp.reduce_if_due.default:
             yield set_arg(stage.node, 3, "always")
 
 
 def another_sum_reduced(s: Subject) -> Iterator[Change]:
-    """The other bucket's microbatches are added."""
+    """The microbatches of another bucket are added."""
     tokens = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.TOKEN]
     for reduction, stage in _stages(s):
         for token in tokens if stage.node.target is torch.ops.mfsdp.reduce_if_due.default else ():
@@ -823,7 +824,7 @@ def gradient_of_other_dtype(s: Subject) -> Iterator[Change]:
 
 
 def part_of_a_gradient(s: Subject) -> Iterator[Change]:
-    """The last element of the shard has none."""
+    """The last element of the shard has no gradient."""
     for reduction in s.reductions:
         for position, _ in reduction.returned:
             value = s.outputs[position]
@@ -832,7 +833,7 @@ def part_of_a_gradient(s: Subject) -> Iterator[Change]:
 
 
 def another_shard_gathered(s: Subject) -> Iterator[Change]:
-    """Another unit's weights, on this rank."""
+    """Another unit's weights are gathered from this rank."""
     shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
     for launch in s.gathers:
         source = s.memory(launch.input).root
@@ -851,7 +852,7 @@ def portion_of_another_bucket(s: Subject) -> Iterator[Change]:
 
 
 def portion_of_a_view(s: Subject) -> Iterator[Change]:
-    """A part of one parameter."""
+    """The portion is a part of one parameter only."""
     for portion in s.portions:
         for view in s.ranges(portion.whole):
             yield replace_in(portion.node, portion.whole.node, view)
@@ -864,14 +865,14 @@ def portion_lost(s: Subject) -> Iterator[Change]:
 
 
 def another_portion_gathered(s: Subject) -> Iterator[Change]:
-    """Another unit's weights."""
+    """Another unit's weights are gathered."""
     of_portions = [launch for launch in s.gathers if roles.has_kind(launch.input, Kind.PORTION)]
     for launch, other in itertools.permutations(of_portions, 2):
         yield replace_in(launch.node, launch.input, other.input)
 
 
 def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
-    """Twice the bytes, in a dtype that ranks do not agree on."""
+    """Twice the bytes, in a dtype that ranks did not agree on."""
     for launch in s.gathers:
 
         def change(launch: Launch = launch) -> None:
@@ -883,14 +884,14 @@ def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
 
 
 def parameter_moved(s: Subject) -> Iterator[Change]:
-    """Reads its neighbour's elements, or padding."""
+    """Reads its neighbor's elements, or padding."""
     for whole in s.wholes:
         for view in s.ranges(whole):
             yield lambda v=view: setattr(v, "args", (v.args[0], 0, v.args[2] + 1, v.args[3] + 1))
 
 
 def parameter_confused(s: Subject) -> Iterator[Change]:
-    """Another parameter of that shape."""
+    """Reads another parameter of the same shape."""
     for whole in s.wholes:
         for a, b in itertools.permutations(s.ranges(whole), 2):
             if a.args[3] - a.args[2] == b.args[3] - b.args[2] and a.args[2] != b.args[2]:
@@ -898,26 +899,26 @@ def parameter_confused(s: Subject) -> Iterator[Change]:
 
 
 def packed_in_other_dtype(s: Subject) -> Iterator[Change]:
-    """Ranks send other lengths, or gradients are rounded."""
+    """Ranks send messages of different lengths, or gradients are rounded."""
     for reduction in s.packs:
         yield set_arg(reduction.pack, 3, torch.float64)
 
 
 def packed_too_long(s: Subject) -> Iterator[Change]:
-    """Shards of the gradient do not lie where those of the parameters do."""
+    """Shards of the gradient are not where the parameters' shards are."""
     for reduction in s.packs:
         yield set_arg(reduction.pack, 2, 2 * reduction.pack.args[2])
 
 
 def saved_exchanged(s: Subject) -> Iterator[Change]:
-    """Backward takes one for the other."""
+    """Backward takes one saved tensor for the other."""
     for a, b in itertools.combinations(range(len(s.outputs)), 2):
         if s.phase is Phase.FORWARD and s.outputs[a] is not s.outputs[b]:
             yield lambda a=a, b=b: (s.return_(a, s.outputs[b]), s.return_(b, s.outputs[a]))
 
 
 def output_dropped(s: Subject) -> Iterator[Change]:
-    """All that come after it move up."""
+    """All later outputs move up."""
     for position in range(len(s.outputs)):
         yield lambda p=position: setattr(s.output, "args", (tuple(s.outputs[:p] + s.outputs[p + 1 :]),))
 

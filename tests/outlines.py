@@ -1,4 +1,4 @@
-"""Buckets, outlines and a machine with round numbers, for tests of what is predicted and scheduled."""
+"""Buckets, outlines and a machine with round numbers, for tests of predictions and schedules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ COSTS = CostModel(MACHINE, fused=True)
 
 
 def bucket(name: str, numel: int = 1000, unit: str | None = None, **changes: Any) -> BucketInfo:
-    """A bucket of one parameter in float32 over four ranks of a node; ``changes`` are fields, of it or its exchange."""
+    """Return a bucket of one float32 parameter over four ranks of a node.
+
+    ``changes`` are fields of the bucket or of its exchange.
+    """
     ranks = changes.pop("ranks", RANKS)
     layout = BucketLayout(4, ranks, numel // ranks, (Slot("w", (numel,), 0),), alignment_bytes=4)
     exchange = Exchange(
@@ -74,13 +77,13 @@ def chain(
     costs: CostModel = COSTS,
     **changes: Any,
 ) -> Plan:
-    """A model of units that run one after the other, each computing for so long, and twice as long in backward.
+    """Return a model of units that run one after the other, each with the given time, and twice that time in backward.
 
     Args:
-        buckets: of the units in order; neighbours of one unit are used together.
-        seconds: of each unit.
-        saved: bytes that each unit saves for backward.
-        rise: bytes that each needs while it computes.
+        buckets: Buckets of the units, in order. Neighbors of one unit are used together.
+        seconds: Time of each unit.
+        saved: Bytes that each unit saves for backward.
+        rise: Bytes that each unit needs while it computes.
     """
     numbers: dict[str, list[int]] = {}
     for number, info in enumerate(buckets):

@@ -1,4 +1,4 @@
-"""Train a model sharded, and the same model in one process on all ranks' data; compare."""
+"""Trains a model sharded, and the same model in one process on the data of all ranks, and compares the results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EAGER, AOT_EAGER, INDUCTOR = "eager", "aot_eager", "inductor"
 
 @dataclass
 class Run:
-    """What a training run computed: whole tensors, by parameter name."""
+    """Results of a training run: whole tensors, by parameter name."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -35,13 +35,13 @@ def build(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def batches(steps: int, shape: Sequence[int] = (6, 8), seed: int = 1) -> Tensor:
-    """``[steps, world_size, *shape]``, the same on every rank."""
+    """Return batches of shape ``[steps, world_size, *shape]``, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(steps, dist.get_world_size(), *shape, generator=generator)
 
 
 def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tuple[MegatronFSDP, Callable[..., Any]]:
-    """A sharded model, and what to call in its place in the given mode."""
+    """Return a sharded model, and what to call in its place in the given mode."""
     units = units if units is not None else [type(model).block] if hasattr(type(model), "block") else "auto"
     sharded = fully_shard_model(
         model,
@@ -94,7 +94,10 @@ def train_alone(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     microbatches: int = 1,
 ) -> Run:
-    """One process, all ranks' batches: gradients are the mean over ranks of the sum over microbatches."""
+    """Train in one process on the batches of all ranks.
+
+    Gradients are the mean over ranks of the sum over microbatches.
+    """
     model = build(factory)
     world_size, rank = dist.get_world_size(), dist.get_rank()
     optim = (optimizer or _adamw)(model.parameters())
@@ -139,7 +142,10 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """For comparisons of parameters: Adam turns rounding of gradients near zero into steps of the size of lr."""
+    """Return an optimizer for comparisons of parameters.
+
+    Adam would turn rounding of tiny gradients into steps of size lr.
+    """
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
@@ -151,7 +157,10 @@ def assert_bitwise(a: Run, b: Run) -> None:
 
 
 def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = True) -> None:
-    """Equal up to ``relative`` of the largest element of each tensor: sums of other order round differently."""
+    """Assert equality up to ``relative`` of the largest element of each tensor.
+
+    Sums in another order round differently.
+    """
     for x, y in zip(run.losses, alone.losses, strict=True):
         assert abs(x - y) <= relative * max(abs(y), 1e-3), f"losses {run.losses} and {alone.losses}"
     for step, (mine, its) in enumerate(zip(run.gradients, alone.gradients, strict=True)):
@@ -167,7 +176,10 @@ def assert_close(run: Run, alone: Run, relative: float = 1e-5, params: bool = Tr
 
 
 def close(what: str, mine: Tensor, its: Tensor, relative: float = 1e-5, scale: float = 0.0) -> None:
-    """Equal up to ``relative`` of the largest element: sums in another order, of some hundred terms in float32."""
+    """Assert equality up to ``relative`` of the largest element.
+
+    The bound covers the rounding of float32 sums of some hundred terms in another order.
+    """
     assert mine.shape == its.shape, f"{what}: shapes {tuple(mine.shape)} and {tuple(its.shape)}"
     if not its.numel():
         return
@@ -178,7 +190,7 @@ def close(what: str, mine: Tensor, its: Tensor, relative: float = 1e-5, scale: f
 
 @contextlib.contextmanager
 def raises_everywhere(error: type[BaseException], *fragments: str) -> Any:
-    """The block raises on this rank with a message that has all the fragments."""
+    """Assert that the block raises on this rank, with a message that contains all fragments."""
     try:
         yield
     except error as caught:

@@ -1,6 +1,6 @@
-"""Real processes for tests: given test functions one after the other, stopped when one of them hangs or dies.
+"""Real processes that run test functions one after the other, and are stopped when one of them hangs or dies.
 
-They are forked from a server that has imported everything (``preload.py``), so that a pool starts in less than a second.
+They are forked from a server that has imported everything (``preload.py``), so a pool starts in less than a second.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 import pytest
 
 MANY = 8
-"""Ranks that make a test one of the long set."""
+"""Number of ranks from which a test belongs to the long set."""
 TIMEOUT = 240.0
-"""Seconds for one test on all ranks. Compiling is the slow part; a hang is what this is for."""
+"""Seconds for one test on all ranks. Compilation is the slow part; the limit ends tests that hang."""
 
 
 class RankError(AssertionError):
@@ -36,9 +36,9 @@ class RankError(AssertionError):
 def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Run a test function on every rank of a world, once for each size.
 
-    The function runs in worker processes, with a gloo process group as the default one; its parameters come from
-    ``pytest.mark.parametrize`` and must be picklable. Eight ranks on a machine of two cores take minutes: such tests are in
-    the long set.
+    The function runs in worker processes whose default process group is gloo. Its parameters come from
+    ``pytest.mark.parametrize`` and must be picklable. Eight ranks on a machine of two cores take minutes, so such tests
+    are in the long set.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,10 +56,10 @@ def on_ranks(*world_sizes: int, timeout: float = TIMEOUT) -> Callable[[Callable[
 
 
 class Pools:
-    """One pool of processes per world size, made when first asked for.
+    """One pool of processes per world size, created on first use.
 
-    Processes that wait for a test cost some percent of a core each, for the threads of their process groups: a pool is stopped when one
-    of another size is asked for, and forked again in a moment.
+    Processes that wait for a test cost a few percent of a core each, for the threads of their process groups. A pool is
+    therefore stopped when a pool of another size is needed. Forking it again is quick.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Pools:
 
     @property
     def cpu_seconds(self) -> float:
-        """What tests took on all ranks so far."""
+        """CPU seconds that tests have used so far, on all ranks."""
         return sum(pool.cpu_seconds for pool in self._pools.values())
 
     def of(self, world_size: int) -> Pool:
@@ -133,12 +133,12 @@ class Pool:
                     process.join(5)
                     results[rank] = (False, f"the process died with exit code {process.exitcode}")
             if any(not good for good, _ in results.values()):
-                # The others may wait for the one that failed; what they have to say comes soon or not at all.
+                # Other ranks may wait for the one that failed. If they have anything to report, they report it soon.
                 deadline = min(deadline, time.monotonic() + 5)
         failures = {rank: what for rank, (good, what) in results.items() if not good}
         missing = [rank for rank in range(self.world_size) if rank not in results]
         if failures or missing:
-            for rank in missing:  # where they are: on stderr
+            for rank in missing:  # they print their stacks to stderr
                 os.kill(self._workers[rank][0].pid, signal.SIGUSR1)
             time.sleep(1 if missing else 0)
             self.stop()
@@ -151,11 +151,11 @@ class Pool:
 
 
 def _destroy_groups() -> None:
-    """All that a test has made: each has threads that wake up a hundred times a second."""
+    """Destroy all process groups that a test has created. Each has threads that wake up a hundred times a second."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # DTensor's cache takes meshes of the same ranks for one, and would give the next test those of this one.
+    # DTensor's cache does not distinguish meshes of the same ranks. The next test would get the meshes of this one.
     _clear_sharding_prop_cache()
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
@@ -164,12 +164,12 @@ def _destroy_groups() -> None:
 
 
 def server() -> Any:
-    """Of this process: what is forked from it has imported everything, and nothing else has happened in it."""
+    """Return the fork server of this process. It has imported everything and done nothing else."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
     before = os.environ.get("PYTHONPATH")
     here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join([here, before])  # older Pythons go by this
+    os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join([here, before])  # older Pythons use this
     try:
         forkserver.ensure_running()
     finally:
@@ -181,7 +181,7 @@ def server() -> Any:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the CPU seconds of this process and of the child processes that it has waited for."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -202,7 +202,7 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     warnings.filterwarnings("ignore", message=".*cpu_offload.*")
-    # Rank 0 has the store, at a port that nobody else can take in between.
+    # Rank 0 serves the store, at a port that no other process can take in between.
     timeout = timedelta(seconds=120)
     store = None
     if rank == 0:
@@ -215,16 +215,17 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 
-    # Compile caches would skip the passes that tests look at. Compiled C++ is still shared, by its source.
+    # Compile caches would skip the passes that tests check. Compiled C++ is still shared, because its cache key is the
+    # source.
     functorch_config.enable_autograd_cache = False
     inductor_config.fx_graph_cache = False
-    used = 0.0  # what it took to get here is counted for the first test
+    used = 0.0  # the startup time counts for the first test
     while True:
         try:
             (module, qualname), params = connection.recv()
         except EOFError:
             return
-        _destroy_groups()  # now that no rank is still connecting one
+        _destroy_groups()  # no rank is still connecting one by now
         try:
             torch.manual_seed(0)
             target: Any = importlib.import_module(module)
@@ -236,7 +237,7 @@ def _work(connection: Connection, rank: int, world_size: int, environment: dict[
         finally:
             torch._dynamo.reset()
             gc.collect()
-            gc.freeze()  # caches and modules stay: looking at them again took a third of a second per test and rank
+            gc.freeze()  # scanning caches and modules again took a third of a second per test and rank
         before, used = used, cpu_seconds()
         try:
             connection.send((*outcome, used - before))

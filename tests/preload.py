@@ -1,4 +1,4 @@
-"""Imported by the server that test processes are forked from: what takes seconds to import, and nothing that starts a thread."""
+"""Imports for the server that test processes are forked from: everything slow to import that starts no thread."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ MODULES = (
     "peft",
 )
 for module in MODULES:
-    with contextlib.suppress(ImportError):  # what is not installed
+    with contextlib.suppress(ImportError):  # not installed
         importlib.import_module(module)
 
-# A million objects that stay: each collection in each process would look at them again, a third of a second of it.
+# A million permanent objects. Without this, each collection in each process scans them, which takes a third of a
+# second.
 gc.collect()
 gc.freeze()
 
@@ -47,6 +48,6 @@ _server = os.getpid()
 
 
 def check_fork() -> None:
-    """In a process that was forked: the server had one thread, and is another process."""
+    """Check, in a forked process, that it is not the server and that the server had one thread."""
     if os.getpid() == _server or _threads != 1:
         raise RuntimeError(f"test processes were to be forked from a server with one thread; it had {_threads}")

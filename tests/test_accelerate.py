@@ -73,7 +73,7 @@ class Job:
                 if self.model.is_last_microbatch:
                     torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
                     self.optimizer.step()
-                    for _ in range(dist.get_world_size()):  # accelerate counts a step of the schedule for each process
+                    for _ in range(dist.get_world_size()):  # accelerate advances the schedule once per process
                         self.schedule.step()
                     self.optimizer.zero_grad()
             losses.append(loss.detach())
@@ -95,7 +95,10 @@ def assert_same(losses: list[Tensor], others: list[Tensor]) -> None:
 )
 @on_ranks(2)
 def test_accumulate_is_the_plain_loop(kind: type, strategy: str, compiled: bool) -> None:
-    """accelerate's own one takes all but the model."""
+    """Training with ``accumulate`` equals the plain loop, with accelerate's own Accelerator and with this package's.
+
+    accelerate's own one prepares everything except the model.
+    """
     with trainers():
         job = Job(kind(cpu=True, gradient_accumulation_steps=MICROS), strategy, compiled=compiled)
         losses = job.train(slice(0, 6))
@@ -170,9 +173,9 @@ SIZES: dict[str, Any] = {
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
     "tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
-    # stacked experts, which are stored one by one
+    # Stacked experts, which are stored one by one.
     "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4)),
-    # with buffers, tied over four names
+    # Has buffers, and a parameter tied over four names.
     "t5": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=99, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
     ),
@@ -183,7 +186,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @on_ranks(2)
 def test_weights_are_those_that_save_pretrained_writes(family: str, max_bytes: int, tmp_path: Path) -> None:
-    """To the bit, under the same names; shards are in float32, the files in the model's dtype."""
+    """Written weights equal those of ``save_pretrained`` bit for bit, under the same names.
+
+    Shards are in float32, the files in the model's dtype.
+    """
     from safetensors.torch import load_file
 
     def files(folder: Path) -> dict[str, Tensor]:
@@ -194,7 +200,7 @@ def test_weights_are_those_that_save_pretrained_writes(family: str, max_bytes: i
     dtypes = {name: param.dtype for name, param in model.named_parameters(remove_duplicate=False)}
     if dist.get_rank() == 0:
         model.save_pretrained(tmp_path / "alone")
-        model.save_pretrained(tmp_path / "sharded", max_shard_size=50_000)  # what was there before
+        model.save_pretrained(tmp_path / "sharded", max_shard_size=50_000)  # files of an earlier save
     dist.barrier()
     sharded = fully_shard_model(model, fsdp_unit_modules="auto", mixed_precision_policy=MixedPrecisionPolicy())
     assert can_stream(model)
@@ -220,12 +226,12 @@ def test_weights_are_those_that_save_pretrained_writes(family: str, max_bytes: i
 
 @on_ranks(2)
 def test_weights_are_written_as_they_are_gathered(tmp_path: Path) -> None:
-    """Nothing is left of a bucket when the next is gathered."""
+    """When a bucket is gathered to be written, nothing of the bucket before it is left in memory."""
     model = fully_shard_model(hf_trainer.build(), fsdp_unit_modules=UNITS)
     gather, gathered, left = Bucket.gather_shards, [], []
 
     def watched(bucket: Bucket) -> list[Tensor]:
-        deadline = time.monotonic() + 2  # gloo's threads let go a little later
+        deadline = time.monotonic() + 2  # gloo's threads release it a little later
         while not all(storage.expired() for storage in gathered) and time.monotonic() < deadline:
             time.sleep(0.01)
         left.append(sum(not storage.expired() for storage in gathered))
@@ -240,7 +246,7 @@ def test_weights_are_written_as_they_are_gathered(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=90)
 def test_a_first_rank_that_cannot_write(tmp_path: Path) -> None:
-    """The others are told, and the model is as it was."""
+    """If the first rank cannot write, all ranks raise, and the model is unchanged."""
     model = fully_shard_model(hf_trainer.build(), fsdp_unit_modules=UNITS)
     (tmp_path / "file").touch()
     with raises_everywhere((OSError, RuntimeError), "file"):

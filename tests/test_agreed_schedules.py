@@ -1,4 +1,4 @@
-"""Solved schedules on ranks whose batches, or machines, are not alike: one schedule, found together, or one error on all."""
+"""Solved schedules on ranks whose batches or machines differ: one schedule, found together, or one error on all."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ from mfsdp_compile.runtime import compat
 
 WIDTH = 64
 SECONDS = 15.0
-"""The time-out of process groups where a rank is to miss others: more than ranks' compilations differ by."""
+"""Timeout of process groups in which a rank misses others.
+
+Longer than the difference between ranks' compilation times.
+"""
 AUTO = {"prefetch": "auto", "reshard_after_forward": "auto"}
 
 
 class Wide(nn.Module):
-    """Gathers of a unit take longer than a short batch computes, and not as long as a long one does."""
+    """Gathers of a unit take longer than the computation of a short batch, and not as long as that of a long one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +55,7 @@ class Wide(nn.Module):
 
 
 def own_group(seconds: float = 120.0) -> DeviceMesh:
-    """What other tests have agreed on is not known in a group of this test's own."""
+    """Return a mesh over a new group, for which nothing has been agreed on by other tests."""
     return DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=seconds)), "cpu", mesh_dim_names=("dp",))
 
 
@@ -71,12 +74,12 @@ def batch(length: int, step: int = 0) -> Tensor:
 
 
 def mine(lengths: Sequence[int]) -> int:
-    """Of a table by rank, which is as short as it may be."""
+    """Return this rank's entry of a table by rank. A shorter table repeats."""
     return lengths[dist.get_rank() % len(lengths)]
 
 
 def train(model: Any, call: Any, lengths: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Losses, and this rank's shards after the last step."""
+    """Return losses, and this rank's shards after the last step."""
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
     for step, of_ranks in enumerate(lengths):
@@ -89,7 +92,7 @@ def train(model: Any, call: Any, lengths: Sequence[Sequence[int]]) -> list[Tenso
 
 
 def watch(model: Any) -> list[tuple[str, Any]]:
-    """The topics of meetings from here on, each with what this rank offers there."""
+    """Return a list that collects the topics of meetings from now on, each with this rank's offer."""
     met: list[tuple[str, Any]] = []
     real = model.sharded.conduct.conclude
 
@@ -102,7 +105,7 @@ def watch(model: Any) -> list[tuple[str, Any]]:
 
 
 def offers_differ(met: Sequence[tuple[str, Any]]) -> bool:
-    """Whether ranks would have gone different ways. Collective."""
+    """Whether ranks would have diverged. Collective."""
     own = across_ranks.effect(met[0][1]["decisions"])
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -110,7 +113,7 @@ def offers_differ(met: Sequence[tuple[str, Any]]) -> bool:
 
 
 def refused(step: Callable[[], Any]) -> BaseException:
-    """The error that a step ends with on this rank; Dynamo wraps what a compilation raises."""
+    """Return the error that a step raises on this rank. Dynamo wraps errors of compilation."""
     try:
         step()
     except compat.backend_failed() as error:
@@ -121,21 +124,24 @@ def refused(step: Callable[[], Any]) -> BaseException:
 
 
 def least(length: int) -> int:
-    """Bytes that the smallest schedule takes for batches of a length. Collective."""
+    """Return the bytes that the smallest schedule takes for batches of a length. Collective."""
     model = build()
     error = refused(lambda: compiled(model, memory_budget=1)(batch(length)))
     assert isinstance(error, BudgetError), error
-    torch._dynamo.reset()  # it would know that lengths change
+    torch._dynamo.reset()  # otherwise Dynamo would know that lengths change
     return error.needed
 
 
 def budget_for(length: int, more: int = 150_000) -> int:
-    """That batches of a length can keep, and that not all buckets can stay for; of a bucket's 67 KB so many more."""
+    """Return a budget that batches of a length can keep, but that cannot keep all buckets; ``more`` is in bytes.
+
+    A bucket takes 67 KB.
+    """
     return int((least(length) + more) / 0.99) + 1  # budget_reserve
 
 
 LENGTHS = [(3, 2000, 900, 40), (500, 7), (2000, 2, 17), (4, 5), (1999, 2000)]
-"""By step and rank; the first step has one of the longest."""
+"""Lengths by step and rank. One of the longest is in the first step."""
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -166,7 +172,7 @@ def test_lengths_of_every_rank_change_from_step_to_step(inner: str, bounded: boo
     for mine_, its in zip(found, expected, strict=True):
         if inner == AOT_EAGER:
             assert torch.equal(mine_, its)
-        else:  # fused kernels sum in another order
+        else:  # fused kernels sum in a different order
             torch.testing.assert_close(mine_, its, rtol=1e-4, atol=1e-6)
 
 
@@ -197,7 +203,7 @@ def test_hybrid_sharding_and_evaluation_in_between() -> None:
 
 @on_ranks(2, timeout=300)
 def test_two_models_that_share_code() -> None:
-    """One rank compiles for the second model, and the other finds code of the first: nobody waits for it."""
+    """If one rank compiles for the second model and the other finds code of the first, neither waits for the other."""
     mesh = own_group()
     first, second = build(mesh), build(mesh)
     met = [watch(first), watch(second)]
@@ -232,7 +238,7 @@ def test_one_rank_forgets_its_code() -> None:
 
 @on_ranks(2, timeout=300)
 def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
-    """One rank evaluates alone: nothing in it depends on others."""
+    """A rank can evaluate alone if parameters are whole, because nothing in it depends on other ranks."""
     model = build(zero_dp_strategy="no_shard")
     call = compiled(model, **AUTO)
     met = watch(model)
@@ -247,7 +253,7 @@ def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
 
 @on_ranks(2, timeout=300)
 def test_machines_of_two_kinds() -> None:
-    """What is predicted for each rank's own device differs; whose figures were taken is in every account."""
+    """If predictions differ by device, ranks agree on one schedule, and every report says whose figures were used."""
     from mfsdp_compile.backend.compile import options as compile_options
 
     real = compile_options.default_hardware
@@ -274,7 +280,7 @@ def test_machines_of_two_kinds() -> None:
 
 @on_ranks(2, 4, timeout=300)
 def test_a_batch_that_no_schedule_fits() -> None:
-    """All ranks have the error as soon as the last one has compiled; with shorter batches they go on."""
+    """All ranks raise as soon as the last one has compiled, and continue with shorter batches."""
     budget = budget_for(500)
     model = build()
     call = compiled(model, memory_budget=budget)
@@ -292,10 +298,10 @@ def test_a_batch_that_no_schedule_fits() -> None:
 
 @on_ranks(2, timeout=300)
 def test_one_rank_outgrows_what_was_agreed_on() -> None:
-    """The others do not compile, and so do not come to agree on another schedule."""
+    """If one rank needs another schedule and the others do not compile, all ranks raise."""
     budget = budget_for(1000)
     model = build(own_group(SECONDS))
-    call = compiled(model, dynamic=False, memory_budget=budget)  # sizes that are no numbers are saved in another way
+    call = compiled(model, dynamic=False, memory_budget=budget)  # symbolic sizes are saved differently
     train(model, call, [(100, 120)])
     before = values(model)
     begun = time.monotonic()
@@ -318,8 +324,10 @@ def test_one_rank_outgrows_what_was_agreed_on() -> None:
 
 @on_ranks(2, timeout=400)
 def test_all_ranks_outgrow_what_was_agreed_on() -> None:
-    """They agree on another schedule. Old code would still do for the lengths that it was made for; one rank must not run it
-    while others run the new."""
+    """If all ranks need another schedule, they agree on one and none runs code of the old one.
+
+    Old code would still work for the lengths that it was compiled for, but not while others run the new code.
+    """
     budget = budget_for(1000)
     model = build()
     met = watch(model)
@@ -335,7 +343,7 @@ def test_all_ranks_outgrow_what_was_agreed_on() -> None:
 
 @on_ranks(2, timeout=120)
 def test_a_store_that_is_gone() -> None:
-    """The process that keeps it has ended."""
+    """If the process that serves the store has ended, a step raises an error that says so."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     model = build()
@@ -355,16 +363,19 @@ def test_a_store_that_is_gone() -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=500)
 def test_caches_know_what_was_agreed_on(tmp_path: Path) -> None:
-    """A second start finds its code if ranks agree on the same, and compiles anew if not."""
+    """A second start finds its code if ranks agree on the same schedule, and compiles again if not."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._dynamo.utils import counters
 
-    mesh = own_group()  # graphs have the names of groups
+    mesh = own_group()  # graphs contain the names of groups
     keys: list[str] = []
 
     def start(decisions: Decisions | None = None) -> tuple[int, int, dict[str, list[str]]]:
-        """Graphs found in the cache, graphs compiled, and schedules, of a process that knows nothing but ``decisions``."""
+        """Start a process that knows only ``decisions``.
+
+        Returns graphs found in the cache, graphs compiled, and schedules.
+        """
         torch._dynamo.reset()
         counters.clear()
         model = build(mesh)

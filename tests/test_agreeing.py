@@ -1,4 +1,4 @@
-"""What ranks agree on about a schedule, and when they cannot: ranks are threads here, with plans made by hand."""
+"""Agreement of ranks on a schedule, and its failures. Ranks are threads here, with plans made by hand."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mfsdp_compile.passes.solver.step_events import Plan
 
 MB = 10**6
 PATIENCE = 10.0
-"""Seconds that a rank waits for others. Those that come do so at once; tests of those that do not take a shorter one."""
+"""Seconds that a rank waits for others. Ranks arrive at once if they arrive; tests of missing ranks wait less."""
 
 
 class Hall:
-    """Where ranks meet."""
+    """A place for ranks to meet."""
 
     def __init__(self, ranks: int, patience: float = PATIENCE) -> None:
         self.ranks, self.patience = ranks, patience
@@ -40,7 +40,7 @@ class Hall:
         self._result = ""
 
     def run(self, problems: Mapping[int, Problem], options: Sequence[str] = ("options",)) -> dict[int, Any]:
-        """What each rank settles for, or the error that it gets."""
+        """Return what each rank settles for, or the error that it gets."""
         self._barrier.reset()
 
         def one(rank: int) -> Any:
@@ -97,7 +97,7 @@ class Guest:
 
 
 def problem(length: int = 1, budget: int = 10**9, units: int = 5, **changes: Any) -> Problem:
-    """A batch of a length: it saves and computes so many times as much."""
+    """Return the problem of a batch of a length. Saved bytes and computation are proportional to the length."""
     infos = [bucket(f"u{i}", MB) for i in range(units)]
     plan = chain(infos, [5e-6 * length] * units, saved=length * MB, rise=length * MB, **changes)
     return Problem(plan, OptimizerCost(), budget)
@@ -108,7 +108,7 @@ def peak(one: Problem, decisions: Decisions) -> int:
 
 
 def middle(one: Problem) -> int:
-    """A budget that lets some buckets stay, and not all."""
+    """Return a budget that lets some buckets stay, but not all."""
     return (one.smallest().timeline.peak_bytes + replace(one, budget=10**12).solve().timeline.peak_bytes) // 2
 
 
@@ -117,7 +117,7 @@ def effects(found: Mapping[int, Any]) -> set[str]:
     return {effect(plain(settled.decisions)) for settled, _ in found.values()}
 
 
-# -- the first time ---------------------------------------------------------------------------------------------------
+# -- first agreement --------------------------------------------------------------------------------------------------
 
 
 def test_ranks_with_other_batches_take_one_schedule_that_fits_on_all() -> None:
@@ -135,7 +135,7 @@ def test_ranks_with_other_batches_take_one_schedule_that_fits_on_all() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """Without a bound on memory every rank's schedule fits; what is taken is best for the rank that takes longest."""
+    """Without a bound on memory, every rank's schedule fits, and ranks choose the one whose slowest rank is fastest."""
     problems = {rank: problem(length) for rank, length in enumerate((1, 40))}
     found = Hall(2).run(problems)
     (settled, _), _ = found.values()
@@ -146,7 +146,7 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_reasons_come_along() -> None:
-    budget = problem(2).smallest().timeline.peak_bytes + 6 * MB  # a bucket takes 4
+    budget = problem(2).smallest().timeline.peak_bytes + 6 * MB  # a bucket takes 4 MB
     problems = {0: problem(1, budget), 1: problem(2, budget)}
     for settled, _ in Hall(2).run(problems).values():
         assert settled.decisions == problems[settled.rank].solve().decisions
@@ -154,7 +154,10 @@ def test_reasons_come_along() -> None:
 
 
 def test_the_smallest_schedule_is_there_when_no_other_fits_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two batches that take memory in different places; each rank's own schedule breaks the other's budget."""
+    """If each rank's own schedule breaks the other's budget, ranks agree on the smallest schedule.
+
+    The two batches take memory in different places.
+    """
     early, late = (_lopsided(place) for place in (0, 4))
     budget = max(one.smallest().timeline.peak_bytes for one in (early, late)) + 100_000
     problems = {0: replace(early, budget=budget), 1: replace(late, budget=budget)}
@@ -219,7 +222,7 @@ def test_other_lengths_take_what_was_settled_without_a_meeting() -> None:
     budget = middle(problem(8))
     hall = settled_hall(budget, 8, 1)
     before = hall.known[1].copy()
-    found = hall.run({1: problem(5, budget)})  # by itself
+    found = hall.run({1: problem(5, budget)})  # alone
     settled, timeline = found[1]
     assert [settled] == list(before.values())
     assert timeline.peak_bytes == peak(problem(5, budget), settled.decisions)
@@ -236,7 +239,7 @@ def test_another_structure_is_another_matter() -> None:
 
 
 def test_names_and_buffers_make_no_structure() -> None:
-    """Instances of a module share code; what they are called, and what else their model holds, must not matter."""
+    """Instances of a module share a schedule, whatever their names and the other contents of their models."""
     hall = settled_hall(10**9, 2, 1)
     infos = [replace(bucket(f"other{i}", MB), unit=f"other{i}") for i in range(5)]
     plan = chain(infos, [5e-6] * 5, saved=MB, rise=MB, other_bytes=MB)
@@ -246,7 +249,7 @@ def test_names_and_buffers_make_no_structure() -> None:
 
 
 def test_batches_that_have_outgrown_a_schedule_on_all_ranks() -> None:
-    """All ranks need another one at the same time, and get it; some also without it, if one rank needs it."""
+    """If all ranks need another schedule at the same time, they agree on one that fits on all."""
     budget = middle(problem(8))
     hall = settled_hall(budget, 3, 2)
     old = next(iter(hall.known[0].values())).decisions
@@ -263,7 +266,7 @@ def test_batches_that_have_outgrown_a_schedule_on_all_ranks() -> None:
 
 
 def test_batches_that_have_outgrown_every_schedule() -> None:
-    """One of them fits with no schedule; all ranks that came learn of it, and nobody waits."""
+    """If a batch fits with no schedule, all ranks that arrived learn of it, and none waits."""
     budget = middle(problem(8))
     hall = settled_hall(budget, 3, 2)
     found = hall.run({0: problem(8, budget), 1: problem(40, budget)})
@@ -339,13 +342,13 @@ def test_types_without_a_plain_form_are_refused() -> None:
         from_plain(Timeline | bytes, b"")
 
 
-# -- any ranks --------------------------------------------------------------------------------------------------------
+# -- any number of ranks ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=15)
 @given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.floats(0, 1.2))
 def test_any_lengths(lengths: list[int], room: float) -> None:
-    """All ranks take the same, which fits on all; or all have the error of one that cannot keep the budget."""
+    """All ranks choose one schedule, which fits on all, or all get the error of one that cannot keep the budget."""
     longest = problem(max(lengths))
     least = longest.smallest().timeline.peak_bytes
     most = replace(longest, budget=10**12).solve().timeline.peak_bytes

@@ -1,4 +1,4 @@
-"""Checkpoints: saved anywhere, loaded anywhere, complete or not there, and safe to load."""
+"""Checkpoints: saved anywhere, loaded anywhere, complete or absent, and safe to load."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BATCH = 12  # samples per step, over all ranks
 
 
 class Model(nn.Module):
-    """Uneven, tied, frozen, with buffers and a 0-d parameter."""
+    """Uneven sizes, tied and frozen parameters, buffers, and a 0-d parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(model: Any, optimizer: Any, steps: range) -> list[float]:
-    """Of the same batches at every number of ranks. Returns the mean loss of each step."""
+    """Train on the same batches at every number of ranks. Returns the mean loss of each step."""
     losses = []
     for step in steps:
         batch = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(step))
@@ -98,7 +98,7 @@ def train(model: Any, optimizer: Any, steps: range) -> list[float]:
 
 
 def whole(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Everything as NumPy arrays, so that it travels between processes; on the first rank."""
+    """Return everything as NumPy arrays, which can be sent between processes; on the first rank."""
     weights = full_state_dict(model)
     state = full_optimizer_state_dict(optimizer)
     arrays = {name: value.numpy() for name, value in weights.items()}
@@ -128,7 +128,7 @@ def train_and_save(root: str, strategy: str) -> tuple[dict[str, Any], list[float
 
 def resume(root: str, strategy: str) -> tuple[dict[str, Any], list[float]]:
     model, optimizer = make(strategy, seed=9)
-    if strategy == "optim":  # residents that are gathered already must be gathered again
+    if strategy == "optim":  # residents that are already gathered must be gathered again
         with torch.no_grad():
             model(torch.randn(4, 8))
     restored = Checkpoints(root).load(model, optimizer)
@@ -167,13 +167,13 @@ def test_saved_at_four_ranks_loaded_at_any_number(
             if world_size == 4 and other == strategy:
                 assert continued == losses
             else:
-                # Sums over ranks in another order, and BatchNorm is not here: rounding of float32, once or twice.
+                # Sums over ranks in another order, without BatchNorm: the rounding of float32, once or twice.
                 np.testing.assert_allclose(continued, losses, rtol=2e-6)
 
 
 @on_ranks(4)
 def test_another_precision() -> None:
-    """bfloat16 as it is stored, bit by bit, in float32 and back."""
+    """A bfloat16 checkpoint loads into float32 with ``allow_cast``, and back bit by bit."""
     root = shared_folder()
     bf16 = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
     model, optimizer = make(mixed_precision_policy=bf16)
@@ -239,7 +239,7 @@ def test_helpers_of_torch(strategy: str) -> None:
         set_model_state_dict(other, copy.deepcopy(weights), options=options)
         set_optimizer_state_dict(other, its_optimizer, copy.deepcopy(state), options=options)
         assert_same(whole(other, its_optimizer), expected)
-        train(other, its_optimizer, range(1))  # all of it is in a state to go on from
+        train(other, its_optimizer, range(1))  # the loaded state must allow further training
 
 
 @on_ranks(2)
@@ -252,7 +252,7 @@ def test_full_state_dict_on_one_rank() -> None:
         assert state == {}
     else:
         alone = parity.build(Model, 7)
-        alone.load_state_dict(weights)  # strict: every name is there
+        alone.load_state_dict(weights)  # strict: every name exists
         assert weights["head.weight"] is weights["again.weight"]
         assert alone.scale.item() == weights["scale"].item()
     everywhere, its_state = full_state_dict(model, rank=None), full_optimizer_state_dict(optimizer, rank=None)
@@ -267,7 +267,7 @@ def test_optimizer_state_by_name() -> None:
     model, optimizer = make()
     train(model, optimizer, range(1))
     state = copy.deepcopy(optimizer.state_dict())
-    # The groups in another order, and parameters too.
+    # Parameter groups in another order, and the parameters in them too.
     other, _ = make(seed=3)
     params = dict(other.named_parameters())
     names = [group["params"] for group in state["param_groups"]]
@@ -277,7 +277,7 @@ def test_optimizer_state_by_name() -> None:
     turned.load_state_dict(state)
     assert [group["lr"] for group in turned.param_groups] == [0.01, 0.02]
     for name, param in model.named_parameters():
-        if param.requires_grad and param in optimizer.state:  # forward does not use the BatchNorm
+        if param.requires_grad and param in optimizer.state:  # forward does not use the BatchNorm's parameters
             its = turned.state[params[name]]["exp_avg"]
             assert torch.equal(its.full_tensor(), optimizer.state[param]["exp_avg"].full_tensor())
     broken = copy.deepcopy(state)
@@ -326,7 +326,7 @@ def test_from_and_to_fsdp2_and_ddp() -> None:
 
     def theirs(kind: str, seed: int) -> tuple[Any, Any]:
         module: nn.Module = parity.build(Model, seed)
-        module.scale = nn.Parameter(module.scale.detach().reshape(1))  # FSDP2 takes no 0-d parameters
+        module.scale = nn.Parameter(module.scale.detach().reshape(1))  # FSDP2 does not support 0-d parameters
         if kind == "FSDP2":
             for block in module.blocks:
                 fully_shard(block)
@@ -344,7 +344,7 @@ def test_from_and_to_fsdp2_and_ddp() -> None:
         model, optimizer = ours(2)
         with raises_everywhere(CheckpointError, "another shape", "model.scale ((1,) there, () here)"):
             load(folder, model, optimizer)
-        # What has had no gradient has no state there.
+        # There, a parameter that had no gradient has no state.
         allowed = {"allow_reshaped": ["*.scale", "*.scale.*"], "allow_missing": "optimizer.norm.*"}
         restored = load(folder, model, optimizer, **allowed)
         assert restored.step is None
@@ -357,7 +357,7 @@ def test_from_and_to_fsdp2_and_ddp() -> None:
         for name, param in model.module.named_parameters():
             if name in its_state["state"] and name != "scale":
                 assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), its_state["state"][name]["exp_avg"])
-        # ... and back
+        # And back.
         train(model, optimizer, range(1))
         weights, state = get_state_dict(model.module, optimizer)
         folder = shared_folder()
@@ -375,7 +375,7 @@ def test_from_and_to_fsdp2_and_ddp() -> None:
 
 @on_ranks(2)
 def test_dcp_by_itself() -> None:
-    """What users of Megatron-FSDP type."""
+    """``torch.distributed.checkpoint`` saves and loads state dicts, as users of Megatron-FSDP call it."""
     folder = shared_folder()
     model, optimizer = make()
     train(model, optimizer, range(2))
@@ -399,7 +399,7 @@ def test_dcp_by_itself() -> None:
     assert train(fourth, its_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------------
+# -- checkpoints that do not fit --------------------------------------------------------------------------------------
 
 
 class Other(Model):
@@ -458,7 +458,7 @@ def test_extra_must_be_safe_to_load() -> None:
     Checkpoints(root).save(0, model)
 
 
-# -- damage and malice ------------------------------------------------------------------------------------------------
+# -- damaged and malicious files --------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=90)
@@ -491,7 +491,7 @@ def test_a_flipped_byte_names_the_file() -> None:
             if name == "manifest.json" and kind == "gone":
                 with raises_everywhere(CheckpointError, "has no manifest"):
                     load(path, other, its_optimizer, verify=True)
-                assert checkpoints.load(other, its_optimizer) is None  # it is not complete
+                assert checkpoints.load(other, its_optimizer) is None  # the checkpoint is not complete
                 load(path, other, its_optimizer)
             else:
                 with raises_everywhere(RuntimeError, name):
@@ -548,7 +548,7 @@ def test_a_folder_of_checkpoints() -> None:
     assert manifest is not None
     assert (manifest.step, manifest.serial, manifest.world_size) == (20, 2, 2)
     assert manifest.versions["torch"] == torch.__version__
-    # What a save that died has left is nothing, and goes with the next one.
+    # The remains of a save that died do not count as a checkpoint. The next save removes them.
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.copytree(root / "step-00000020.1", root / ".saving-9")
@@ -581,7 +581,7 @@ def test_training_goes_on_while_a_checkpoint_is_written() -> None:
                 trained.clear()
                 future = checkpoints.save_async(step, model, optimizer, extra=step)
                 assert [path.name for path in checkpoints.all()] == [f"step-{i:08}" for i in range(step)]
-                losses = train(model, optimizer, range(10, 13))  # collectives of its own, before anything is written
+                losses = train(model, optimizer, range(10, 13))  # has its own collectives, before anything is written
                 assert len(losses) == 3
                 assert not future.done()
                 trained.set()
@@ -602,7 +602,7 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
     checkpoints.save(0, model, optimizer)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     for save in (checkpoints.save, lambda *a: checkpoints.save_async(*a).result()):
-        if dist.get_rank() == 1:  # of its file more than this cannot be written, as on a full disk
+        if dist.get_rank() == 1:  # limits the size of its file, as on a full disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limit[1]))
         try:
             with raises_everywhere(
@@ -614,14 +614,14 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
         dist.barrier()
         assert sorted(path.name for path in root.iterdir()) == [".lock", "latest", "step-00000000"]
     with contextlib.suppress(CheckpointError):
-        checkpoints.wait()  # as a program does that has not asked for the future
+        checkpoints.wait()  # as in a program that did not ask for the future
     checkpoints.save(1, model, optimizer)
     assert checkpoints.latest() == root / "step-00000001"
 
 
 @on_ranks(2)
 def test_what_is_not_sharded_is_the_first_ranks() -> None:
-    """Buffers that differ between ranks are not mixed."""
+    """Buffers that differ between ranks are saved from the first rank, not mixed."""
     root = shared_folder()
     model, optimizer = make()
     for buffer in model.buffers():
@@ -753,5 +753,5 @@ def test_hugging_face_and_back_with_a_step_between(tied: bool) -> None:
         alone = hf_llama(tied)
         alone.load_state_dict(trained)
         assert torch.equal(exported(tokens).logits, alone(tokens).logits)
-        assert not torch.equal(exported(tokens).logits, hf_llama(tied)(tokens).logits)  # a step lies between
+        assert not torch.equal(exported(tokens).logits, hf_llama(tied)(tokens).logits)  # there is a step in between
     dist.barrier()

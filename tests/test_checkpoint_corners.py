@@ -29,7 +29,7 @@ from mfsdp_compile.checkpoint.manifest import read_manifest
 
 
 def fill(model: nn.Module, start: float) -> dict[str, float]:
-    """Give every parameter and buffer a value of its own; return these by name."""
+    """Give every parameter and buffer a different value. Returns the values by name."""
     values = {}
     with torch.no_grad():
         for number, (name, value) in enumerate([*model.named_parameters(), *model.named_buffers()]):
@@ -51,7 +51,7 @@ def held(model: nn.Module) -> dict[str, float]:
 
 
 class Inner(nn.Module):
-    """Names that look like a wrapper's."""
+    """Parameter names that look like those of a wrapper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,11 +134,11 @@ def test_tied_parameters_under_another_first_name() -> None:
     assert set(held(model).values()) == {1.0}
 
 
-# -- what modules keep besides ------------------------------------------------------------------------------------------
+# -- extra state of modules ---------------------------------------------------------------------------------------------
 
 
 class Keeper(zoo.Plain):
-    """Extra state of every kind, as quantised layers have it."""
+    """Extra state of every kind, as in quantized layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_extra_state_of_modules(kind: str) -> None:
 
 
 class Hooked(nn.Module):
-    """Its state dict is not what it holds."""
+    """A module whose state dict differs from its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_any_optimizer_goes_on_exactly(name: str) -> None:
-    """The model has a parameter that is a single number, as some optimizers' state is."""
+    """Any optimizer continues exactly from a checkpoint.
+
+    The model has a parameter that is a single number, like the state of some optimizers.
+    """
 
     def build() -> tuple[Any, Any]:
         model, _ = make()
@@ -303,7 +306,7 @@ def test_ranks_that_do_not_see_one_folder() -> None:
     try:
         folder = shared_folder()
         mine = Path(folder) / str(dist.get_rank())
-        (mine / ".saving-0").mkdir(parents=True)  # as if a job on the other machine had made it
+        (mine / ".saving-0").mkdir(parents=True)  # as if a job on the other machine had created it
         checkpoints = Checkpoints(mine)
         with raises_everywhere(RuntimeError, "that other ranks have written", "All ranks must see the same folder"):
             if dist.get_rank():
@@ -315,7 +318,7 @@ def test_ranks_that_do_not_see_one_folder() -> None:
 
 
 def _save_to(checkpoints: Checkpoints, mine: Path, model: Any) -> None:
-    """What every rank gets from the first one is a path; here it leads to a disk of its own."""
+    """Save to this rank's own disk. The path that ranks get from the first one leads to a different disk on each."""
     real = saving_module.PublishingWriter.__init__
 
     def elsewhere(self: Any, directory: Path, *rest: Any) -> None:
@@ -357,7 +360,7 @@ def test_an_old_checkpoint_with_a_damaged_manifest() -> None:
     assert checkpoints.load(model).step == 2
     third = checkpoints.save(3, model)
     assert checkpoints.latest() == third
-    assert first.is_dir()  # nobody knows what is in it
+    assert first.is_dir()  # its content is unknown
     dist.barrier()
     if dist.get_rank() == 0:
         (third / "manifest.json").write_text("{")
@@ -385,7 +388,7 @@ def test_a_manifest_that_cannot_be_read_is_an_error_on_all_ranks() -> None:
 
 @on_ranks(2)
 def test_a_published_checkpoint_is_no_failure() -> None:
-    """What comes after the rename is housekeeping."""
+    """If housekeeping fails after the rename that publishes a checkpoint, the save succeeds with a warning."""
     model, _ = make()
     folder = shared_folder()
     checkpoints = Checkpoints(folder)
@@ -406,7 +409,7 @@ def test_processes_forked_during_a_save_do_not_keep_the_lock() -> None:
     folder = shared_folder()
     checkpoints = Checkpoints(folder)
     done = checkpoints.save_async(1, model)
-    child = os.fork()  # as a data loader does
+    child = os.fork()  # as a data loader forks
     if child == 0:
         time.sleep(30)
         os._exit(0)
@@ -420,7 +423,10 @@ def test_processes_forked_during_a_save_do_not_keep_the_lock() -> None:
 
 @on_ranks(2)
 def test_two_models_of_the_same_shapes() -> None:
-    """... in two dtypes, saved by turns: torch's cache of plans would mix them up."""
+    """Two models of the same shapes, in two dtypes, can be saved in turns.
+
+    torch's cache of plans would mix them up.
+    """
     models = [
         fully_shard_model(
             parity.build(zoo.Plain).to(dtype),
@@ -455,8 +461,10 @@ def test_without_looking_at_digests() -> None:
 
 @on_ranks(2)
 def test_async_save_of_torch() -> None:
-    """Parameters without rows on a rank, 0-d ones, several in one flat tensor; with their optimizer's state. What is saved is
-    what was there when the save began."""
+    """torch's asynchronous save stores the values from when it began.
+
+    The parameters include some without rows on a rank, 0-d ones, and several in one flat tensor, with optimizer state.
+    """
 
     class Summed(Bag):
         def forward(self, x: Tensor) -> Tensor:
@@ -471,10 +479,10 @@ def test_async_save_of_torch() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    apart = dist.new_group()  # its thread talks while the model trains
+    apart = dist.new_group()  # its thread communicates while the model trains
     for strategy in (0, 1, 3):
         model, optimizer = build(strategy)
-        for _ in range(2):  # the second time into memory of the first
+        for _ in range(2):  # the second save reuses memory of the first
             step(model, optimizer)
             saved = {name: param.full_tensor() for name, param in model.named_parameters()}
             moments = {

@@ -1,4 +1,4 @@
-"""Checkpoint directories: torch reads what is written, what ranks have written is read, nothing in them runs code."""
+"""Checkpoint folders: torch reads what is written, files of many ranks are read, and nothing in them runs code."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_reader_gives_back_what_was_written(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_chunks_of_any_sizes_in_any_files(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A tensor cut along random lines, chunks spread over ranks, read whole and by its first dimensions."""
+    """A tensor cut at random places, with chunks spread over ranks, is read whole and by its first dimensions."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     cuts = [sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -185,7 +185,7 @@ def test_checkpoint_of_a_stranger_runs_nothing(tmp_path: Path, where: str) -> No
     else:
         with pytest.raises(CheckpointError, match=r"\.metadata asks for the class .*intrude"):
             read_metadata(tmp_path / "in")
-        with pytest.raises(dcp.api.CheckpointException):  # which is all that torch 2.11 says
+        with pytest.raises(dcp.api.CheckpointException):  # torch 2.11 gives no details
             dcp.load({"v": 0}, storage_reader=SafeReader(tmp_path / "in"), planner=SafeLoadPlanner(), no_dist=True)
     assert not RAN
 
@@ -204,7 +204,7 @@ def test_metadata_admits_no_functions(tmp_path: Path, call: Any) -> None:
 
 
 def test_metadata_cannot_change_classes(tmp_path: Path) -> None:
-    """A pickle may set attributes of what it names: here it names nothing that anybody else uses."""
+    """A pickle that sets attributes of the classes that it names does not change classes that anything else uses."""
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + name + b"(N}X\x01\x00\x00\x00xK\x01st\x62.")
     with pytest.raises(CheckpointError, match="damaged"):
@@ -224,7 +224,10 @@ def test_metadata_leads_nowhere_else(tmp_path: Path, path: str) -> None:
 
 
 def test_metadata_of_newer_torch_is_read(tmp_path: Path) -> None:
-    """torch 2.15 appends strides to a tensor's properties, which makes older versions of torch fail."""
+    """Metadata of torch 2.15, which appends strides to a tensor's properties, is read.
+
+    Older versions of torch fail on it.
+    """
 
     class Properties:
         def __reduce__(self) -> Any:
@@ -242,7 +245,7 @@ def test_metadata_of_newer_torch_is_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def megatron_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A class of Megatron's, as it is where a checkpoint is written."""
+    """Create a class of Megatron's, as it exists where a checkpoint is written."""
     module = types.ModuleType("megatron.core.enums")
 
     class Backend(enum.Enum):
@@ -310,7 +313,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_changed_byte_of_data_is_noticed(tmp_path: Path) -> None:
-    """Torch writes checksums, and does not look at them when it loads."""
+    """A changed byte is detected by torch's checksums, which torch writes but does not check when it loads."""
     directory = write(tmp_path / "out")
     file = directory / "__0_0.distcp"
     content = file.read_bytes()
@@ -336,7 +339,7 @@ def test_a_changed_byte_anywhere_is_an_error_with_a_name_or_harmless(
     except CheckpointError as error:
         assert str(directory) in str(error)
         return
-    if file.name != ".metadata":  # nothing in it that checksums do not cover changes what is read
+    if file.name != ".metadata":  # bytes that checksums do not cover do not change what is read
         assert all(bits(read[key]) == bits(tensor) for key, tensor in TENSORS.items())
         assert {key: read[key] for key in VALUES} == VALUES
 

@@ -1,4 +1,4 @@
-"""What a save leaves on the disk and whose it is: runs that share a folder, full disks, copies, the order of files."""
+"""What a save leaves on the disk, and which run owns it: shared folders, full disks, copies, the order of files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(root: Path) -> list[str]:
 
 
 def save(checkpoints: Checkpoints, step: int, model: nn.Module) -> list[str]:
-    """Warnings of the first rank, on all ranks."""
+    """Save a checkpoint. Returns the warnings of the first rank, on all ranks."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         checkpoints.save(step, model)
@@ -68,10 +68,10 @@ def test_two_jobs_in_one_folder_lose_nothing() -> None:
     assert "step-00000001" in said
     assert "give each a folder of its own" in said
     assert names(root) == ["step-00000001", "step-00000001.1"]
-    assert save(its, 2, second) == []  # it was told
+    assert save(its, 2, second) == []  # it has already been warned
     (said,) = save(mine, 2, first)
     assert told[0][1] in said
-    assert names(root) == ["step-00000002", "step-00000002.1"]  # each its own last
+    assert names(root) == ["step-00000002", "step-00000002.1"]  # each run has its own last checkpoint
     assert read_manifest(root / "step-00000002").run == told[0][1]  # type: ignore[union-attr]
     assert read_manifest(root / "step-00000002.1").run == told[0][0]  # type: ignore[union-attr]
 
@@ -81,14 +81,14 @@ def test_a_run_that_loads_takes_the_folder_over() -> None:
     root = shared_folder()
     first, _ = make()
     save(Checkpoints(root, keep=1), 1, first)
-    for step in (2, 3):  # each a new process, in real life
+    for step in (2, 3):  # each is a new process in practice
         model, _ = make(step)
         checkpoints = Checkpoints(root, keep=1)
         restored = checkpoints.load(model)
         assert restored is not None and restored.step == step - 1
         assert save(checkpoints, step, model) == []
         assert names(root) == [f"step-{step:08}"]
-    # The job that was taken over from is still there: it loses nothing, and neither do the others.
+    # The job whose folder was taken over still runs. It loses nothing, and neither do the others.
     (said,) = save(Checkpoints(root, keep=1), 2, first)
     assert "step-00000003" in said
     assert names(root) == ["step-00000002", "step-00000003"]
@@ -138,7 +138,11 @@ def test_links_do_not_block_saves_and_are_not_followed() -> None:
 
 @on_ranks(2, timeout=90)
 def test_a_disk_that_is_full() -> None:
-    """A real one, where this process may mount it; test_checkpoint has a limit on files, which everybody may set."""
+    """A save to a full disk raises and leaves earlier checkpoints intact.
+
+    This test mounts a real disk, where this process may do so. test_checkpoint limits file sizes instead, which needs
+    no privileges.
+    """
     root = shared_folder() / "small"
     if dist.get_rank() == 0:
         root.mkdir()
@@ -163,7 +167,7 @@ def test_a_disk_that_is_full() -> None:
                 checkpoints.wait()
             assert names(root) == ["step-00000000"]
             assert not list(root.glob(".saving-*"))
-        checkpoints.save(1, small)  # there is room again
+        checkpoints.save(1, small)  # there is space again
         assert names(root) == ["step-00000000", "step-00000001"]
     finally:
         dist.barrier()
@@ -171,7 +175,7 @@ def test_a_disk_that_is_full() -> None:
             subprocess.run(["umount", str(root)], check=True)
 
 
-# -- what is written, and when ----------------------------------------------------------------------------------------
+# -- contents and order of files --------------------------------------------------------------------------------------
 
 
 @on_ranks(2, timeout=60)
@@ -274,12 +278,12 @@ def test_microbatches_that_wait_are_forgotten_by_a_load() -> None:
     assert model.sharded.grad_sync.microbatches == 1
     load(path, model)
     assert model.sharded.grad_sync.microbatches == 0
-    Checkpoints(root).save(1, model)  # refuses while gradients wait
+    Checkpoints(root).save(1, model)  # would raise if gradients were still deferred
 
 
 @on_ranks(2)
 def test_a_load_that_fails_names_no_other_rank() -> None:
-    """torch calls every rank 0 when it loads without communication."""
+    """A load that fails names no other rank. torch calls every rank 0 when it loads without communication."""
     root = shared_folder()
     model, _ = make()
     path = Checkpoints(root).save(0, model)

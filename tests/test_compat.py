@@ -1,4 +1,4 @@
-"""Every private torch symbol in ``runtime/compat.py`` does what the rest of the package takes it to do."""
+"""Every private torch symbol in ``runtime/compat.py`` behaves as the rest of the package expects."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_bits_are_compared() -> None:
 
 
 def test_writes_are_found_in_dynamo_graphs() -> None:
-    """However they are made; and reads are no writes."""
+    """Writes to parameters are found however they are made, and reads are not taken for writes."""
 
     def of_data(w: torch.Tensor) -> None:
         w[0].data.mul_(2)
@@ -201,7 +201,7 @@ def test_calls_of_modules_are_seen_on_the_stack() -> None:
     thread.start()
     thread.join(10)
     assert results == [False]
-    compiled = torch.compile(asks, backend="eager")  # frames that Dynamo has rewritten count too
+    compiled = torch.compile(asks, backend="eager")  # frames that Dynamo has rewritten also count
     assert compiled({asks})
     torch._dynamo.reset()
 
@@ -212,7 +212,7 @@ def test_disabled_functions_are_known() -> None:
 
 
 def test_functions_that_are_python_only() -> None:
-    """Traced as a part of something; run as they are when eager code calls them."""
+    """A ``python_only`` function is traced as a part of its caller, and runs as it is when eager code calls it."""
 
     @compat.python_only
     def where() -> bool:
@@ -244,7 +244,7 @@ def test_store_keeps_values() -> None:
 
 
 def dynamo_graph(function: Any, *inputs: Any) -> tuple[fx.GraphModule, list[Any]]:
-    """Dynamo's graph of a function, and the real arguments that its placeholders stand for."""
+    """Return Dynamo's graph of a function, and the real arguments that its placeholders stand for."""
     caught: list[Any] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
@@ -302,7 +302,7 @@ def test_passes_pickle_as_their_identity() -> None:
     import pickle
 
     for make in (compat.graph_pass, compat.partitioner):
-        identity: str | None = None  # known later than the pass
+        identity: str | None = None  # not known yet when the pass is created
         made = make(lambda *_: None, lambda: identity)
         assert made.uuid() is None
         identity = "identity"
@@ -443,7 +443,7 @@ def test_groups_of_ranks_that_have_made_different_numbers_of_groups() -> None:
 @on_ranks(2)
 def test_rows_go_to_other_ranks_and_their_gradients_come_back() -> None:
     rank = dist.get_rank()
-    # Rank 0 keeps one row and sends two; rank 1 sends three and keeps none.
+    # Rank 0 keeps one row and sends two. Rank 1 sends three and keeps none.
     sent, received = ([1, 2], [3, 0])[rank], ([1, 3], [2, 0])[rank]
     x = torch.arange(3.0).add(10 * rank).unsqueeze(1).expand(3, 2).contiguous().requires_grad_()
     y = compat.all_to_all_autograd(x, received, sent, dist.group.WORLD.group_name)
@@ -461,7 +461,7 @@ def test_selective_checkpointing_does_not_see_what_is_outside() -> None:
 
     def region(x: Tensor) -> Tensor:
         with compat.outside_selective_checkpoint(), torch.no_grad():
-            for factor in range(len(calls)):  # not in forward, but when it is computed again
+            for factor in range(len(calls)):  # not in forward, but in recomputation
                 calls.append(torch.ones(2) * factor)
         calls.append(x)
         return (x * 2).sin() * 3
@@ -473,7 +473,7 @@ def test_selective_checkpointing_does_not_see_what_is_outside() -> None:
 
 
 def test_private_torch_is_touched_in_compat_only() -> None:
-    """No ``torch._something`` in the package outside of compat.py, but for what torch documents."""
+    """Outside of compat.py, the package uses no ``torch._something``, except for what torch documents."""
     documented = {
         "torch._foreach_mul_",
         "torch._foreach_norm",
@@ -504,7 +504,7 @@ def test_private_torch_is_touched_in_compat_only() -> None:
 
 
 def test_nothing_in_torch_is_patched() -> None:
-    """Importing the package leaves torch's functions as they were."""
+    """Importing the package leaves torch's functions unchanged."""
     import subprocess
     import sys
 
@@ -578,7 +578,10 @@ def test_fake_groups_are_told_from_others_and_leave_nothing() -> None:
 
 
 def test_groups_of_several_devices() -> None:
-    """``init_process_group()`` makes them where there are GPUs; the model's parameters say which device is meant."""
+    """A process group with several devices works; the device of the model's parameters decides which is used.
+
+    ``init_process_group()`` creates such groups where there are GPUs.
+    """
     dist.init_process_group("cpu:fake,cuda:fake", rank=0, world_size=4, store=FakeStore())
     try:
         world = dist.group.WORLD
@@ -646,7 +649,7 @@ def test_formulas_count_products() -> None:
 
 
 def test_traces_end_with_the_partition() -> None:
-    """What a plan needs of torch: a joint graph, decomposed, and a way out before anything is compiled."""
+    """torch offers what a plan needs: a decomposed joint graph, and a way to stop before anything is compiled."""
 
     class Enough(BaseException):
         pass
@@ -706,7 +709,10 @@ def test_what_cannot_be_traced_says_where() -> None:
 
 @on_ranks(2, timeout=60)
 def test_a_wait_can_be_ended_from_another_thread() -> None:
-    """Of one process group, and of no other; the store goes on, and so do the connections to it."""
+    """Another thread can end the wait in one process group.
+
+    Other groups, the store and connections to it are not affected.
+    """
     waiting = dist.new_group(timeout=timedelta(minutes=30))
     other = dist.new_group(timeout=timedelta(seconds=30))
     for group in (waiting, other):
@@ -723,7 +729,7 @@ def test_a_wait_can_be_ended_from_another_thread() -> None:
         ends.join()
         compat.default_store().set("ended", "")
     dist.barrier(other)
-    assert len(os.listdir("/dev/fd")) <= files + 1  # a connection to the store, until it is collected
+    assert len(os.listdir("/dev/fd")) <= files + 1  # one connection to the store, until it is garbage-collected
 
 
 @on_ranks(2, timeout=60)
@@ -744,7 +750,7 @@ def test_where_a_thread_waits() -> None:
 
 def test_addresses_are_written_as_the_system_does() -> None:
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        with contextlib.suppress(OSError), socket.socket(family) as listening:  # a machine without IPv6
+        with contextlib.suppress(OSError), socket.socket(family) as listening:  # for a machine without IPv6
             listening.bind((host, 0))
             address = compat._as_gloo_tells(family, listening.getsockname())
             assert address is not None
@@ -759,12 +765,15 @@ def test_connections_to_the_store() -> None:
     another = compat.another_connection(store)
     done = threading.Timer(0.5, another.set, ["from another", "x"])
     done.start()
-    store.wait(["from another"], timedelta(seconds=20))  # during which a store is locked
+    store.wait(["from another"], timedelta(seconds=20))  # locks the store meanwhile
     assert store.get("from another") == b"x"
 
 
 def test_a_store_that_has_gone_is_found_at_once() -> None:
-    """torch tries for five minutes, in which a program that ends would wait for its watchdog."""
+    """A connection to a store that is gone fails at once.
+
+    torch would try for five minutes, during which a program that ends would wait for its watchdog.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
     store = dist.PrefixStore("outer", dist.PrefixStore("inner", client))

@@ -1,4 +1,4 @@
-"""Ranks with parts of sequences: against whole sequences in one process."""
+"""Context parallelism: parts of sequences on ranks, compared with whole sequences in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mesh_of(dp: int, cp: int) -> DeviceMesh:
 
 
 class Checkpointed(nn.Module):
-    """A Llama whose layers are computed again in backward."""
+    """A Llama whose layers are recomputed in backward."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
@@ -53,12 +53,15 @@ def build(checkpointed: bool, *args: Any) -> nn.Module:
 
 
 def tokens(steps: int, replicas: int) -> Tensor:
-    """``[steps, replicas, batch, length + 1]``."""
+    """Return tokens of shape ``[steps, replicas, batch, length + 1]``."""
     return torch.randint(0, 32, (steps, replicas, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
 
 
 def assert_close(model: nn.Module, alone: nn.Module) -> None:
-    """Attention in parts, and sums over ranks: sums in another order. 1e-5 of each tensor's largest element."""
+    """Assert that gradients agree up to 1e-5 of each tensor's largest element.
+
+    Attention in parts and sums over ranks add up in a different order.
+    """
     for (name, param), its in zip(model.named_parameters(), alone.parameters(), strict=True):
         mine, expected = param.grad.full_tensor(), its.grad  # type: ignore[union-attr]
         assert expected is not None
@@ -127,7 +130,7 @@ def test_four_ranks_of_one_sequence() -> None:
 
 @on_ranks(4)
 def test_replicas_outside() -> None:
-    """HSDP: replicated over data-parallel ranks, sharded over context-parallel ones."""
+    """HSDP replicates over data-parallel ranks and shards over context-parallel ranks."""
     mesh = mesh_of(2, 2)
     train(
         AOT_EAGER,
@@ -142,7 +145,10 @@ def test_replicas_outside() -> None:
 
 @on_ranks(8)
 def test_four_dimensions() -> None:
-    """Replicated over the outermost, sharded over two that are flattened; the last one is not used."""
+    """A model can be replicated over the outermost dimension and sharded over two flattened ones.
+
+    The last is unused.
+    """
     mesh = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
     mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
     train(
@@ -175,7 +181,7 @@ def test_a_flattened_mesh_by_itself() -> None:
 @pytest.mark.parametrize("balanced", [True, False])
 @on_ranks(4)
 def test_attention(balanced: bool) -> None:
-    """Outputs and gradients of queries, keys and values; heads that share keys; values of another width."""
+    """Outputs and gradients of queries, keys and values are correct, with shared keys and values of another width."""
     context = ContextParallel(mesh_of(1, 4)["cp"], balanced)
     generator = torch.Generator().manual_seed(2)
     shapes = [(2, 4, 24, 6), (2, 2, 24, 6), (2, 2, 24, 5)]
@@ -216,13 +222,16 @@ def test_one_rank_is_plain_attention() -> None:
 
 
 COUNTS = {"as it is": (2, 1, 1, 1), "checkpointed layers": (2, 1, 2, 1)}
-"""Of a step: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+"""Collectives of a step: gathers and reduce-scatters of a bucket, then of keys and values of a layer."""
 
 
 @pytest.mark.parametrize("layers", COUNTS)
 @on_ranks(4)
 def test_collectives(layers: str) -> None:
-    """Compiled. The last unit's bucket stays for the backward, and the first one's is not needed there."""
+    """A compiled step runs exactly the expected number of collectives.
+
+    The last unit's bucket stays for the backward, and the first one's is not needed there.
+    """
     mesh = mesh_of(2, 2)
     context = ContextParallel(mesh["cp"])
     module = build(layers == "checkpointed layers", context.attention)
@@ -239,7 +248,7 @@ def test_collectives(layers: str) -> None:
     counts = collectives(step)
     gathers, reductions, key_gathers, key_reductions = COUNTS[layers]
     if compat.TORCH_VERSION < (2, 13):
-        key_gathers = 1  # its partitioner saves what a collective has made, in checkpointed layers too
+        key_gathers = 1  # its partitioner saves results of collectives even in checkpointed layers
     buckets = len(model.sharded.buckets)
     assert counts["all_gather_into_tensor"] == gathers * buckets - 2 + key_gathers * CONFIG.layers, counts
     assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions * CONFIG.layers, counts
@@ -250,7 +259,7 @@ def test_collectives(layers: str) -> None:
 
 
 class Part(nn.Module):
-    """One of two stages of a Llama of two layers."""
+    """One of two stages of a Llama with two layers."""
 
     def __init__(self, llama: Llama, last: bool, context: ContextParallel | None = None) -> None:
         super().__init__()
@@ -270,14 +279,14 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def pipeline_counts(m: int) -> tuple[int, int, int, int]:
-    """Of a step of m microbatches: gathers and reduce-scatters of a bucket; of keys and values, of a layer."""
+    """Collectives of a step of m microbatches: gathers and reduce-scatters of a bucket, then of keys and values."""
     return 2 * m, 1, m, m
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(8)
 def test_pipeline_data_and_context(mode: str) -> None:
-    """2 x 2 x 2 ranks."""
+    """Pipeline, data and context parallelism combine on 2 x 2 x 2 ranks."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "cp"))
     shared = mesh["dp", "cp"]._flatten("dp_cp")
     context = ContextParallel(mesh["cp"])
@@ -312,12 +321,12 @@ def test_pipeline_data_and_context(mode: str) -> None:
     counts = collectives(lambda: step(batch))
     gathers, reductions, key_gathers, key_reductions = pipeline_counts(BATCH)
     buckets = len(model.sharded.buckets)
-    unneeded = 0 if last else BATCH  # the embedding's, in backward
+    unneeded = 0 if last else BATCH  # those of the embedding, in backward
     assert counts["all_gather_into_tensor"] == gathers * buckets - unneeded + key_gathers, counts
     assert counts["reduce_scatter_tensor"] == reductions * buckets + key_reductions, counts
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)

@@ -53,7 +53,7 @@ def to_torch_dist(source: Path, out: Path, **options: Any) -> Path:
 
 
 def mfsdp(*arguments: object, status: int = 0) -> str:
-    """What the command prints, stderr after stdout."""
+    """Run the command. Returns what it prints, stderr after stdout."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -107,7 +107,7 @@ def test_names_as_megatron_has_them() -> None:
     assert [part.name for part in parts] == [
         f"decoder.layers.0.mlp.experts.linear_fc1.bias{e}_{half}" for e in (0, 1) for half in "wv"
     ]
-    # Where layers differ their index stays in the name; experts are stacked nonetheless.
+    # Where layers differ, their index stays in the name. Experts are stacked all the same.
     (part, _) = keys.decompose("decoder.layers.7.mlp.experts.experts.linear_fc2.weight", (2, 4, 4), gated=True)
     assert part == Part("decoder.layers.7.mlp.experts.linear_fc2.weight0", (0,))
     local = keys.compose("decoder.layers.7.mlp.experts.local_experts.1.linear_fc1.weight_v", stack_layers=False)
@@ -155,7 +155,7 @@ def test_flattened_blocks_lead_there_and_back(data: st.DataObject) -> None:
 
 
 def expected_fsdp(full: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
-    """What fsdp_dtensor should have, said once more and differently than in the package."""
+    """Return the expected fsdp_dtensor entries, computed independently of the package."""
     expected = {}
     for key, tensor in full.items():
         state = ""
@@ -215,7 +215,7 @@ def test_torch_dist_there_and_back(tmp_path: Path, tp: int, flattened: bool, moe
 
 
 def test_torch_loads_the_converted_checkpoint(tmp_path: Path) -> None:
-    """With its own reader and planner, into a nested dictionary, as Megatron-FSDP does."""
+    """torch's own reader and planner load a converted checkpoint into a nested dictionary, as Megatron-FSDP does."""
     full = write_torch_dist(tmp_path / "in", tp=2)
     out = to_fsdp(tmp_path / "in", tmp_path / "out")
     name = "module.decoder.layers.1.mlp.linear_fc1.weight_v"
@@ -242,7 +242,7 @@ def test_torch_loads_the_converted_checkpoint(tmp_path: Path) -> None:
     [
         (True, {}, True),
         (False, {}, False),
-        (None, {}, True),  # seen from the shapes
+        (None, {}, True),  # derived from the shapes
         (True, {"swiglu": False}, False),
         (None, {"swiglu_modules": ("decoder",)}, True),
         (None, {"swiglu_modules": ("vision_model",)}, False),
@@ -258,7 +258,7 @@ def test_options_of_each_parameters_group(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "in")
     plan = from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.Options())
     assert "2 groups" in plan.notes[0]
-    # The map knows what the model has: parameters by layer, not cut into halves.
+    # The map knows the model's parameters: by layer, not cut into halves.
     named = [key for key in expected_fsdp({k: torch.empty(p.shape) for k, p in dense_params().items()}, False)]
     mapped = {key: int(key.endswith("weight")) for key in named}
     out = to_fsdp(tmp_path / "in", tmp_path / "out", group_map=mapped)
@@ -271,7 +271,8 @@ def test_options_of_each_parameters_group(tmp_path: Path) -> None:
         assert reader.value(prefixes.group_key(name, "lr")) == 1e-3
     assert not [key for key in reader if ".." in key or key.endswith(".params")]
     assert reader.value("optimizer.param_groups.1.weight_decay") == 0.1
-    # Without what was carried along, the groups come back from the parameters' options or from the flattened ones.
+    # Without the original that was carried along, the groups are rebuilt from the parameters' options or the flattened
+    # ones.
     shutil.rmtree(out / "torch_dist")
     back = to_torch_dist(out, tmp_path / "back")
     common = from_torch_dist.load_common(back / "common.pt")
@@ -296,7 +297,7 @@ def test_groups_from_parameters_alone(tmp_path: Path) -> None:
 
 
 def test_without_knowledge_of_a_former_layout(tmp_path: Path) -> None:
-    """A checkpoint that was trained on, not converted: stacked, and flattened if asked for."""
+    """A checkpoint that was trained on, not converted, becomes stacked entries, flattened on request."""
     full = write_torch_dist(tmp_path / "in", tp=2)
     out = to_fsdp(tmp_path / "in", tmp_path / "out")
     shutil.rmtree(out / "torch_dist")
@@ -327,7 +328,7 @@ def test_layers_that_differ_are_not_stacked(tmp_path: Path) -> None:
 
 
 def test_states_that_are_one_number(tmp_path: Path) -> None:
-    """Optimizers of torch count steps for each parameter."""
+    """State that is one number per parameter is converted. Optimizers of torch count steps for each parameter."""
     writer = CheckpointWriter(tmp_path / "in")
     for i in range(2):
         for half in "wv":
@@ -342,7 +343,10 @@ def test_states_that_are_one_number(tmp_path: Path) -> None:
 
 
 def test_chained_optimizers_and_common_state_as_an_entry(tmp_path: Path) -> None:
-    """Older versions number the optimizers of a chain; recent ones have no common.pt."""
+    """Checkpoints with numbered optimizers of a chain, or without common.pt, are converted.
+
+    Older versions of Megatron number the optimizers of a chain. Recent ones write no common.pt.
+    """
     writer = RanksWriter(tmp_path / "in", 1)
     for prefix, key in (
         ("", "decoder.layers.norm.weight"),
@@ -444,7 +448,10 @@ for out, plan in plans(Path(sys.argv[2])):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to measure")
 def test_memory_is_bounded_by_a_few_tensors(tmp_path: Path) -> None:
-    """96 MiB, of which the largest tensor of one layer has 4 MiB: the peak stays below a few of these (the allocator adds 20)."""
+    """The peak of converting 96 MiB stays below a few times the largest tensor of one layer, 4 MiB.
+
+    The allocator adds 20.
+    """
     for folder, layers, rows in (("small", 1, 8), ("large", 16, 1024)):
         writer = RanksWriter(tmp_path / folder / "torch_dist", 1)
         for name, width in (("linear_fc1", 2), ("linear_fc2", 1)):
@@ -642,7 +649,7 @@ def test_compare(tmp_path: Path) -> None:
         "6 differences",
     ]
     assert "the same" in mfsdp("checkpoint", "compare", first, first)
-    # The difference is a power of two, so that it is exactly the bound from which it counts no more.
+    # The difference is a power of two, so it is exactly the bound from which on it does not count.
     for atol, moved in ((0.25, 0), (0.25 - 2**-20, 1)):
         assert len([line for line in inspect_checkpoint.compare(first, second, atol=atol) if "moved" in line]) == moved
 
@@ -664,7 +671,7 @@ def test_rename_and_remove_copy_the_data(tmp_path: Path) -> None:
     out = mfsdp("checkpoint", "remove", tmp_path / "in", tmp_path / "removed", r"^optimizer\.", "^rng")
     assert re.search(r"left out: optimizer\.state\.\S+ and 27 more: removed", out)
     assert_equal(tensors_of(tmp_path / "removed"), {k: v for k, v in before.items() if not k.startswith("optimizer")})
-    mfsdp("checkpoint", "remove", tmp_path / "in", tmp_path / "all")  # no pattern removes nothing
+    mfsdp("checkpoint", "remove", tmp_path / "in", tmp_path / "all")  # without a pattern nothing is removed
     assert "the same" in mfsdp("checkpoint", "compare", tmp_path / "in", tmp_path / "all")
     assert "has no key" in mfsdp(
         "checkpoint", "remove", tmp_path / "in", tmp_path / "none", "nothing_like_it", status=2
@@ -726,7 +733,10 @@ def test_convert_hugging_face_on_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """No process group, no GPU, no traceback; a stranger's pickle is told and not run."""
+    """The command needs no process group and no GPU and prints no traceback.
+
+    It reports a foreign pickle and does not run it.
+    """
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
     write_torch_dist(tmp_path / "good")
@@ -742,7 +752,7 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     done = run("convert", tmp_path / "good", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "out ━" in done.stderr  # the bar
+    assert "out ━" in done.stderr  # the progress bar
     assert "left out: rng_state/shard_0_1" in done.stdout
     done = run("convert", tmp_path / "good", tmp_path / "out")
     assert (done.returncode, done.stderr) == (

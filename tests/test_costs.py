@@ -21,7 +21,7 @@ US = 1e-6
 
 
 class Made:
-    """A graph whose nodes know their values, on the meta device."""
+    """A graph whose nodes have values on the meta device."""
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
@@ -55,9 +55,9 @@ def names(found: list[Kernel]) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("rows", "inner", "dtype", "seconds"),
     [
-        (1000, 1000, torch.float32, 2e9 / 1e12),  # floating-point operations: bytes would take 0.12 ms
+        (1000, 1000, torch.float32, 2e9 / 1e12),  # bound by operations: the bytes would take 0.12 ms
         (1000, 1000, torch.bfloat16, 2e9 / 2e12),
-        (1000, 1, torch.float32, (2 * 1000 + 1000 * 1000) * 4 / 1e11),  # bytes: operations would take 2 us
+        (1000, 1, torch.float32, (2 * 1000 + 1000 * 1000) * 4 / 1e11),  # bound by bytes: operations take 2 us
         (1000, 1, torch.bfloat16, (2 * 1000 + 1000 * 1000) * 2 / 1e11),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_chain_is_one_kernel_that_reads_and_writes_once() -> None:
     out = made(aten.exp.default, made(aten.mul.Tensor, made(aten.add.Tensor, x, bias), x))
     found = made.kernels(out)
     assert names(found) == [["add", "mul", "exp"]]
-    assert found[0].bytes == SIZE + 100 * 4 + SIZE  # x once, though two of them read it
+    assert found[0].bytes == SIZE + 100 * 4 + SIZE  # x counts once, though two of them read it
     assert [name(node) for node in found[0].inner] == ["add", "mul"]
     assert COSTS.kernel(found[0]) == pytest.approx((2 * SIZE + 400) / 1e11)
 
@@ -141,7 +141,10 @@ def test_views_inside_a_kernel_cost_nothing(flat: list[int]) -> None:
 
 
 def test_statistics_are_in_the_kernel_of_what_reads_them() -> None:
-    """A normalisation, as Inductor takes it apart: several values of one operator."""
+    """Statistics of a normalization are fused with what reads them.
+
+    Inductor splits it into several values of one operator.
+    """
     made = Made()
     x = made.input(100, 100)
     both = made(aten.var_mean.correction, made(aten.relu.default, x), [1], val=(empty(100, 1), empty(100, 1)))
@@ -153,7 +156,10 @@ def test_statistics_are_in_the_kernel_of_what_reads_them() -> None:
 
 
 def test_sums_of_rows_are_not_in_the_kernel_of_sums_within_rows() -> None:
-    """The gradient of a bias adds up what the backward of a norm has computed, in another loop."""
+    """Sums over rows, as in a bias gradient, are not fused with sums within rows, as in the backward of a norm.
+
+    They need another loop.
+    """
     made = Made()
     x = made.input(100, 100)
     centred = made(aten.sub.Tensor, x, made(aten.mean.dim, x, [1], True))
@@ -162,7 +168,7 @@ def test_sums_of_rows_are_not_in_the_kernel_of_sums_within_rows() -> None:
 
 
 def test_constants_are_computed_wherever_they_are_needed() -> None:
-    """... and never stored, unless something reads them that cannot be fused."""
+    """Constants are computed wherever they are needed, and stored only if something reads them that cannot be fused."""
     made = Made()
     x, w = made.input(100, 100), made.input(100, 100)
     zeros, ones = (made(aten.full.default, [100, 100], value, val=empty(100, 100)) for value in (0.0, 1.0))
@@ -172,7 +178,7 @@ def test_constants_are_computed_wherever_they_are_needed() -> None:
     assert names(found) == [["full"], ["maximum"], ["mm"], ["maximum"], ["mm"]]
     assert [kernel.bytes for kernel in found] == [SIZE, 2 * SIZE, 3 * SIZE, 2 * SIZE, 3 * SIZE]
     stored = [s.bytes for s in flow_of(made.graph, context([bucket("a")]), CostModel(MACHINE, fused=True)).storages]
-    assert stored == [SIZE] * 5  # six values, and one of them nowhere
+    assert stored == [SIZE] * 5  # six values, one of which is never stored
 
 
 def empty(*shape: int) -> torch.Tensor:
@@ -193,7 +199,7 @@ def test_matrix_products_part_kernels_and_what_both_read_is_written() -> None:
     x, w = made.input(100, 100), made.input(100, 100)
     relu = made(aten.relu.default, x)
     product = made(aten.mm.default, made(aten.exp.default, relu), w)
-    again = made(aten.add.Tensor, product, relu)  # after the product: no kernel from before it can have it
+    again = made(aten.add.Tensor, product, relu)  # after the product, so no kernel before it can include it
     found = made.kernels(again)
     assert names(found) == [["relu", "exp"], ["mm"], ["add"]]
     assert [kernel.bytes for kernel in found] == [3 * SIZE, 3 * SIZE, 3 * SIZE]
@@ -203,7 +209,7 @@ def test_matrix_products_part_kernels_and_what_both_read_is_written() -> None:
 
 
 def test_a_kernel_runs_before_what_reads_it() -> None:
-    """... even if operators that joined it stand behind that in the graph."""
+    """A kernel runs before what reads it, even if operators that joined it stand behind the reader in the graph."""
     made = Made()
     x, w = made.input(100, 100), made.input(100, 100)
     relu = made(aten.relu.default, x)
@@ -214,7 +220,10 @@ def test_a_kernel_runs_before_what_reads_it() -> None:
 
 
 def test_masks_of_dropout_are_drawn_where_they_are_used() -> None:
-    """Inductor draws the seeds of all dropouts at once; what reads one of them is no reason to draw all masks there."""
+    """Dropout masks are drawn where they are used.
+
+    Inductor draws the seeds of all dropouts at once, but not the masks.
+    """
     from torch._inductor import inductor_prims as prims
 
     made = Made()
@@ -249,7 +258,10 @@ def test_what_is_expanded_counts_once_and_views_are_no_kernels() -> None:
 def test_the_models_own_collectives(
     operator: str, arguments: tuple[Any, ...], out: int, kind: str, payload: int
 ) -> None:
-    """The model waits for them, so they take their place among its kernels, and nothing is fused across them."""
+    """The model's own collectives are timed among its kernels, because it waits for them.
+
+    Nothing is fused across them.
+    """
     made = Made()
     c10d = torch.ops._c10d_functional
     before = made(aten.exp.default, made.input(100))
@@ -277,20 +289,20 @@ MB = 10**6
 @pytest.mark.parametrize(
     ("kind", "ring", "seconds"),
     [
-        ("all_gather", Ring(1), 2 * MB / 1e11),  # a copy: read and written
+        ("all_gather", Ring(1), 2 * MB / 1e11),  # a copy, which reads and writes
         ("all_reduce", Ring(1), 2 * MB / 1e11),
         ("all_gather", Ring(2), 10 * US + 1 * US + MB / 2 / 100e9),
         ("reduce_scatter", Ring(4), 10 * US + 3 * US + MB * 3 / 4 / 100e9),
-        # Two nodes: six steps inside, one between, and four network cards.
+        # Two nodes: six steps inside a node, one between nodes, and four network cards.
         ("all_gather", Ring(8), 10 * US + (6 * 1 + 1 * 20) * US + MB * 7 / 8 / 40e9),
-        # Not a multiple of the node.
+        # Not a multiple of the node size.
         ("all_gather", Ring(6), 10 * US + (4 * 1 + 1 * 20) * US + MB * 5 / 6 / 40e9),
-        # Outer groups of HSDP: one rank in each node, two ranks in each node, all in one node.
+        # Outer groups of HSDP: one rank in each node, two ranks in each node, all ranks in one node.
         ("all_gather", Ring(4, stride=4), 10 * US + 3 * 20 * US + MB * 3 / 4 / 10e9),
         ("all_gather", Ring(4, stride=8), 10 * US + 3 * 20 * US + MB * 3 / 4 / 10e9),
         ("all_gather", Ring(4, stride=2), 10 * US + (2 * 1 + 1 * 20) * US + MB * 3 / 4 / 20e9),
         ("all_gather", Ring(2, stride=2), 10 * US + 1 * US + MB / 2 / 100e9),
-        # All-reduce: twice the data; inside a node a ring and a tree take equally long.
+        # All-reduce: twice the data. Inside a node, a ring and a tree take equally long.
         ("all_reduce", Ring(4), 10 * US + 2 * 3 * US + 2 * MB * 3 / 4 / 100e9),
         ("all_reduce", Ring(8), 10 * US + 2 * (3 * 1 + 1 * 20) * US + 2 * MB * 7 / 8 / 40e9),
         # Over 64 nodes a ring would pass 2 * 63 links, a tree passes 2 * 6.
@@ -325,7 +337,7 @@ def test_more_bytes_never_take_less_time(kind: str, size: int, more: int, ranks:
     assert 1 <= local <= min(ranks, MACHINE.ranks_per_node)
 
 
-# -- of buckets -------------------------------------------------------------------------------------------------------
+# -- buckets ----------------------------------------------------------------------------------------------------------
 
 HSDP: dict[str, Any] = {
     "collectives": ["reduce_scatter", "all_reduce"],
@@ -351,7 +363,7 @@ def test_the_second_stage_reduces_what_the_first_has_scattered() -> None:
         ({"scale": 0.25}, 4 + 4),
         ({"comm_dtype": torch.bfloat16}, 2 + 4),
         ({"comm_dtype": torch.bfloat16, "scale": 0.25}, 2 + 4),  # one kernel where kernels are fused
-        ({"comm_dtype": torch.float16, "scale": 0.25}, 2 + 4),  # scaled before it was reduced
+        ({"comm_dtype": torch.float16, "scale": 0.25}, 2 + 4),  # scaled before the reduction
     ],
 )
 def test_reduced_gradients_are_cast_and_scaled(changes: dict[str, Any], bytes_per_element: int) -> None:
@@ -365,12 +377,12 @@ def test_casts_are_of_shards() -> None:
     assert COSTS.cast(info) == pytest.approx(MB / 4 * 6 / 1e11)
 
 
-# -- lives of storages ------------------------------------------------------------------------------------------------
+# -- lifetimes of storages --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (False, True, True), (False, False, True)])
 def test_values_of_one_operator_have_lives_of_their_own(mask: tuple[bool, ...]) -> None:
-    """A backward that computes no gradient for its input: the others are not taken for one another."""
+    """The values of one operator have separate lives, also in a backward that computes no gradient for its input."""
     made = Made()
     x, mean, weight = made.input(16, 40), made.input(16, 1), made.input(40)
     sizes = ((16, 40), (40,), (40,))
@@ -384,7 +396,7 @@ def test_values_of_one_operator_have_lives_of_their_own(mask: tuple[bool, ...]) 
     flow = flow_of(made.graph, context([bucket("a")]), CostModel(MACHINE, fused=False))
     place = {node: float(i) for i, node in enumerate(made.graph.nodes)}
     lives = {(s.bytes, s.begin, s.end) for s in flow.storages}
-    assert (160, place[gradients], place[one]) in lives  # of the last, up to its reader
+    assert (160, place[gradients], place[one]) in lives  # the last value lives up to its reader
     assert len(flow.storages) == sum(mask) + 2
     others = [s for s in flow.storages if s.begin == place[gradients] and s.end != place[one]]
     assert all(s.end == place[gradients] for s in others)
@@ -402,10 +414,13 @@ def test_a_fused_kernel_stores_what_others_read() -> None:
 
 
 def test_fused_convolutions_have_channels_last() -> None:
-    """What the model is given is copied once, and that is saved for backward; a weight is at each use."""
+    """The model's input is converted to channels-last once and saved for backward.
+
+    A weight is converted at each use.
+    """
     made = Made()
     image, weight = made.input(8, 3, 32, 32), made.input(16, 3, 3, 3)
-    pointwise = made.input(16, 16, 1, 1)  # has the same layout either way
+    pointwise = made.input(16, 16, 1, 1)  # has the same layout in both formats
     first = made(aten.convolution.default, image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     second = made(aten.convolution.default, first, pointwise, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     made.graph.output((second, image))

@@ -1,6 +1,6 @@
-"""A process that is killed while a checkpoint is written: the last complete one is found, and never a mixture.
+"""A process is killed while a checkpoint is written: the last complete checkpoint is found, and never a mixture.
 
-A rank dies at a chosen event of a save, counted by what Python reports of file operations (:func:`sys.addaudithook`).
+A rank dies at a chosen event of a save. Events are Python's audit events of file operations (:func:`sys.addaudithook`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 EVENTS = {0: range(1, 31), 1: range(1, 4)}
-"""Of a save, by rank. Python's versions differ by a few."""
+"""Events of a save, by rank. Python versions differ by a few."""
 
 
 def train_and_save(root: str, rank: int, store: str, event: int, said: Connection) -> None:
-    """Save checkpoints 1 and 2, of which one is kept; die at an event of the second save. 0: at none."""
+    """Save checkpoints 1 and 2, of which one is kept. Die at ``event`` of the second save, or never if it is 0."""
     timeout = timedelta(seconds=30)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timeout)
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def train_and_save(root: str, rank: int, store: str, event: int, said: Connectio
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
-        with torch.no_grad():  # what belongs together is told by its values
+        with torch.no_grad():  # the values show what belongs together
             for param in model.parameters():
                 param.fill_(step)
             for state in optimizer.state.values():
@@ -65,7 +65,7 @@ def train_and_save(root: str, rank: int, store: str, event: int, said: Connectio
 
 
 def run(root: Path, who: int = 0, event: int = 0) -> list[list[str] | None]:
-    """Two ranks. What each has done to files; None: it has died."""
+    """Run two ranks. Returns the file events of each; None for a rank that died."""
     store = root.with_name("store")
     store.unlink(missing_ok=True)
     fork = mp.get_context("fork")
@@ -82,7 +82,7 @@ def run(root: Path, who: int = 0, event: int = 0) -> list[list[str] | None]:
             said.close()
         ranks[who].join(60)
         if ranks[who].exitcode == -signal.SIGKILL:
-            ranks[1 - who].kill()  # as a launcher does when a process has died
+            ranks[1 - who].kill()  # as a launcher does when a process dies
         ranks[1 - who].join(60)
         return [
             heard.recv() if process.exitcode == 0 else None for process, (heard, _) in zip(ranks, pipes, strict=True)
@@ -93,7 +93,7 @@ def run(root: Path, who: int = 0, event: int = 0) -> list[list[str] | None]:
 
 
 def look(root: Path) -> int:
-    """The step of the last complete checkpoint, after a look at everything in it."""
+    """Read everything in the last complete checkpoint. Returns its step."""
     path = Checkpoints(root).latest()
     assert path is not None
     manifest = read_manifest(path)
@@ -122,11 +122,11 @@ def look(root: Path) -> int:
     ],
 )
 def test_killed_while_saving(who: int, events: range, tmp_path: Path) -> None:
-    """Started again, the program is killed at another event: what it finds is what the last one has left."""
+    """A program killed at any event of a save, again and again, finds what the last complete save left."""
     root = tmp_path / "root"
     for event in events:
         killed(root, who, event)
-    # And then not: it saves as if nothing had been.
+    # Then it is not killed, and saves as if nothing had happened.
     assert None not in run(root)
     assert look(root) == 2
     assert not [path for path in root.iterdir() if path.name.startswith((".saving-", ".removing-"))]
@@ -138,13 +138,13 @@ def killed(root: Path, who: int, event: int) -> None:
         assert event > max(EVENTS[who]) - 6, f"only {len(done[who])} events"  # type: ignore[arg-type]
     step = look(root)
     assert step in ((1, 2) if done[who] is None else (2,))
-    # What other programs read names a complete one: it is written before the one that it named is removed.
+    # The file that other programs read names a complete checkpoint: it is written before the previous one is removed.
     assert read_manifest(root / (root / "latest").read_text()) is not None
 
 
 @pytest.mark.processes
 def test_what_is_done_to_files(tmp_path: Path) -> None:
-    """The events above are those of a whole save."""
+    """The events above cover a whole save."""
     first, second = run(tmp_path / "root")
     assert first is not None
     assert second is not None

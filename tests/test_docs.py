@@ -1,4 +1,4 @@
-"""Every block of code in README.md, CONTRIBUTING.md and docs/ does what the page says; see :mod:`documents` for how."""
+"""Every code block in README.md, CONTRIBUTING.md and docs/ does what the page says; see :mod:`documents` for how."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ PYTHON = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.lang
 COMMANDS = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.how.startswith("shell ")]
 PROGRAMS = [cell for cell in PYTHON if cell.world == "program"]
 LONG_PROGRAMS = [cell for cell in PROGRAMS if cell.is_long]
-"""Those of which nothing but :func:`test_programs_as_they_are` takes less than a minute."""
+"""Programs that only :func:`test_programs_as_they_are` runs."""
 
 
 def named(cells: list[Cell], *more: Callable[[Cell], Any]) -> list[Any]:
-    """As parameters of a test, with what ``more`` makes of each."""
+    """Return cells as parameters of a test, each with the results of ``more``."""
     marks = {True: [pytest.mark.long], False: []}
     return [
         pytest.param(cell, *(of(cell) for of in more), id=cell.first.place, marks=marks[cell.is_long]) for cell in cells
@@ -96,7 +96,7 @@ def test_python_without_ranks(cell: Cell, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_the_pass_in_contributing() -> None:
-    """It is a function there; here it runs over every graph, with a bound that all buckets but one exceed."""
+    """The pass in CONTRIBUTING.md runs over every graph, with a bound that all buckets but one exceed."""
     (cell,) = (cell for cell in PYTHON if cell.first.page == "CONTRIBUTING.md")
     names = WORLDS[cell.world]()
     exec(cell.first.text, names)
@@ -126,7 +126,7 @@ def test_python_on_ranks(cell: Cell, pools: Pools, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("cell", named(PROGRAMS))
 def test_programs_as_they_are(cell: Cell, tmp_path: Path) -> None:
-    """Started by torchrun, and compiled by Inductor. Minutes on two cores."""
+    """Programs run unchanged, started by torchrun and compiled by Inductor. This takes minutes on two cores."""
     source = "".join(block.text for block in cell.blocks)
     program = tmp_path / "train.py"
     program.write_text(source)
@@ -160,7 +160,7 @@ def test_commands(cell: Cell, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=b.place) for c in COMMANDS for b in c.blocks])
 def test_commands_exist(block: Block) -> None:
-    """Also those that only ``make long`` runs."""
+    """Commands on the pages exist, including those that only ``make long`` runs."""
     for words, _ in documents.commands_of(block.text):
         documents.check_command(words)
 

@@ -1,4 +1,4 @@
-"""Tables in docs/ have every argument, field, method, key or option that they are about, and none besides."""
+"""Tables in docs/ contain every argument, field, method, key or option of their subject, and no others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def methods(kind: type) -> list[str]:
 
 
 def rows(page: str, table: str, marker: str = "arguments") -> dict[str, str]:
-    """Names in the first column of ``<!-- arguments: table -->``, and what is said of each."""
+    """Return the names in the first column of ``<!-- arguments: table -->``, each with the rest of its row."""
     text = (DOCS / page).read_text(encoding="utf-8")
     found = re.search(rf"<!-- {marker}: {re.escape(table)} -->\n(.*?)<!-- end -->", text, re.DOTALL)
     assert found is not None, f"{page} has no table {table!r}"
@@ -66,7 +66,7 @@ def rows(page: str, table: str, marker: str = "arguments") -> dict[str, str]:
 
 
 def newer_than_here(words: str) -> bool:
-    """Whether a row says that this torch does not have it: ``after torch 2.11: ...``."""
+    """Whether a row says that this torch does not have the name: ``after torch 2.11: ...``."""
     after = re.match(r"after torch (\d+)\.(\d+): ", words)
     here = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return after is not None and here <= (int(after[1]), int(after[2]))
@@ -83,7 +83,10 @@ TORCH = {
 
 @pytest.mark.parametrize("table", TORCH)
 def test_what_torch_has(table: str) -> None:
-    """... in the version at hand. A newer one may have more, which its table lacks: this test says so then."""
+    """Tables about torch have a row for everything in the installed version.
+
+    A newer version may have more than its table. This test then says so.
+    """
     page, there = TORCH[table]
     told = rows(page, table)
     assert not set(there) - told.keys(), "without a row"
@@ -112,7 +115,7 @@ def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_environment_variable() -> None:
-    """... that the package looks for is in the docs."""
+    """Every environment variable that the package reads is in the docs."""
     sources = [
         file for package in ("mfsdp_compile", "passes", "runtime") for file in (DOCS.parent / package).rglob("*.py")
     ]
@@ -128,7 +131,7 @@ def test_every_command() -> None:
 
 
 def commands() -> Iterator[str]:
-    """Of the command line, and those of its commands that have some."""
+    """Yield the commands of the command line, and their subcommands."""
     stopped = mock.patch.object(argparse.ArgumentParser, "parse_args", autospec=True, side_effect=_Stop)
     with stopped as parse, contextlib.suppress(_Stop):
         cli.main([])

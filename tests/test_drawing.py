@@ -1,4 +1,4 @@
-"""Random numbers of which a rank draws its own only."""
+"""Deferred random fills: each rank draws only its own numbers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_skipping_is_drawing(seed: int, before: int, draws: int) -> None:
 
 
 def test_skipping_adds_up() -> None:
-    """Further than can be drawn: a trillion numbers, at once and in two steps."""
+    """Skipping a trillion numbers at once equals skipping them in two steps. So many cannot be drawn."""
     torch.manual_seed(1)
     state = torch.get_rng_state()
     assert torch.equal(skipped(skipped(state, 123_456_789_012), 876_543_210_988), skipped(state, 10**12))
@@ -44,7 +44,10 @@ def test_skipping_adds_up() -> None:
 def filled(
     fill: Callable[[Tensor], object], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """What each rank takes of a parameter, what one process has, and the next random number there; all ranks have the same."""
+    """Return each rank's rows of a parameter, the parameter of one process, and the next random number there.
+
+    The next random number is the same on all ranks.
+    """
     layout = plan_layouts([ParamSpec("weight", shape)], dtype.itemsize, RANKS, None)[0]
     torch.manual_seed(3)
     torch.rand(5)
@@ -103,7 +106,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    deferred_fill._draws(torch.ops.aten.normal_.default, torch.float32)  # known from here on
+    deferred_fill._draws(torch.ops.aten.normal_.default, torch.float32)  # known from now on
     drawn: list[int] = []
     part = deferred_fill._Fill.part
 
@@ -122,5 +125,8 @@ def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("function", [torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default])
 def test_this_torch_makes_numbers_of_words_as_we_think(function: object, dtype: torch.dtype) -> None:
-    """Where it does not, whole parameters are drawn: right, and slow."""
+    """This torch turns random words into numbers as the package expects.
+
+    If it did not, whole parameters would be drawn, which is correct but slow.
+    """
     assert deferred_fill._draws(function, dtype) is not None

@@ -1,5 +1,7 @@
-"""Drawings in docs/drawings are what ``docs/tools/drawings.py`` makes of the package as it is. ``MFSDP_WRITE_DRAWINGS=1`` writes
-them."""
+"""Drawings in docs/drawings equal what ``docs/tools/drawings.py`` generates.
+
+``MFSDP_WRITE_DRAWINGS=1`` regenerates them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ import torch
 TOOLS = Path(__file__).resolve().parents[1] / "docs" / "tools"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NEAR = 1.5
-"""Pixels that places may differ by with other versions of torch than the one that drew: some trace one operator more into a unit,
-which moves a border by a few microseconds; a pixel is a hundred."""
+"""Pixels by which positions may differ under other versions of torch than the one that drew.
+
+Some versions trace one operator more into a unit, which moves a border by a few microseconds. A pixel is a hundred.
+"""
 
 
 def _drawings() -> ModuleType:
@@ -35,7 +39,7 @@ QUICK = ("units", "bucket")
 
 
 def alike(drawn: str, kept: str, near: float) -> bool:
-    """Whether two drawings have the same parts at the same places, but for ``near`` pixels."""
+    """Whether two drawings have the same parts at the same places, up to ``near`` pixels."""
     if NUMBER.sub("0", drawn) != NUMBER.sub("0", kept):
         return False
     pairs = zip(NUMBER.findall(drawn), NUMBER.findall(kept), strict=True)

@@ -1,4 +1,4 @@
-"""Wrong input gives its error, on every rank, in time; the model stays usable. No test here may hang."""
+"""Wrong input raises its error on every rank, in time, and the model stays usable. No test here may hang."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_models_that_cannot_be_sharded() -> None:
 @pytest.mark.usefixtures("fake_world")
 def test_moving_a_sharded_model() -> None:
     model = fully_shard_model(zoo.Norms(), fsdp_unit_modules="auto")
-    model.to("cpu").float().to(torch.float32)  # as it is: fine
+    model.to("cpu").float().to(torch.float32)  # nothing changes: allowed
     for move in (model.half, model.bfloat16, lambda: model.to(torch.float64), lambda: model.to("meta")):
         with pytest.raises(RuntimeError, match="after fully_shard_model"):
             move()
@@ -307,7 +307,7 @@ def test_another_backend_says_which_one_to_use(backend: str) -> None:
     with pytest.raises(RuntimeError, match=r"another backend.*backend='mfsdp'"):
         torch.compile(model, backend=backend)(torch.randn(2, 8))
     torch._dynamo.reset()
-    model(torch.randn(2, 8)).backward()  # the model is fine
+    model(torch.randn(2, 8)).backward()  # the model still works
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_ranks_with_different_models(kind: str) -> None:
         fully_shard_model(model, **units)
     for name, param in model.named_parameters():
         assert torch.equal(param, before[name])
-    # ... and the ranks still agree afterwards
+    # The ranks still agree afterwards.
     fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
 
 
@@ -374,7 +374,7 @@ def test_error_on_one_rank_is_an_error_on_all() -> None:
 
 @on_ranks(2, timeout=60)
 def test_rank_that_does_not_come() -> None:
-    """In time, that is: one that comes later gets the same error, and ranks agree again afterwards."""
+    """If a rank does not arrive in time, all ranks raise, also the late one, and ranks agree again afterwards."""
     if dist.get_rank() == 1:
         agreement.report_failure(dist.group.WORLD, ValueError("long over"))
         agreement.forget_failure(dist.group.WORLD)
@@ -389,7 +389,7 @@ def test_rank_that_does_not_come() -> None:
 
 @on_ranks(2, timeout=60)
 def test_what_ranks_do_not_agree_on() -> None:
-    """An error, lines that some of the ranks should have in common, and what the deciding rank cannot make of the offers."""
+    """All ranks raise if one raises, if lines that ranks must share differ, or if offers cannot be combined."""
     rank, soon = dist.get_rank(), timedelta(seconds=20)
 
     def describe() -> list[str]:
@@ -435,7 +435,7 @@ def test_parameters_changed_after_sharding(mode: str) -> None:
     call(x).backward()
 
     kept = head._parameters["weight"]
-    head._parameters["weight"] = nn.Parameter(torch.zeros(5, 16))  # behind the module's back
+    head._parameters["weight"] = nn.Parameter(torch.zeros(5, 16))  # bypasses the module
     with raises_everywhere(RuntimeError, "'head.weight' was replaced"):
         call(x)
     head._parameters["weight"] = kept
@@ -490,7 +490,7 @@ def test_backward_twice(mode: str) -> None:
 
 @on_ranks(2, timeout=90)
 def test_saved_activation_changed_in_place() -> None:
-    """Autograd's own check still works under the eager path's hooks."""
+    """Autograd's own check of saved tensors still works under the eager path's hooks."""
 
     class Clobbers(zoo.Plain):
         def trunk(self, x: Tensor) -> Tensor:
@@ -526,7 +526,7 @@ class _RaiseInBackward(torch.autograd.Function):
 
 
 class Explosive(zoo.Plain):
-    """Raises in the middle, when told to."""
+    """A model that raises in the middle, on demand."""
 
     in_forward: type[BaseException] | None = None
 
@@ -543,7 +543,7 @@ class Explosive(zoo.Plain):
 
 
 def touch(model: nn.Module) -> None:
-    """What users do to parameters at rest."""
+    """Do what users do to parameters at rest."""
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
             here = getattr(module, name)
@@ -561,7 +561,7 @@ def touch(model: nn.Module) -> None:
 
 
 def touch_inside(module: nn.Module, *_: Any) -> None:
-    """What users do to parameters in forward hooks: there, they are whole."""
+    """Do what users do to parameters in forward hooks, where they are whole."""
     for name, param in module.named_parameters(recurse=False):
         here = getattr(module, name)
         assert repr(here)
@@ -611,7 +611,7 @@ def test_training_goes_on_after_an_exception(mode: str, where: str) -> None:
 @on_ranks(2, timeout=120)
 def test_touching_parameters_in_forward_hooks(mode: str) -> None:
     whole = parity.build(zoo.Plain)
-    for module in whole.modules():  # some are there before sharding, some come after
+    for module in whole.modules():  # some exist before sharding, some are added after
         module.register_forward_pre_hook(touch_inside)
     model, call = parity.shard(whole, mode)
     for module in model.module.modules():
@@ -627,8 +627,10 @@ def test_touching_parameters_in_forward_hooks(mode: str) -> None:
 
 @on_ranks(2, timeout=120)
 def test_a_gathered_parameter_that_is_kept_stays_valid() -> None:
-    """Nothing frees memory under a reference: the worst that keeping a weight does is to keep its bucket. In the next forward
-    it is out of date, and says so."""
+    """A reference to a gathered parameter stays valid, and raises in the next forward because it is out of date.
+
+    Nothing frees memory under a reference. Keeping a weight keeps at most its bucket in memory.
+    """
     kept = []
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     block = model.module.blocks[0]

@@ -1,4 +1,4 @@
-"""The examples, as they are started and as docs/trainers.md shows them."""
+"""The examples run, as they are started and as docs/trainers.md shows them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def torchrun(module: str, *words: str, cwd: Path, ranks: int = 2) -> str:
 
 @pytest.mark.processes
 def test_trainer_example(tmp_path: Path) -> None:
-    """Trains, saves, and goes on: with the losses that it had."""
+    """The Trainer example trains, saves, and resumes with the same losses."""
     words = ["--max_steps", "4", "--torch_compile_backend", "aot_eager", "--disable_tqdm", "true"]
     torchrun("hf_trainer", *words, "--save_steps", "2", cwd=tmp_path)
     losses = json.loads((tmp_path / "trainer-out" / "losses.json").read_text())
@@ -96,7 +96,7 @@ def test_the_page_shows_four_ways() -> None:
 @pytest.mark.parametrize("number", range(4))
 @on_ranks(2)
 def test_blocks_of_the_page(number: int, tmp_path: Path) -> None:
-    """As they stand, but operator by operator, which compiles faster."""
+    """Code blocks of the page run unchanged, except that they run operator by operator, which compiles faster."""
     _, block = BLOCKS[number]
     block = block.replace('backend="mfsdp")', 'backend="mfsdp", options={"inner": "aot_eager"})')
     block = block.replace("compile_options={", 'compile_options={"inner": "aot_eager", ')
@@ -142,7 +142,7 @@ JOBS: dict[str, dict[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", JOBS)
 @on_ranks(4)
 def test_jobs_take_the_same_steps(name: str, tmp_path: Path) -> None:
-    """However the model is divided; and from where it was saved."""
+    """Jobs take the same steps however the model is divided, and continue from where they were saved."""
     losses = torchtitan_style.train(job(tmp_path))
     assert torchtitan_style.train(job(tmp_path, **JOBS[name])) == pytest.approx(
         losses, rel=1e-5

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank has experts of its own, and gradients are those of one process that has all of them."""
+"""Expert parallelism: each rank has its own experts, and gradients equal those of one process that has all of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mfsdp_compile.runtime.topology import ShardingStrategy
 CONFIG = MoeConfig(32, 16, 2, 2, 1, 24, experts=8, chosen=2, shared=1, dispatch="all_to_all")
 STEPS = 3
 RELATIVE = 1e-5
-"""Of the largest gradient: sums over tokens and ranks in another order, in float32 (eps 6e-8), of some hundred terms."""
+"""Tolerance relative to the largest gradient: float32 sums (eps 6e-8) of some hundred terms in another order."""
 
 # -- meshes -----------------------------------------------------------------------------------------------------------
 
@@ -51,12 +51,14 @@ MESHES = {
     "HSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 0),
     "HFSDP 2 x 2 x 2": ((2, 2, 2), ("outer", "fsdp", "ep"), 1),
 }
-"""Shape and names of the expert mesh, and the strategy over outer ranks. Everything else is sharded over all ranks but the
-outer ones."""
+"""Shape and names of the expert mesh, and the strategy over outer ranks.
+
+Everything else is sharded over all ranks but the outer ones.
+"""
 
 
 def mesh_arguments(name: str) -> tuple[dict[str, Any], dist.ProcessGroup]:
-    """Arguments of ``fully_shard_model``, and the group that experts are parallel over."""
+    """Return arguments of ``fully_shard_model``, and the group of expert-parallel ranks."""
     shape, names, outer_strategy = MESHES[name]
     experts = init_device_mesh("cpu", shape, mesh_dim_names=names)
     arguments: dict[str, Any] = {"expt_device_mesh": experts, "dp_shard_dim": "fsdp"}
@@ -82,7 +84,7 @@ def _model(config: MoeConfig, group: dist.ProcessGroup | None, checkpointed: boo
     model = MoeLlama(config, group)
     for module in model.modules():
         if isinstance(module, Mixture):
-            nn.init.normal_(module.router.weight, std=1.0)  # decided routers leave experts without tokens
+            nn.init.normal_(module.router.weight, std=1.0)  # confident routers leave experts without tokens
         if checkpointed and isinstance(module, MoeBlock):
             module.forward = _checkpointed(module.forward)  # type: ignore[method-assign]
     return model
@@ -100,7 +102,7 @@ def compiled(model: MegatronFSDP, mode: str) -> Callable[..., Tensor]:
 
 
 def batches(step: int, microbatches: int = 1) -> Tensor:
-    """``[microbatches, ranks, batch, length + 1]``, the same on every rank."""
+    """Return tokens of shape ``[microbatches, ranks, batch, length + 1]``, the same on every rank."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(0, CONFIG.vocabulary, (microbatches, dist.get_world_size(), 1, 7), generator=generator)
 
@@ -118,7 +120,7 @@ def is_expert(name: str) -> bool:
 
 @dataclasses.dataclass
 class Alone:
-    """One process with all experts, on all ranks' batches."""
+    """Results of one process with all experts, on the batches of all ranks."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -183,7 +185,7 @@ def check_against(
 
 
 def check_parity(mesh: str, microbatches: int = 1, compiled_too: Sequence[bool] = (False, True)) -> None:
-    """Eager and compiled, with and without activation checkpointing."""
+    """Compare eager and compiled training with one process, with and without activation checkpointing."""
     alone = train_alone(microbatches)
     for checkpointed in (False, True):
         eager = check_against(alone, mesh, EAGER, checkpointed, microbatches)
@@ -202,7 +204,10 @@ def test_gradients_of_one_process(compiled_too: tuple[bool, ...]) -> None:
 
 @on_ranks(2)
 def test_gradients_of_compiled_code() -> None:
-    """Of one layer, over two ranks with experts of their own: what takes longest to compile is the exchange of tokens."""
+    """Compiled gradients are correct for one layer over two ranks with their own experts.
+
+    The exchange of tokens takes longest to compile, so this test uses one layer.
+    """
     config = dataclasses.replace(CONFIG, layers=1)
     alone = train_alone(config=config)
     eager, graph = (check_against(alone, "1 x 2", mode, False, config=config) for mode in (EAGER, AOT_EAGER))
@@ -230,7 +235,10 @@ def test_gradients_of_other_strategies(strategy: str) -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
-    """Averages over the ranks that share an expert, of sums over all that send it tokens."""
+    """Averaging in the collective, and summing, give correct expert gradients.
+
+    An expert's gradient sums over all ranks that send it tokens, and is averaged over the ranks that share it.
+    """
     alone = train_alone()
     check_against(alone, "2 x 2", mode, False, average_in_collective=True)
     ranks = dist.get_world_size()
@@ -241,7 +249,7 @@ def test_gradients_that_the_collective_averages_and_sums(mode: str) -> None:
 
 @on_ranks(4)
 def test_some_experts_get_no_token() -> None:
-    """What the tests above train with: loads are uneven, and on some rank an expert is chosen by nobody."""
+    """In the tests above, loads are uneven, and on some rank an expert gets no token."""
     model = _model(CONFIG, None)
     loads = []
     router = model.layers[0].mixture.router
@@ -258,7 +266,7 @@ def test_some_experts_get_no_token() -> None:
 
 @on_ranks(4)
 def test_tokens_are_gathered_instead() -> None:
-    """The dispatch with static shapes makes the same gradients."""
+    """The dispatch with static shapes gives the same gradients."""
     alone = train_alone()
     static = dataclasses.replace(CONFIG, dispatch="all_gather")
     check_against(alone, "2 x 2", EAGER, False, config=static)
@@ -267,7 +275,7 @@ def test_tokens_are_gathered_instead() -> None:
 
 @on_ranks(4)
 def test_a_mesh_of_this_ranks_alone() -> None:
-    """As Megatron makes it: with the ranks that share experts, and no others."""
+    """An expert mesh may contain only the ranks that share this rank's experts, as Megatron's does."""
     alone = train_alone()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     group = mesh["fsdp"].get_group()
@@ -287,7 +295,7 @@ def test_inductor() -> None:
 @pytest.mark.parametrize("mesh", ["2 x 2", "HFSDP 2 x 1 x 2"])
 @on_ranks(4)
 def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
-    """Shapes, values, norms, sums and random values are those of one process; and so is clipping, over all experts."""
+    """Shapes, values, norms, sums, random values and gradient clipping cover all experts, as in one process."""
     model, alone = make(mesh), _model(CONFIG, None)
     for name, param in model.module.named_parameters():
         whole = alone.get_parameter(name)
@@ -314,7 +322,7 @@ def test_parameters_at_rest_are_of_all_experts(mesh: str) -> None:
 
 
 class Numbered(nn.Module):
-    """Experts that are modules, those of this rank's place in the group; numbered from 0 on each rank, or over all ranks."""
+    """Experts as modules, of which each rank has its part, numbered from 0 on each rank or over all ranks."""
 
     class block(nn.Module):
         def __init__(self, group: dist.ProcessGroup | None, over_all: bool) -> None:
@@ -328,7 +336,7 @@ class Numbered(nn.Module):
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            """As if this rank's experts had got ``x`` alone: tokens do not travel."""
+            """Compute as if only this rank's experts got ``x``: tokens are not exchanged."""
             x = self.enter(x)
             return x + sum(expert(x) for expert in self.experts.values())
 
@@ -341,7 +349,7 @@ class Numbered(nn.Module):
         return self.blocks(x).pow(2).mean()
 
     def keep(self, half: int) -> Numbered:
-        """Of a model with all experts, half of them."""
+        """Keep one half of the experts of a model that has all."""
         for block in self.blocks:
             kept = list(block.experts.values())[half * 2 : half * 2 + 2]
             block.experts = nn.ModuleDict({str(i): expert for i, expert in enumerate(kept)})
@@ -357,7 +365,7 @@ def test_experts_that_are_modules(mode: str, over_all: bool) -> None:
     rank, ep_rank = dist.get_rank(), group.rank()
     data = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
     compiled(model, mode)(data[rank]).backward()
-    # One process for each half of the experts, on the batches of the ranks that hold them.
+    # One process for each half of the experts, on the batches of the ranks that hold this half.
     halves = [Numbered(None).keep(half) for half in range(2)]
     for half, alone in enumerate(halves):
         (sum(alone(x) for x in data[half::2]) / 4).backward()
@@ -368,10 +376,10 @@ def test_experts_that_are_modules(mode: str, over_all: bool) -> None:
         if not is_expert(name):
             gradient = others[0].grad + others[1].grad
             norm = norm + gradient.pow(2).sum()
-        elif over_all:  # each by itself
+        elif over_all:  # each one separately
             gradient = own.grad
             assert torch.equal(param.full_tensor(), own)
-        else:  # those of the same number, one behind the other
+        else:  # experts with the same number, one after the other
             gradient = torch.cat([other.grad for other in others])
             assert torch.equal(param.full_tensor(), torch.cat(others))
         torch.testing.assert_close(param.grad.full_tensor(), gradient, rtol=RELATIVE, atol=1e-7)
@@ -387,7 +395,7 @@ def test_experts_that_are_modules(mode: str, over_all: bool) -> None:
 
 
 class Divided(nn.Module):
-    """Experts as DTensors over the expert-parallel ranks, as torchtitan has them; ``forward`` takes its part."""
+    """Experts as DTensors over the expert-parallel ranks, as in torchtitan; ``forward`` uses the local part."""
 
     class block(nn.Module):
         def __init__(self, mesh: DeviceMesh) -> None:
@@ -412,7 +420,7 @@ class Divided(nn.Module):
 
 @on_ranks(4)
 def test_experts_that_are_dtensors() -> None:
-    """The same as plain parts."""
+    """Experts that are DTensors train exactly like experts that are plain local parts."""
     arguments, _ = mesh_arguments("2 x 2")
     ep = arguments["expt_device_mesh"]["ep"]
     plain = Divided(ep)
@@ -438,7 +446,7 @@ def _plain_forward(block: nn.Module, x: Tensor) -> Tensor:
 
 @on_ranks(4, timeout=120)
 def test_training_goes_on_after_a_reset() -> None:
-    """With process groups of its own, also of experts and of those that divide them."""
+    """Training continues after a reset, over new process groups for experts and expert-parallel ranks too."""
     model = make("2 x 2")
     tokens = batches(0)[0][dist.get_rank()]
     loss_of(model, tokens).backward()
@@ -456,7 +464,7 @@ def test_training_goes_on_after_a_reset() -> None:
 
 
 def trained(mesh: str | None, steps: int = 1) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """With AdamW. None: every rank has all experts."""
+    """Train with AdamW. If ``mesh`` is None, every rank has all experts."""
     if mesh is None:
         model = fully_shard_model(_model(CONFIG, None), fsdp_unit_modules=[MoeBlock])
     else:
@@ -479,7 +487,7 @@ def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 @pytest.mark.processes
 def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
-    """Weights and AdamW's state, to the bit."""
+    """Weights and AdamW's state load bit for bit at other expert-parallel sizes."""
     pools.of(4).run(save_and_load, folder=str(tmp_path))
 
 
@@ -511,7 +519,10 @@ PLANNED = MoeConfig(256, 128, 4, 4, 2, 192, experts=8, chosen=2, shared=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "outer", "expert_parallel"), [(4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 2, 2)])
 def test_planned_memory_is_what_a_step_takes(ranks: int, outer: int, expert_parallel: int) -> None:
-    """On ranks that do not exist, where nothing but the step allocates: within 5 %, of which kernels' workspaces take one."""
+    """Planned memory is within 5 % of the measurement, of which workspaces of kernels take one.
+
+    The other ranks are fake, and nothing but the step allocates.
+    """
     work = Workload(
         "moe",
         lambda: MoeLlama(PLANNED),
@@ -584,7 +595,10 @@ def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) ->
 
 
 def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
-    """Collectives of a step, the second one: gathers, gathers of what stays, reduce-scatters, all-reduces, all-to-alls."""
+    """Count the collectives of the second step.
+
+    They are gathers, gathers of what stays, reduce-scatters, all-reduces and all-to-alls.
+    """
     model = make(mesh, checkpointed=checkpointed)
     call = compiled(model, mode)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
@@ -601,20 +615,20 @@ def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, in
 
 
 UNITS, EXPERT_UNITS = 4, CONFIG.layers
-"""Of the model: what is before the layers, two layers, what is behind; layers have a bucket of experts each besides."""
+"""Units of the model: before the layers, two layers, after the layers. Each layer also has a bucket of experts."""
 TABLE = Path(__file__).parent.parent / "docs" / "expert_parallel.md"
 
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
     buckets = UNITS + EXPERT_UNITS
-    # Backward gathers layers again. An embedding's backward does not need it, but the eager path, which goes by the order
-    # of units, has gathered it when that shows. What comes last stays.
+    # Backward gathers layers again. An embedding's backward does not need it, but the eager path follows the order of
+    # units and has gathered the embedding by the time that this shows. The last unit stays gathered.
     again = 2 * EXPERT_UNITS + (mode == EAGER)
     exchanges = (
         0 if mesh == "4 x 1" else 5 + 3 * checkpointed
-    )  # loads, there, back; of gradients back and there; and the first three again
+    )  # loads, dispatch, combine; gradients of both; the first three again
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
-    # Eager ranks find out which parameters were used; of experts, those that share them.
+    # Eager ranks find out which parameters were used. For experts, the ranks that share them do.
     asks = (1 + (mesh != "1 x 4")) * (mode == EAGER)
     return (
         buckets + again,
@@ -626,7 +640,7 @@ def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int,
 
 
 def table() -> list[str]:
-    """For the docs."""
+    """Return the table for the documentation."""
     lines = [
         "| mesh of experts | mode | gathers | gathers of what stays | reduce-scatters | all-reduces | all-to-alls |",
         "|---|---|---|---|---|---|---|",
@@ -670,7 +684,7 @@ def test_communication_of_a_step_on_eight_ranks(mesh: str) -> None:
 
 
 def refused(error: type[Exception], *fragments: str, model: nn.Module | None = None, **arguments: Any) -> None:
-    """``fully_shard_model`` raises on this rank, and leaves the model as it was."""
+    """Assert that ``fully_shard_model`` raises on this rank and leaves the model unchanged."""
     model = model if model is not None else _model(CONFIG, None)
     with raises_everywhere(error, *fragments):
         fully_shard_model(model, **{"fsdp_unit_modules": [MoeBlock]} | arguments)
@@ -741,7 +755,7 @@ def test_hybrid_groups_that_do_not_fit() -> None:
 
 @on_ranks(4, timeout=60)
 def test_experts_over_other_ranks_than_the_rest() -> None:
-    """Two replicas of a model, as in a pipeline: experts must not be shared between them."""
+    """Experts must not be shared between two replicas of a model, as in a pipeline."""
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
     across = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     refused(
@@ -752,7 +766,7 @@ def test_experts_over_other_ranks_than_the_rest() -> None:
         dp_shard_dim="fsdp",
         expt_device_mesh=across,
     )
-    # What only all ranks together can see: each rank's own mesh is fine.
+    # Only all ranks together can detect this, because each rank's own mesh is valid.
     rank, ring = dist.get_rank(), [dist.new_group([r, (r + 1) % 4]) for r in range(4)]
     own = DeviceMesh.from_group(ring[rank], "cpu", mesh_dim_names=("fsdp",))
     refused(ValueError, "must divide the latter into equal parts", dp_shard_dim="fsdp", expt_device_mesh=own)
@@ -770,7 +784,10 @@ def test_ranks_that_hold_experts_divide_the_others() -> None:
 
 
 def test_ranks_in_another_order_hold_no_experts(fake_world: int) -> None:
-    """Rank 0 has the first half and rank 1 the second; of their other replicas rank 3 the first."""
+    """Ranks that hold experts must be in the same order in every replica.
+
+    Here rank 0 has the first half and rank 1 the second. In the other replica, rank 3 has the first half.
+    """
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("fsdp", "ep"))
     model = nn.ModuleDict({"experts": nn.Linear(4, 8), "shared_experts": nn.Linear(4, 8)})
     with pytest.raises(ValueError, match="not in increasing order in every place"):
@@ -837,7 +854,7 @@ def test_an_error_on_one_rank_is_one_on_all() -> None:
 
 @on_ranks(4, timeout=60)
 def test_marked_parameters_are_experts_wherever_they_are() -> None:
-    """Megatron's way: by a mark, and not by the name of a module."""
+    """Parameters with Megatron's mark are experts, whatever the names of their modules."""
     arguments, _ = mesh_arguments("2 x 2")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     torch.manual_seed(arguments["expt_device_mesh"].get_local_rank("ep"))

@@ -1,4 +1,4 @@
-"""Graphs as Python, what passes did to schedules, and what a model becomes under torch.compile."""
+"""Graphs as Python, the changes of passes to schedules, and what a model becomes under torch.compile."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatc
         torch.compile(model, backend="mfsdp", options=EAGER)(torch.ones(1, 4))
 
 
-# -- what passes did --------------------------------------------------------------------------------------------------
+# -- changes by passes ------------------------------------------------------------------------------------------------
 
 
 def events(*names: str) -> list[Event]:
-    """``"12 gather a"``: after 12 operators."""
+    """Parse events: ``"12 gather a"`` is after 12 operators."""
     return [Event(name.split(" ", 1)[1], int(name.split(" ", 1)[0])) for name in names]
 
 
@@ -157,7 +157,7 @@ def test_changes_in_words() -> None:
 
 
 def test_what_is_called_moved_is_as_little_as_possible() -> None:
-    """Applied to the old order, the moves give the new one, and no fewer would do."""
+    """Applied to the old order, the reported moves give the new one, and no fewer moves would."""
     rng = random.Random(0)
     for _ in range(200):
         names = [f"e{i}" for i in range(rng.randrange(1, 9))]
@@ -204,7 +204,7 @@ def test_explain() -> None:
     assert "1 graph, 0 graph breaks" in text
     assert "schedule: moved    gather" in text
     assert "gather  layers.0" in text
-    model(tokens).sum().backward()  # as if nothing had been
+    model(tokens).sum().backward()  # as if nothing had happened
 
 
 @on_ranks(2)

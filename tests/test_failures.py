@@ -1,4 +1,4 @@
-"""One rank fails: the others learn of it within the time-out, nobody computes with the wrong values, training goes on."""
+"""One rank fails: others learn of it within the timeout, none computes with wrong values, and training continues."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
 SECONDS = 3.0
-"""The time-out of the process group. What a rank may need beyond it is for a machine with other things to do."""
+"""Timeout of the process group. Ranks may need longer on a machine that does other work."""
 PATIENCE = 30.0
-"""Until every rank has its error, on such a machine: far below the time-out of the default group."""
+"""Seconds until every rank must have its error on such a machine, far below the timeout of the default group."""
 
 
 def short_mesh() -> DeviceMesh:
-    """All ranks, with a time-out that a test can wait for."""
+    """Return a mesh of all ranks, with a timeout that a test can wait for."""
     group = dist.new_group(timeout=timedelta(seconds=SECONDS))
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 
 
 def everywhere(mine: float) -> list[float]:
-    """By rank. Clocks that are monotonic are the same for all processes of a machine."""
+    """Return the values of all ranks. Monotonic clocks are the same for all processes of a machine."""
     all_of_them = [0.0] * dist.get_world_size()
     dist.all_gather_object(all_of_them, mine)
     return all_of_them
@@ -41,7 +41,7 @@ def everywhere(mine: float) -> list[float]:
 
 @torch.library.custom_op("mfsdp_tests::may_fail", mutates_args=())
 def may_fail(x: Tensor, number: int) -> Tensor:
-    """``x + 1``, unless a rank is to fail here."""
+    """Return ``x + 1``, unless this rank is supposed to fail here."""
     if Failing.where == number:
         raise ValueError("a bad batch")
     return x + 1
@@ -56,7 +56,7 @@ may_fail.register_autograd(lambda ctx, gradient: (gradient, None))
 
 
 class Failing(nn.Module):
-    """Three equal blocks, so that a wrong gather would not be noticed by its size."""
+    """Three equal blocks, so that the size would not reveal a wrong gather."""
 
     where = -1
 
@@ -89,7 +89,7 @@ def values(model: nn.Module) -> list[Tensor]:
 
 
 def assert_trained_by(model: nn.Module, batches: list[Tensor], mode: str, **arguments: Any) -> None:
-    """A model that has seen these batches and no failure has the same weights, to the bit."""
+    """Assert that a model trained on these batches, without a failure, has the same weights bit for bit."""
     untouched, call, optimizer = make(mode, **arguments)
     for batch in batches:
         step(call, optimizer, batch)
@@ -122,7 +122,7 @@ def test_one_ranks_forward_raises(mode: str, strategy: str, where: int) -> None:
         raise AssertionError("no error")
     ended = everywhere(time.monotonic())
     if mode == EAGER:
-        assert ended[1] < ended[0]  # it does not wait for anybody
+        assert ended[1] < ended[0]  # it does not wait for other ranks
     assert ended[dist.get_rank()] - begun < PATIENCE
     Failing.where = -1
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
@@ -188,7 +188,7 @@ def test_the_others_are_told_why() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4, timeout=90)
 def test_reset_with_two_dimensions(mode: str) -> None:
-    """In the middle of accumulation: what waits is dropped, and the next step is a whole one."""
+    """A reset in the middle of accumulation drops deferred gradients, and the next step is complete."""
     data = parity.batches(3)[:, dist.get_rank()]
     for strategy in ("HSDP optim_grads", "HFSDP"):
         trained = []
@@ -222,7 +222,7 @@ def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=90)
 def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> None:
-    """On one rank, at a fraction of the time that forward and backward take."""
+    """After a keyboard interrupt on one rank, at any fraction of forward and backward, training continues correctly."""
     data = parity.batches(4)[:, dist.get_rank()]
     model, call, optimizer = make(mode)
     step(call, optimizer, data[0])
@@ -243,7 +243,7 @@ def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> Non
             signal.setitimer(signal.ITIMER_REAL, max(where * duration, 1e-4))
         call(data[2]).backward()
         if dist.get_rank() == 1:
-            time.sleep(SECONDS)  # it was faster than before
+            time.sleep(SECONDS)  # this step was faster than the measured one
     except (RuntimeError, KeyboardInterrupt) as error:
         assert dist.get_rank() == 1 or isinstance(error, RuntimeError)
     finally:
@@ -263,7 +263,7 @@ def test_a_keyboard_interrupt_anywhere_in_a_step(mode: str, where: float) -> Non
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=90)
 def test_a_rank_that_sleeps_and_a_reset(mode: str) -> None:
-    """Longer than the time-out, in the middle of forward: both have errors, and both go on."""
+    """If a rank sleeps longer than the timeout in forward, both ranks raise, and both continue after a reset."""
     data = parity.batches(3)[:, dist.get_rank()]
     model, call, optimizer = make(mode)
     step(call, optimizer, data[0])

@@ -1,6 +1,6 @@
-"""Model families, unmodified, against one process: the tables in docs/models.md are what these tests count and measure.
+"""Model families, unmodified, compared with one process. The tables in docs/models.md show what these tests measure.
 
-``MFSDP_WRITE_TABLES=1 pytest tests/test_families.py`` writes them.
+``MFSDP_WRITE_TABLES=1 pytest tests/test_families.py`` rewrites them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.runtime import compat
 
 BOUND = 1e-5
-"""Of gradients, relative to the parameter's largest one (or to 1 % of the model's, where that is more; to all of the model's where
-they cancel): float32 sums in another order."""
+"""Bound on gradients, for float32 sums in another order.
+
+It is relative to the parameter's largest gradient, or to 1 % of the model's where that is more. Where gradients cancel,
+it is relative to the model's largest.
+"""
 STEPS = 3
 HEADER = ("model", "mode", "units", "graphs", "graph breaks", "gathers", "reduce-scatters", "gradients differ by")
 BREAKS = ("model", "why torch.compile breaks the graph", "in")
 
 LONG = {"mixtral", "qwen3-moe-batched", "qwen3-moe-loop", "qwen2-vl", "llava-text", "llava-frozen"}
 LONG |= {"gemma2", "phi3", "falcon", "mamba2", "jamba", "bert", "clip", "dinov2", "swin", "segformer"}
-"""Of whose like there is a shorter one, or that take long to compile in parts."""
+"""Families that resemble one with a shorter test, or that take long to compile in parts."""
 WRONG_IN_TORCH = {"gpt-oss"} if (2, 12) <= compat.TORCH_VERSION < (2, 15) else set[str]()
-"""See compat.is_miscompiled."""
+"""Families that torch miscompiles; see compat.is_miscompiled."""
 CHECKPOINTED = ("llama", "gpt2", "qwen3-moe", "t5", "vit", "mamba", "llava")
 
 
@@ -48,14 +51,14 @@ def families(*, long: set[str] = LONG) -> list[Any]:
 
 @dataclass
 class Outcome:
-    """Of one mode.
+    """Results of one mode.
 
     Args:
-        units: that the model is sharded by.
-        graphs: of Dynamo.
-        breaks: reasons and functions.
-        counts: collectives of a step.
-        difference: the largest of any gradient to one process.
+        units: Units that the model is sharded by.
+        graphs: Number of Dynamo's graphs.
+        breaks: Reasons of graph breaks, with their functions.
+        counts: Collectives of a step.
+        difference: Largest difference of any gradient from that of one process.
     """
 
     units: int
@@ -97,7 +100,7 @@ def make(family: Family, **options: Any) -> nn.Module:
 
 
 def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict[str, Outcome]:
-    """Three steps of AdamW, each rank with its own batches, and in one process with those of all ranks."""
+    """Run three steps of AdamW sharded, with different batches on each rank, and in one process with all batches."""
     rank, world_size, family = dist.get_rank(), dist.get_world_size(), FAMILIES[name]
     alone = make(family)
     models, calls, outcomes = [], [], {}
@@ -107,7 +110,7 @@ def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict
             module.gradient_checkpointing_enable()
         model = fully_shard_model(module, fsdp_unit_modules="auto")
         with torch.no_grad():
-            model(**family.batch_of(rank))  # what models of transformers do once cannot be traced
+            model(**family.batch_of(rank))  # the first forward of transformers models cannot be traced
         outcomes[mode] = Outcome(len(model.sharded.eager.units))
         call: Any = model
         if mode != EAGER:
@@ -134,8 +137,11 @@ def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """With a large eps. With torch's, rounding in gradients near zero becomes steps as long as lr, and one process is as far from
-    itself in float64 (3e-5, BERT's second step) as from anything else."""
+    """Return AdamW with a large eps.
+
+    With torch's default, rounding in gradients near zero becomes steps as long as lr. Then even one process in float64
+    differs from itself by 3e-5 (in BERT's second step).
+    """
     return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
 
 
@@ -146,19 +152,19 @@ def step_of(family: Family, call: Any, batch: dict[str, Any], expected: Tensor) 
 
 
 def gradients_of(alone: nn.Module) -> dict[str, Tensor]:
-    """None counts as zeros."""
+    """Return the gradients by name. None counts as zeros."""
     return {name: gradient_of(param) for name, param in alone.named_parameters() if param.requires_grad}
 
 
 def gradient_of(param: Tensor) -> Tensor:
-    """All of it, also of a sharded parameter."""
+    """Return the whole gradient, also of a sharded parameter."""
     if param.grad is None:
         return torch.zeros(param.shape)
     return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
 
 
 def leave_out_the_same(alone: nn.Module, sharded: nn.Module) -> None:
-    """The optimizer steps with zeros where it does so for the sharded model: AdamW decays what has a gradient of zeros."""
+    """Set gradients of zeros where the sharded model has them. AdamW decays parameters with a gradient of zeros."""
     for mine, its in zip(sharded.parameters(), alone.parameters(), strict=True):
         if its.grad is None and mine.grad is not None:
             its.grad = torch.zeros_like(its)
@@ -179,7 +185,7 @@ def largest_difference(family: Family, module: nn.Module, expected: dict[str, Te
 
 
 def breaks_of(call: Any, batch: dict[str, Any]) -> list[tuple[str, str]]:
-    """Reasons, and the functions that have them."""
+    """Return the reasons of graph breaks, each with its function."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         told = explain(call, **batch).breaks
@@ -192,7 +198,7 @@ def breaks_of(call: Any, batch: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.cancelling])
 def test_gradients_that_cancel_are_rounding(name: str) -> None:
-    """Float64 has less of it: their bound hides no error."""
+    """Gradients that cancel are smaller in float64, so the bound on them hides no error."""
     family = FAMILIES[name]
     model = make(family).double()
     batch = {name: x.double() if x.is_floating_point() else x for name, x in family.batch_of(0).items()}
@@ -206,7 +212,7 @@ def test_gradients_that_cancel_are_rounding(name: str) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_what_torch_compiles_wrongly_is_said() -> None:
-    """Nothing is compiled: the warning comes before."""
+    """A model that torch miscompiles gets a warning, before anything is compiled."""
 
     class Stop(Exception):
         pass
@@ -248,7 +254,7 @@ def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
 
 
 def llavas(*modes: str) -> tuple[nn.Module, list[Any], list[Any]]:
-    """In one process; sharded; and what to call in the place of the latter."""
+    """Return a model in one process, sharded models, and what to call in place of the latter."""
     family = FAMILIES["llava"]
     models = [fully_shard_model(make(family), short_mesh(), fsdp_unit_modules="auto") for _ in modes]
     calls = []
@@ -262,7 +268,7 @@ def llavas(*modes: str) -> tuple[nn.Module, list[Any], list[Any]]:
 
 @on_ranks(2)
 def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
-    """Parameters that a batch does not use get no gradient, or zeros: the optimizer's step is that of one process."""
+    """Parameters that no rank's batch uses get no gradient, or zeros, and the optimizer steps as in one process."""
     rank, (alone, models, calls) = dist.get_rank(), llavas(EAGER, AOT_EAGER)
     optimizers = [adamw(m) for m in (alone, *models)]
     for step, name in enumerate(("llava", "llava-text", "llava-text", "llava", "llava-text")):
@@ -286,7 +292,7 @@ def test_batches_of_all_ranks_skip_the_tower_at_times() -> None:
 @pytest.mark.parametrize("known", [False, True])
 @on_ranks(2, timeout=90)
 def test_a_batch_of_one_rank_skips_the_tower(mode: str, known: bool) -> None:
-    """An error on all ranks, not a hang and not other layers' weights; and training goes on."""
+    """If one rank's batch skips the tower, all ranks raise, without a hang or wrong weights, and training continues."""
     _, (model,), (call,) = llavas(mode)
     family, rank = FAMILIES["llava"], dist.get_rank()
     for each in ("llava", "llava-text") if known else ("llava",):
@@ -307,7 +313,7 @@ def test_a_batch_of_one_rank_skips_the_tower(mode: str, known: bool) -> None:
 
 @on_ranks(2)
 def test_a_blank_image_takes_the_place_of_none() -> None:
-    """Behind the text, where nothing that is learnt from attends to it: the gradients of a batch without images."""
+    """A blank image after the text gives the gradients of a batch without images. No trained token attends to it."""
     rank, (alone, models, calls) = dist.get_rank(), llavas(EAGER, AOT_EAGER)
     with_images, without = FAMILIES["llava"].batch_of(0), tokens(torch.Generator().manual_seed(1))
     (sum(alone(**batch).loss for batch in (with_images, without)) / 2).backward()

@@ -1,6 +1,6 @@
-"""Faults of one rank: an error on all ranks within seconds, with a process group that would wait for half an hour; and whose it is.
+"""Faults of one rank: all ranks get an error within seconds, and it names the rank.
 
-The table in docs/debugging.md has what these tests show.
+The timeout of the process group is half an hour. The table in docs/debugging.md shows the results of these tests.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ LOAD = "`model.reset()` on every rank, and load a checkpoint: it warns of that"
 
 
 def has_row(fault: str, told: str, afterwards: str) -> None:
-    """In the documentation."""
+    """Check the row of the table in the documentation."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         check_rows(DOCS / "debugging.md", "faults", HEADER, [(fault, f"`{told}`", afterwards)], keys=1)
 
 
 @contextlib.contextmanager
 def expected(*fragments: str) -> Iterator[None]:
-    """All ranks have an error, soon; that of those that are not to blame has ``fragments``."""
+    """Assert that all ranks get an error soon, and that the messages of the innocent ranks contain ``fragments``."""
     begun, message = time.monotonic(), ""
     try:
         yield
@@ -70,7 +70,7 @@ def only_on_culprit(error: BaseException) -> None:
 
 
 def finds_steps_that_differ(model: Any) -> None:
-    """A reset says that rows are of different weights."""
+    """Assert that a reset warns about rows of different weights."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.reset()
@@ -85,7 +85,7 @@ def goes_on(training: Training) -> None:
 @pytest.mark.parametrize("error", [ValueError("no such node"), KeyboardInterrupt("ctrl-c"), MemoryError("no memory")])
 @on_ranks(2, timeout=90)
 def test_compiling_fails(error: BaseException) -> None:
-    """In a pass of the user's, or by an interrupt."""
+    """If compilation fails on one rank, in a user's pass or by an interrupt, all ranks raise."""
     fails = [True]
 
     def a_pass(*_: Any) -> None:
@@ -105,7 +105,7 @@ def test_compiling_fails(error: BaseException) -> None:
 
 
 class FailsInStep(torch.optim.SGD):
-    """After the first half of its parameters."""
+    """An optimizer that fails after the first half of its parameters."""
 
     fails = True
 
@@ -128,7 +128,7 @@ def test_a_step_fails(mode: str, extended: bool) -> None:
         for _ in range(2):
             try:
                 training.step()
-            except MemoryError:  # a program that tries to go on
+            except MemoryError:  # a program that tries to continue
                 if extended:
                     raise
     has_row("an error inside `optimizer.step()`", "Rank 1 had failed with", LOAD)
@@ -141,7 +141,10 @@ def test_a_step_fails(mode: str, extended: bool) -> None:
 @pytest.mark.parametrize("known", [0, 3])
 @on_ranks(2, timeout=90)
 def test_a_step_is_skipped(mode: str, known: int) -> None:
-    """``if loss is bad: continue``, after the backward: no collective is missed, and rows would be of different weights."""
+    """If one rank skips an optimizer step (``if loss is bad: continue``) after the backward, all ranks raise.
+
+    No collective is missed, but ranks would hold rows of different weights.
+    """
     training = Training(mode)
     training.step(known)
     with expected(*(["Rank 1", "they hold rows of different weights now"] if known else ["before the first step"])):
@@ -150,7 +153,7 @@ def test_a_step_is_skipped(mode: str, known: int) -> None:
             training.optimizer.step()
         training.optimizer.zero_grad()
         training.step(2)
-    if known:  # before the first step ranks meet: none has made it
+    if known:  # ranks meet before the first step, so none has made it
         has_row("`optimizer.step()` is skipped", "they hold rows of different weights now", LOAD)
         finds_steps_that_differ(training.model)
     training.model.reset()
@@ -159,7 +162,7 @@ def test_a_step_is_skipped(mode: str, known: int) -> None:
 
 @on_ranks(2, timeout=90)
 def test_steps_that_all_ranks_make_are_free() -> None:
-    """Closures, several optimizers, every second microbatch, a step in a hook: nothing of it is an error."""
+    """Closures, several optimizers, steps at every second microbatch and steps in a hook are not errors."""
     training = Training()
     params = list(training.model.parameters())
     plain = [torch.optim.SGD(params[:3], lr=0.1), torch.optim.Adam(params[3:], lr=0.1)]
@@ -183,7 +186,10 @@ def test_steps_that_all_ranks_make_are_free() -> None:
 
 @on_ranks(2, timeout=60)
 def test_a_rank_that_does_not_come_to_a_save() -> None:
-    """It is stopped, in the program's own code: others wait for one and a half time-outs of the model, no matter what."""
+    """If one rank does not arrive at a save, all ranks raise.
+
+    The late rank is in the program's own code. The others wait one and a half timeouts of the model in any case.
+    """
     model: Any = fully_shard_model(parity.build(zoo.Plain), short_mesh())
     with tempfile.TemporaryDirectory() as folder:
         root = [folder]
@@ -201,7 +207,7 @@ def test_a_rank_that_does_not_come_to_a_save() -> None:
 
 
 def dies_or_stops(mode: str, how: int, rank: int, store: str, said: Connection) -> None:
-    """In the backward of the third step."""
+    """Die or stop in the backward of the third step."""
     short = timedelta(seconds=5)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=short)
     torch.set_num_threads(1)

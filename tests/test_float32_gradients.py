@@ -1,5 +1,7 @@
-"""Matmuls that write gradients in float32. What needs CUDA is in ``tests/gpu``; here graphs are of CUDA tensors that do not
-exist, and are run in an interpreter that knows what an out dtype means."""
+"""Matmuls that write gradients in float32. Tests that need CUDA are in ``tests/gpu``.
+
+Graphs here are of fake CUDA tensors, and run in an interpreter that knows the meaning of an out dtype.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ IN, OUT, BATCH = 16, 8, 32
 
 
 def context(*shapes: tuple[int, ...], comm_dtype: torch.dtype = F32) -> Context:
-    """One bucket of parameters of these shapes, 128 elements apart."""
+    """Return a context with one bucket of parameters of these shapes, 128 elements apart."""
     slots = tuple(Slot(f"w{i}", shape, offset=128 * i) for i, shape in enumerate(shapes))
     layout = BucketLayout(2, 2, 64 * len(shapes), slots)
     exchange = TOPOLOGY.exchange(layout, BF16, comm_dtype, "avg", 1.0)
@@ -44,7 +46,7 @@ def context(*shapes: tuple[int, ...], comm_dtype: torch.dtype = F32) -> Context:
 
 
 class Builder:
-    """A graph whose nodes know the values that they would have on ``device``."""
+    """A graph whose nodes have the values that they would have on ``device``."""
 
     def __init__(self, device: str = "cuda", dtype: torch.dtype = BF16) -> None:
         self.graph, self.mode = fx.Graph(), FakeTensorMode()
@@ -64,7 +66,7 @@ class Builder:
         return node
 
     def matmul(self) -> fx.Node:
-        """A gradient of shape ``[OUT, IN]``."""
+        """Add a matmul that computes a gradient of shape ``[OUT, IN]``."""
         return self.call(aten.mm.default, self.input(OUT, BATCH), self.input(BATCH, IN))
 
     def finish(self, *gradients: fx.Node, dtype: torch.dtype = F32, outputs: tuple[fx.Node, ...] = ()) -> fx.Graph:
@@ -79,7 +81,7 @@ class Builder:
 def rewrite(graph: fx.Graph, ctx: Context) -> Report:
     report = float32_gradients.apply(graph, ctx, Phase.BACKWARD)
     graph.lint()
-    for node in graph.nodes:  # what nodes say of their values is what they would compute
+    for node in graph.nodes:  # the recorded values of nodes are what they would compute
         value = node.meta.get("val")
         if isinstance(value, Tensor) and node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -105,7 +107,7 @@ BETWEEN: dict[str, Callable[[Builder, fx.Node], fx.Node]] = {
     "view": lambda b, n: b.call(aten.view.default, n, [OUT, 4, IN // 4]),
     "unsafe view": lambda b, n: b.call(aten._unsafe_view.default, n, [OUT * IN]),
     "clone": lambda b, n: b.call(aten.clone.default, b.call(aten.t.default, n), memory_format=torch.contiguous_format),
-    "slice": lambda b, n: b.call(aten.slice.Tensor, n, 0, 0, OUT - 1),  # padded by Inductor
+    "slice": lambda b, n: b.call(aten.slice.Tensor, n, 0, 0, OUT - 1),  # Inductor pads the matmul
 }
 
 
@@ -125,7 +127,7 @@ def test_matmuls_write_gradients_in_float32(between: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("keywords", [{}, {"layout": torch.strided, "device": torch.device("cuda", 0)}])
 def test_casts_to_float32_go(keywords: dict[str, Any]) -> None:
-    """Of autocast, which computes in bfloat16 with float32 parameters."""
+    """Casts to float32 disappear, as those of autocast, which computes in bfloat16 with float32 parameters."""
     build = Builder()
     matmul = build.matmul()
     turned = build.call(aten.t.default, matmul)
@@ -145,7 +147,7 @@ def test_casts_to_float32_go(keywords: dict[str, Any]) -> None:
 
 
 def test_parts_of_a_gradient() -> None:
-    """Of a matrix that forward made of two parameters."""
+    """A gradient of a matrix that forward made of two parameters is written once in float32 and then split."""
     build = Builder()
     matmul = build.matmul()
     parts = [build.call(aten.slice.Tensor, matmul, 0, i * OUT // 2, (i + 1) * OUT // 2) for i in range(2)]
@@ -188,7 +190,7 @@ def packed_in_bfloat16(build: Builder) -> fx.Graph:
 
 
 def added(build: Builder) -> fx.Graph:
-    """A weight that is used twice."""
+    """The gradient of a weight that is used twice."""
     return build.finish(build.call(aten.add.Tensor, build.matmul(), build.matmul()))
 
 
@@ -197,13 +199,13 @@ def batched(build: Builder) -> fx.Graph:
 
 
 def of_four_dimensions(build: Builder) -> fx.Graph:
-    """Batched, with views of it."""
+    """A batched matmul and views of it."""
     product = build.call(aten.bmm.default, build.input(4, 2, BATCH), build.input(4, BATCH, IN))
     return build.finish(build.call(aten.view.default, product, [2, 2, 2, IN]))
 
 
 def bits(build: Builder) -> fx.Graph:
-    """Read as other numbers."""
+    """A matmul whose bits are read as another dtype."""
     return build.finish(build.call(aten.view.dtype, build.matmul(), F16))
 
 
@@ -273,7 +275,7 @@ def test_buckets_are_packed_in_the_dtype_of_their_reduction() -> None:
         verify.verify(scheduled(graph, ctx, Phase.BACKWARD), ctx, Phase.BACKWARD)
 
 
-# -- refused ----------------------------------------------------------------------------------------------------------
+# -- rejected graphs --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -334,7 +336,7 @@ class LlamaLoss(nn.Module):
 
 
 class Autocast(nn.Module):
-    """float32 parameters, bfloat16 matmuls: gradients are cast before they are packed."""
+    """float32 parameters with bfloat16 matmuls: gradients are cast before they are packed."""
 
     block = nn.Sequential
 
@@ -369,7 +371,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], int]] 
 
 
 def traced_backward(name: str) -> tuple[fx.Graph, Context]:
-    """The backward graph of a model, as it comes to the passes."""
+    """Return the backward graph of a model, as passes get it."""
     caught: list[tuple[fx.Graph, Context]] = []
     finish = pipeline.finish_graph
 
@@ -392,7 +394,10 @@ def traced_backward(name: str) -> tuple[fx.Graph, Context]:
 
 
 def move(graph: fx.Graph, device: str) -> None:
-    """As if it had been traced on a device: CPU builds of torch cannot run autograd for another one."""
+    """Change the graph as if it had been traced on a device.
+
+    CPU builds of torch cannot run autograd for other devices.
+    """
     with FakeTensorMode():
         for node in graph.nodes:
             node.kwargs = {k: torch.device(device) if k == "device" else v for k, v in node.kwargs.items()}
@@ -405,7 +410,10 @@ def move(graph: fx.Graph, device: str) -> None:
 
 
 class OnCPU(fx.Interpreter):
-    """Up to packing. Matmuls with an out dtype multiply in it; what is gathered is this rank's part, over and over."""
+    """Runs a graph on the CPU, up to packing.
+
+    Matmuls with an out dtype multiply in that dtype. Gathers repeat this rank's shard.
+    """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         kwargs = {k: "cpu" if k == "device" else v for k, v in kwargs.items()}
@@ -419,7 +427,7 @@ class OnCPU(fx.Interpreter):
 
 
 class Exact(OnCPU):
-    """Matmuls in float64 of the same inputs, unrounded."""
+    """Runs matmuls of the same inputs in float64, unrounded."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is aten.mm.dtype:
@@ -430,7 +438,7 @@ class Exact(OnCPU):
 
 
 def gradients(interpreter: type[OnCPU], graph: fx.Graph) -> list[Tensor]:
-    """The buckets of gradients that a graph packs, for some inputs."""
+    """Return the buckets of gradients that a graph packs for some inputs."""
     graph = copy.deepcopy(graph)
     output = graph.output_node()
     output.args = (tuple(graph.find_nodes(op="call_function", target=PACK)),)
@@ -459,7 +467,7 @@ def test_traced_backward(name: str) -> None:
     expected = [name for name in matrices if "embedding" not in name]
     assert sorted(written) == sorted(expected), report
     assert targets(graph).count(aten.mm.dtype) == len(expected) >= MODELS[name][2]
-    pipeline.finish_graph(graph, Phase.BACKWARD, pipeline.Record(ctx))  # and the passes after it like it
+    pipeline.finish_graph(graph, Phase.BACKWARD, pipeline.Record(ctx))  # later passes accept it
 
     default, wide, exact = (gradients(kind, g) for kind, g in ((OnCPU, before), (OnCPU, graph), (Exact, graph)))
     for packs in zip(default, wide, exact, strict=True):
@@ -477,7 +485,10 @@ def test_traced_backward(name: str) -> None:
 
 @pytest.mark.parametrize("comm_dtype", [BF16, F32])
 def test_inductor_writes_matmuls_into_the_bucket(comm_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowered for CUDA, which takes no GPU; its scheduler refuses matmuls in a list of foreach kernels."""
+    """Inductor lowers the matmuls to write into the bucket.
+
+    Lowering for CUDA takes no GPU. Inductor's scheduler rejects matmuls in a list of foreach kernels.
+    """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 

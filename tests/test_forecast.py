@@ -1,6 +1,6 @@
-"""Predictions against what happens: memory of real steps, budgets that are kept, schedules from files.
+"""Predictions compared with measurements: memory of real steps, budgets that are kept, schedules from files.
 
-On a fake process group, where torch's profiler sees every allocation and gloo adds none of its own.
+The process group is fake, so torch's profiler sees every allocation and gloo adds none of its own.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ pytestmark = [pytest.mark.usefixtures("fake_world"), pytest.mark.slow]
 BATCH, LENGTH = 4, 64
 CONFIG, DEMO = LlamaConfig(layers=3), LlamaConfig()
 MEMORY_BOUND = {"aot_eager": 0.02, "inductor": 0.06}
-"""Of the measured peak. What is not predicted: workspaces of kernels (attention on CPU takes some), and the order in which
-an operator frees and allocates inside itself; of Inductor, which kernels it fuses, which differs between versions (with checkpointing 1 % on torch 2.13, 5.4 % on 2.11)."""
+"""Bound on the error, relative to the measured peak.
+
+Not predicted are workspaces of kernels (attention on CPU takes some), and the order in which an operator frees and
+allocates. Of Inductor, it is not predicted which kernels it fuses, which differs between versions (with checkpointing,
+1 % on torch 2.13 and 5.4 % on 2.11).
+"""
 
 
 class Checkpointed(Llama):
-    """Every layer computed again in backward."""
+    """Every layer is recomputed in backward."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -52,7 +56,7 @@ def compiled(
     config: LlamaConfig = CONFIG,
     **options: Any,
 ) -> tuple[nn.Module, Callable[[], Any]]:
-    """A sharded model that has run twice, and a step without the optimizer's."""
+    """Return a sharded model that has run twice, and a step without the optimizer's."""
     torch.manual_seed(0)
     model = fully_shard_model(make(config), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
@@ -69,12 +73,12 @@ def compiled(
 
 @dataclass(frozen=True)
 class Default:
-    """Of the model as it is compiled without options."""
+    """The model compiled without options."""
 
     schedule: str
     predicted: Timeline
     read_against: tuple[list[str], list[str], bool]
-    """What the text of a schedule is read against."""
+    """Arguments that the text of a schedule is read with."""
 
 
 @functools.cache
@@ -87,7 +91,7 @@ def default(config: LlamaConfig = CONFIG) -> Default:
 
 
 def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
-    """Bytes of a step's forward and backward, with what rests in memory and AdamW's state."""
+    """Return the peak bytes of forward and backward, including parameters and AdamW's state."""
     record = model.sharded.compiled_graphs[-1]
     resting = resting_memory(record.context.buckets, OptimizerCost(), record.context.other_bytes)
     return allocated(step)[0] + sum(resting.values())
@@ -120,7 +124,10 @@ def test_peak_is_as_predicted(make: Any, options: dict[str, Any]) -> None:
 
 
 def test_checkpointing_is_seen() -> None:
-    """The ruler moves: activations are most of the memory, and checkpointing saves most of them."""
+    """Predictions change with activation checkpointing.
+
+    It saves most of the activations, the largest share of memory.
+    """
     plain = default(DEMO).predicted
     torch.compiler.reset()
     again = forecast.predicted(compiled(Checkpointed, config=DEMO)[0])
@@ -129,7 +136,7 @@ def test_checkpointing_is_seen() -> None:
 
 
 def test_portions_are_seen() -> None:
-    """A half of what is gathered stays: more than nothing, and less than all of it."""
+    """Keeping a half of what is gathered takes more memory than keeping nothing and less than keeping everything."""
     peaks = []
     for again in (True, 2, False):
         model, step = compiled(reshard_after_forward=again)
@@ -137,7 +144,7 @@ def test_portions_are_seen() -> None:
     for smaller, larger in itertools.pairwise(peaks):
         (predicted, measured), (more, measured_more) = smaller, larger
         assert more - predicted > 1 << 20
-        # Both are differences of the same two measurements: what is not predicted is in both.
+        # Both are differences of the same two measurements, so that unpredicted memory is in both.
         assert (measured_more - measured) / (more - predicted) == pytest.approx(1, abs=0.05)
 
 
@@ -161,8 +168,8 @@ def test_budgets_are_kept_and_more_memory_never_costs_time() -> None:
         gathers.append(sum(line.startswith("gather") for line in record.schedules[Phase.BACKWARD]))
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < seconds[0]
-    units_in_backward = DEMO.layers + 1  # all but the embedding, which backward does not read
-    assert gathers[0] > units_in_backward / 2  # ZeRO-3, but for what takes room where there is some
+    units_in_backward = DEMO.layers + 1  # all units but the embedding, which backward does not read
+    assert gathers[0] > units_in_backward / 2  # ZeRO-3, except for units that fit where there is room
     assert gathers[-1] == 0  # gathered once
     assert gathers == sorted(gathers, reverse=True)
 
@@ -177,11 +184,11 @@ def test_an_impossible_budget_is_refused() -> None:
         call(tokens, targets)
     torch.compiler.reset()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "memory_budget": "100MiB"})
-    call(tokens, targets).backward()  # the model is as it was
+    call(tokens, targets).backward()  # the model is unchanged
 
 
 def test_without_a_budget_the_device_is_the_bound() -> None:
-    """The message says whose memory it is, and who says so."""
+    """Without a budget, the device's memory is the bound. The error says which device, and the source of its size."""
     small = replace(hardware("cpu"), name="a watch", memory_bytes=20 << 20)
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "prefetch": "auto", "hardware": small})
@@ -247,7 +254,7 @@ def lines_of(model: nn.Module) -> ScheduleText:
 
 def test_a_schedule_is_written_edited_and_followed(tmp_path: Path) -> None:
     text = default().schedule
-    assert text.count("gather  layers.2\nwait    layers.1") == 1  # of the forward: one unit ahead
+    assert text.count("gather  layers.2\nwait    layers.1") == 1  # of the forward, one unit ahead
     edited = text.replace("gather  layers.2\nwait    layers.1", "wait    layers.1")
     edited = edited.replace(
         "gather  layers.1\nwait    layers.0", "gather  layers.1\ngather  layers.2\nwait    layers.0", 1

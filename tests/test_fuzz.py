@@ -1,5 +1,7 @@
-"""Readers of files that strangers may have written, on files that are nearly right: nothing hangs, nothing outside of the
-folder is opened, and only our own errors come out."""
+"""Readers of untrusted files, on files that are nearly valid.
+
+None of them hangs, opens a file outside the folder, or raises an error that is not the package's own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from mfsdp_compile.diagnostics import hang
 from mfsdp_compile.passes.solver.hardware import hardware
 
 SECONDS = 20
-"""To read one input. Most take a millisecond or two."""
+"""Time limit for one input. Most take a millisecond or two."""
 
 COUNTS = [pytest.param(40), pytest.param(3_400, marks=pytest.mark.long)]
 """Inputs of each of three kinds: 10,200 in the long run."""
@@ -71,7 +73,7 @@ def fuzz(count: int, one: Callable[[st.DataObject], None]) -> None:
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything in nested lists and dictionaries."""
+    """Yield the paths to everything in nested lists and dictionaries."""
     yield at
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, held in items:
@@ -79,7 +81,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutated(data: st.DataObject, value: Any) -> Any:
-    """A few parts replaced, removed or moved."""
+    """Return a copy with a few parts replaced, removed or moved."""
     value = copy.deepcopy(value)
     for _ in range(data.draw(st.integers(0, 3))):
         *path, last = data.draw(st.sampled_from([*places(value)])) or (None,)
@@ -102,7 +104,7 @@ def mutated(data: st.DataObject, value: Any) -> Any:
 
 
 def damaged(data: st.DataObject, content: bytes) -> bytes:
-    """Some bytes changed, cut out or repeated; half of the time none."""
+    """Return the content with some bytes changed, cut out or repeated; half of the time none."""
     for _ in range(data.draw(st.sampled_from([0, 0, 0, 1, 2, 8]))):
         a = data.draw(st.integers(0, max(len(content) - 1, 0)))
         b = data.draw(st.integers(a, min(a + 40, len(content))))
@@ -166,7 +168,7 @@ def test_json(count: int, tmp_path: Path) -> None:
     def one(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from([*good]))
         changed = mutated(data, good[name])
-        if name == "manifest.json" and isinstance(changed, dict) and data.draw(st.booleans()):  # a forger signs
+        if name == "manifest.json" and isinstance(changed, dict) and data.draw(st.booleans()):  # forge the checksum
             changed.pop("sha256", None)
             changed["sha256"] = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
         path = (folder if name == "manifest.json" else tmp_path) / name
@@ -200,7 +202,7 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
 
     def one(data: st.DataObject) -> None:
         header = text_of(mutated(data, good))
-        if data.draw(st.integers(0, 4)) == 0 and header.startswith(b'{"'):  # a name twice
+        if data.draw(st.integers(0, 4)) == 0 and header.startswith(b'{"'):  # a duplicate name
             header = header.replace(b'{"', b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"', 1)
         length = data.draw(st.sampled_from([len(header)] * 6 + [0, 1, len(header) - 1, 2**31, 2**64 - 1]))
         content = length.to_bytes(8, "little") + header + bytes(data.draw(st.sampled_from([22, 22, 22, 0, 16, 100])))
@@ -260,7 +262,7 @@ def operation(draw: Draw) -> bytes:
         )
     if kind == "get":
         return draw(st.sampled_from([b"h\x00", b"h\xff", b"j\x00\x00\x00\x00", b"g0\n"]))
-    if kind == "length":  # of what follows
+    if kind == "length":  # length of what follows
         code = draw(st.sampled_from([b"\x8d", b"\x8e", b"\x95", b"\x96"]))
         return code + draw(st.sampled_from([0, 3, 2**31, 2**36, 2**62, 2**64 - 1])).to_bytes(8, "little")
     if kind == "raw":
@@ -275,7 +277,7 @@ def operation(draw: Draw) -> bytes:
 
 
 def bent_metadata(data: st.DataObject, path: Path) -> bytes:
-    """A real one, with values of its records replaced."""
+    """Return real metadata, with values of its records replaced."""
     metadata = pickle.loads(path.read_bytes())
     owners: list[tuple[Any, str]] = [
         (metadata, name) for name in ("planner_data", "state_dict_metadata", "storage_data")
@@ -294,7 +296,7 @@ def bent_metadata(data: st.DataObject, path: Path) -> bytes:
             object.__setattr__(owner, name, data.draw(values))
     try:
         return pickle.dumps(metadata, protocol=data.draw(st.sampled_from([2, 4])))
-    except Exception:  # torch refuses to write it
+    except Exception:  # torch does not write it
         return path.read_bytes()
 
 

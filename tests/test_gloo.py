@@ -1,4 +1,4 @@
-"""Functional gathers on gloo, many in flight: with torch's own kernel a process dies of this within seconds."""
+"""Many functional gathers in flight on gloo. With torch's own kernel, a process crashes within seconds."""
 
 from __future__ import annotations
 

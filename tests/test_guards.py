@@ -1,4 +1,4 @@
-"""Checks that stay on, and model.verify_step."""
+"""Permanent checks, and model.verify_step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EAGER = {"inner": "aot_eager"}
 
 
 class Net(nn.Module):
-    """With a part that no loss depends on, if it is asked for, and running statistics."""
+    """A model with running statistics, and on request a part that no loss depends on."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
@@ -91,12 +91,12 @@ def test_gradients_that_are_not_finite_are_named() -> None:
         step(model, optimizer, x)
     (told,) = [str(w.message) for w in caught if "not finite" in str(w.message)]
     assert "'first.weight'" in told
-    assert "rank 0" in told  # the sum is every rank's
+    assert "rank 0" in told  # every rank has the sum
 
 
 @on_ranks(2)
 def test_gradients_beside_their_bucket_are_an_error() -> None:
-    """As if views of a flat gradient had been made at wrong offsets, on one rank."""
+    """Gradients that are not views of their bucket, as with views at wrong offsets, are an error on all ranks."""
     model, optimizer = make()
     model(inputs()).pow(2).mean().backward()
     before = copy.deepcopy(model.state_dict())
@@ -157,7 +157,7 @@ def test_verify_step_names_the_first_tensor_that_differs() -> None:
     model, _ = make()
 
     def wrong(graph: Any, context: Any, phase: Any) -> None:
-        """Computes something else on one rank, in a way that has nothing to do with sharding."""
+        """Compute something else on one rank, in a way unrelated to sharding."""
         if phase.value != "backward" or dist.get_rank() == 0:
             return
         tangent = next(n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("tangents"))

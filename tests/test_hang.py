@@ -1,4 +1,4 @@
-"""A rank that sleeps, dies or goes another way: every rank ends in time, and ``mfsdp hang`` names it and the collective."""
+"""A rank sleeps, dies or diverges: every rank ends in time, and ``mfsdp hang`` names the rank and the collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics import hang
 
 SECONDS = 8
-"""Time-out of the process group: short, but longer than ranks are apart when they have compiled."""
+"""Timeout of the process group: short, but longer than the difference between ranks' compilation times."""
 
 PROGRAM = f"""
 import os, sys, time
@@ -74,7 +74,10 @@ for step in range(6):
 
 @contextlib.contextmanager
 def started(folder: Path, how: str, mode: str, world: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Ranks that meet at a store of this process, as those of torchrun do: nobody else can take its port in between."""
+    """Start ranks that meet at a store of this process, as torchrun's do.
+
+    No other process can take its port in between.
+    """
     store = dist.TCPStore("localhost", 0, world, is_master=True, wait_for_workers=False)
     program = folder / "program.py"
     program.write_text(PROGRAM)
@@ -139,14 +142,17 @@ def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, c
 
 @pytest.mark.processes
 def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
-    """Also one that waits in a collective, where Python does not come to run handlers."""
+    """A signal makes every rank write its record.
+
+    This includes a rank that waits in a collective, where Python runs no handlers.
+    """
     with started(tmp_path, "signalled", "eager", 2) as processes:
         assert processes[1].stdout is not None
         assert processes[1].stdout.readline() == "asleep\n"
         time.sleep(1)
         for process in processes:
             process.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 20  # their time-out makes them write too, and says why
+        deadline = time.monotonic() + 20  # their timeout would also make them write, with that reason
         files = [tmp_path / "hang" / f"rank-{rank}.json" for rank in range(2)]
         while not all(file.exists() for file in files) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -156,7 +162,7 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
     assert hang.analyse(dict(enumerate(states)))[0].ranks == (1,)
 
 
-# -- what ranks have written --------------------------------------------------------------------------------------------
+# -- records of ranks ---------------------------------------------------------------------------------------------------
 
 
 def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Data files of machines, what is refused in them, and how ``mfsdp calibrate`` gets from times to such a file."""
+"""Data files of machines, what is rejected in them, and how ``mfsdp calibrate`` derives such a file from times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_machines_that_are_promised() -> None:
 
 @pytest.mark.parametrize("name", [*GPUS, "cpu"])
 def test_a_data_file(name: str) -> None:
-    """... gives every number, each with where it comes from, in the order of the class."""
+    """A data file gives every number with its source, in the order of the class."""
     machine = hardware(name)
     assert machine.name == name
     assert set(machine.sources) == SOURCED
@@ -208,7 +208,7 @@ def test_one_group_has_no_latency_of_its_own() -> None:
 
 
 def test_no_number_is_negative() -> None:
-    """Launching that would come out negative is zero, and the others make up for it."""
+    """If the fitted launch time would be negative, it is zero, and the other numbers compensate."""
     sizes, seconds, ranks = zip(*times(0.0, 10e-6, 10e9, (2, 4)), strict=True)
     fitted, link = fit_link(sizes, [t * (0.8 if n == 2 else 1.0) for t, n in zip(seconds, ranks, strict=True)], ranks)
     assert fitted == 0
@@ -323,7 +323,7 @@ def test_calibration(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[s
     machine = hardware(str(out))
     assert (machine.name, machine.ranks_per_node) == ("box", ranks)
     assert set(machine.sources) == SOURCED
-    # Any machine that runs this is within these, also one that does other work besides.
+    # Any machine that runs this test is within these bounds, even one that does other work at the same time.
     assert 1e6 < machine.flops["float32"] < 1e13
     assert 1e6 < machine.memory_bandwidth < 1e13
     assert 1e-8 < machine.kernel_seconds < 1e-2

@@ -1,4 +1,4 @@
-"""Models of transformers from the meta device: initialised, loaded from folders, and generating."""
+"""Models of transformers from the meta device: initialized, loaded from folders, and generating."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def llama(**changes: Any) -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """Its parents initialise what children have, a second time."""
+    """Parents initialize parameters of their children a second time."""
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4))
 
 
 def mixtral(experts: int = 4, **changes: Any) -> nn.Module:
-    """A folder has a tensor for each expert, the model one for all."""
+    """A folder has one tensor per expert, the model one tensor for all experts."""
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**(TEXT | changes), num_local_experts=experts))
 
 
@@ -73,7 +73,7 @@ def vit() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    """Two models in one, each initialised by its own method."""
+    """Two models in one, each initialized by its own method."""
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**VISION), text_config=transformers.LlamaConfig(**TEXT)
     )
@@ -105,7 +105,7 @@ def shard(model: nn.Module, initialiser: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """One for all ranks. Transformers saves on the first one."""
+    """Yield one folder for all ranks. Transformers saves on the first rank."""
     with tempfile.TemporaryDirectory() as mine:
         everyones = [mine]
         dist.broadcast_object_list(everyones)
@@ -114,7 +114,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def assert_rows_of(sharded: Any, expected: nn.Module, buffers_too: bool = True) -> None:
-    """This rank's rows of every parameter, and all buffers, are those of a whole model."""
+    """Assert that this rank's rows of every parameter, and all buffers, are those of a whole model."""
     wholes = dict(expected.named_parameters())
     for bucket in sharded.sharded.buckets:
         for sites, split, param in zip(bucket.sites, bucket.splits, bucket.params, strict=True):
@@ -157,7 +157,7 @@ def test_folders_are_loaded_into_shards(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of experts that lie one by one in the folder, its own; of other parameters, its rows."""
+    """A rank reads only its own experts, if the folder has one tensor for each, and its rows of other parameters."""
     bytes_read = 0
 
     def counted(method: str) -> None:
@@ -180,8 +180,10 @@ def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("fake_world")
 def test_no_parameter_is_ever_whole(tmp_path: Path) -> None:
-    """Initialised or loaded: the most memory at a time is little more than the shards and one parameter. (What safetensors maps of
-    the file counts as allocated, and is not.)"""
+    """Initialization and loading take little more memory than the shards and one parameter.
+
+    The file that safetensors maps counts as allocated, although it is not.
+    """
 
     def large() -> nn.Module:
         return llama(hidden_size=512, num_hidden_layers=4, intermediate_size=1376, vocab_size=512)
@@ -198,7 +200,7 @@ def test_no_parameter_is_ever_whole(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_values_are_rounded_once(tmp_path: Path) -> None:
-    """A bfloat16 model keeps float32 shards: those get what the folder has."""
+    """The float32 shards of a bfloat16 model get the values of the folder, without rounding."""
     torch.manual_seed(0)
     alone = llama()
     alone.save_pretrained(tmp_path)
@@ -294,7 +296,7 @@ def test_mistakes_are_explained() -> None:
             make=mixtral,
             init_fn=huggingface_init.Pretrained(path / "mixtral"),
         )
-        # A disk that one rank cannot read.
+        # One rank cannot read the disk.
         refused(
             CheckpointError if dist.get_rank() == 1 else RuntimeError,
             "elsewhere",
@@ -304,8 +306,11 @@ def test_mistakes_are_explained() -> None:
 
 @on_ranks(1, 3)
 def test_generation_gives_the_tokens_of_the_whole_model() -> None:
-    """Loaded into shards from a folder; with parameters gathered for each token, kept, and kept in part. Ranks generate from other
-    prompts, and end at other lengths."""
+    """A model loaded into shards generates the tokens of the whole model.
+
+    Parameters are gathered for each token, kept, or kept in part. Ranks generate from different prompts, to different
+    lengths.
+    """
     with shared_folder() as scratch:
         torch.manual_seed(0)
         alone = llama(num_hidden_layers=3, initializer_range=0.5).eval()
@@ -327,7 +332,7 @@ def test_generation_gives_the_tokens_of_the_whole_model() -> None:
     world = dist.get_world_size()
     gathers = counts["all_gather_into_tensor"]
     assert gathers % 12 == 0
-    assert gathers // 12 >= 4  # for each token that some rank still generates: three layers, and the parts of the root
+    assert gathers // 12 >= 4  # per token that some rank still generates: three layers and the root's parts
     with model.gathered():
         assert collectives(generate)["all_gather_into_tensor"] == 0
     with model.gathered(20_000):

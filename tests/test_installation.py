@@ -58,7 +58,7 @@ def run(program: str, *arguments: str, cwd: Path = ROOT, **environment: str) -> 
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What the demo prints, started in this process; what it writes is in ``folder``."""
+    """Return a function that runs the demo in this process, and returns what it prints. Its files are in ``folder``."""
     monkeypatch.setenv("COLUMNS", "200")
 
     def start(*arguments: str, folder: Path = tmp_path) -> str:
@@ -78,8 +78,10 @@ def test_backend_is_known_without_importing_anything(tmp_path: Path) -> None:
 
 
 def test_finalizers_import_nothing() -> None:
-    """They run whenever garbage is collected: in the middle of an import, where Python 3.11 takes the wrong lock for its own
-    (``KeyError`` in ``importlib._bootstrap``)."""
+    """Finalizers import nothing, because garbage collection may run them in the middle of an import.
+
+    There, Python 3.11 takes the wrong lock for its own (``KeyError`` in ``importlib._bootstrap``).
+    """
     program = """
 import sys, torch
 from mfsdp_compile.runtime import compat
@@ -92,7 +94,7 @@ print(sorted(set(sys.modules) - before))
 
 @pytest.mark.slow
 def test_checkout_is_importable_as_it_lies(tmp_path: Path) -> None:
-    """``PYTHONPATH=.`` without an installation: how runs without a network start."""
+    """The checkout is importable with ``PYTHONPATH=.``, without an installation, as on machines without a network."""
     program = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in repr(f).lower()]
@@ -122,7 +124,7 @@ for module in (mfsdp_compile, mfsdp_compile.passes.unshard, mfsdp_compile.runtim
 
 
 def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) -> None:
-    """All of it: a mixture of two checkouts would be neither."""
+    """All modules come from the checkout on the path, never from a mixture of two checkouts."""
     ours = tmp_path.resolve() / "checkout"
     names = ("mfsdp_compile", "passes", "runtime")
     for name in names:
@@ -139,7 +141,7 @@ def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's contents."""
+    """Return a folder with the wheel's contents."""
     target = tmp_path_factory.mktemp("installed")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(ROOT)],
@@ -158,7 +160,7 @@ def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
 
 
 def test_checkout_root_with_a_plain_installation(installed: Path) -> None:
-    """Run from the checkout, Python takes the local folder, which has no ``passes`` inside; that must work too."""
+    """The package works if it is run from the root of a checkout, where the local folder has no ``passes`` inside."""
     out = run(
         "import mfsdp_compile, mfsdp_compile.passes.unshard as u; print(mfsdp_compile.__file__, u.__file__)",
         PYTHONPATH=str(installed),
@@ -168,14 +170,14 @@ def test_checkout_root_with_a_plain_installation(installed: Path) -> None:
 
 
 def start(folder: Path, **options: object) -> dict[str, int]:
-    """Compile in a process of its own. What AOTAutograd has counted."""
+    """Compile in a separate process. Returns AOTAutograd's counters."""
     out = run(COMPILES.format(imports=""), json.dumps(options), TORCHINDUCTOR_CACHE_DIR=str(folder / "cache"))
     return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.slow
 def test_second_start_compiles_from_the_cache(tmp_path: Path) -> None:
-    """... and an entry made under other options is never hit."""
+    """A second start compiles from the cache, but never from an entry made under other options."""
     assert start(tmp_path).get("autograd_cache_miss") == 1
     again = start(tmp_path)
     assert again.get("autograd_cache_hit") == 1
@@ -203,7 +205,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("model", ["llama", pytest.param("hf-llama", marks=pytest.mark.long)])
 def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -> None:
-    """The whole demo, eagerly: compiling it is what ``make demo`` and its users do."""
+    """The whole demo runs eagerly. ``make demo`` and its users run it compiled."""
     out = demo("--steps", "4", "--parity-steps", "2", "--model", model)
     assert ": holds" in out
     assert "50.0%" in out
@@ -215,7 +217,7 @@ def test_demo_with_hooks(tmp_path: Path, demo: Callable[..., str], model: str) -
 
 @pytest.mark.processes
 def test_demo_goes_on_from_its_checkpoint(tmp_path: Path, demo: Callable[..., str]) -> None:
-    """Training that was interrupted has the losses of training that was not, to the last bit."""
+    """Interrupted training has exactly the losses of uninterrupted training, to the last bit."""
 
     def losses(folder: str, *arguments: str) -> list[float]:
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Small units that are joined: the numbers of separate ones, with fewer collectives."""
+"""Small units that are joined: the numbers of separate units, with fewer collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.measure import allocated, collectives
 
 BLOCK = 4 * sum(param.numel() for param in zoo.Block().parameters())
-"""Bytes of a block of a ``zoo.Plain``. To join k of them ask for half a block less than k."""
+"""Bytes of a block of a ``zoo.Plain``. To join k blocks, ask for half a block less than k."""
 
 OFTEN = [
     "Plain",
@@ -45,7 +45,7 @@ def units_of(model: Any) -> list[str]:
 
 
 def assert_same(mine: parity.Run, its: parity.Run) -> None:
-    """To the bit, by parameter: shards lie elsewhere."""
+    """Assert bitwise equality by parameter. Shards are at different places."""
     assert all(torch.equal(a, b) for a, b in zip(mine.losses, its.losses, strict=True))
     for here, there in zip([*mine.gradients, mine.params], [*its.gradients, its.params], strict=True):
         assert here.keys() == there.keys()
@@ -59,7 +59,10 @@ def assert_same(mine: parity.Run, its: parity.Run) -> None:
 @pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
 @on_ranks(2)
 def test_feature(name: str) -> None:
-    """Two of three blocks, or all: sums over two ranks are the same to the bit wherever a shard ends."""
+    """Joining two of three blocks, or all, gives the same bits.
+
+    Sums over two ranks do not depend on where a shard ends.
+    """
     factory = MODELS[name]
     data = parity.batches(steps=2)
     apart = parity.train_sharded(factory, EAGER, data, parity.sgd)
@@ -86,8 +89,11 @@ def test_four_ranks() -> None:
 
 
 class Whole(nn.Module):
-    """Whole numbers, few enough that no sum is rounded. Gloo sums over four ranks in an order that depends on where a shard
-    ends: only where that is no matter can separate and joined units be the same to the bit."""
+    """Whole numbers, few enough that no sum is rounded.
+
+    Gloo sums over four ranks in an order that depends on where a shard ends. Only without rounding can separate and
+    joined units be equal bit for bit.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +127,7 @@ def test_four_ranks_without_rounding() -> None:
 
 
 def step_of(mode: str, layers: int, blocks: int) -> Counter[str]:
-    """Collectives of a step after the first."""
+    """Count the collectives of a step after the first."""
     _, call = parity.shard(parity.build(partial(zoo.Plain, layers=layers)), mode, [zoo.Block], **joined(blocks))
     x = parity.batches(1)[0, dist.get_rank()]
     call(x).backward()
@@ -131,8 +137,12 @@ def step_of(mode: str, layers: int, blocks: int) -> Counter[str]:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, 4)
 def test_collectives_are_divided(mode: str) -> None:
-    """Of eight blocks; besides, what is before and behind them: two gathers in forward, none in backward (the last one stays,
-    nobody asks for gradients of the first one's input; hooks gather that nevertheless, as they do not know), two reductions."""
+    """Joining divides the collectives of eight blocks by the number of joined blocks.
+
+    The units before and after the blocks add two gathers in forward, none in backward, and two reductions. In backward
+    the last one stays, and the gradient of the first one's input is not needed. Hooks gather it all the same, because
+    they do not know that.
+    """
     for blocks in (1, 2, 4, 8):
         units = 8 // blocks
         counts = step_of(mode, 8, blocks)
@@ -141,7 +151,7 @@ def test_collectives_are_divided(mode: str) -> None:
 
 
 class Around(nn.Module):
-    """Parameters of the root are used for the first time between two blocks."""
+    """The root's parameters are first used between two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +179,7 @@ def test_the_root_may_be_used_between_joined_modules(mode: str) -> None:
 
 
 class Drops(zoo.Plain):
-    """Stochastic depth: blocks that do not run. Notes what is gathered when each of the others does."""
+    """Stochastic depth: some blocks do not run. Records what is gathered when each of the others does."""
 
     def __init__(self) -> None:
         super().__init__(layers=4)
@@ -219,11 +229,11 @@ def test_a_unit_of_which_a_module_is_skipped_is_let_go_of() -> None:
         ((0, 3), [["blocks.0-1"], ["blocks.2-3"]]),
     ):
         model.module.skipped = skipped
-        for _ in range(2):  # the order of units is learned in the first
+        for _ in range(2):  # the first step learns the order of units
             gathered.clear()
             with torch.no_grad():
                 model(x)
-        # What comes next is on its way; what was before is gone.
+        # The next unit is in flight, and the previous one is released.
         blocks = [[unit for unit in units if unit.startswith("blocks")] for units in gathered]
         assert [units[:1] for units in blocks] == expected
 
@@ -245,7 +255,7 @@ class Wide(nn.Module):
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 def test_memory_is_that_of_larger_units(mode: str) -> None:
-    """Two joined units gathered and three in reduction, as of units that are as large by themselves (test_memory.py)."""
+    """Two joined units are gathered and three are in reduction, as for single units of that size (test_memory.py)."""
     peaks = {}
     for blocks in (1, 2, 3):
         unit = 2 * 192 * 192 * 4
@@ -261,12 +271,12 @@ def test_memory_is_that_of_larger_units(mode: str) -> None:
             model.zero_grad()
         shards = sum(bucket.plan.shard_bytes for bucket in model.sharded.buckets)
         peaks[blocks] = (allocated(lambda call=call, x=x: call(x).sum().backward())[0] - shards) / unit
-        assert peaks[blocks] <= 5 * blocks + 0.25  # activations: a row of 192 by operator
+        assert peaks[blocks] <= 5 * blocks + 0.25  # activations: a row of 192 per operator
         torch.compiler.reset()
     assert peaks[1] < peaks[2] < peaks[3]
 
 
-# -- what is around ---------------------------------------------------------------------------------------------------
+# -- everything around joined units -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -312,7 +322,7 @@ def test_explain_names_joined_units_and_says_what_is_gathered_again_and_again() 
 
 
 class Parted(zoo.Plain):
-    """Python that Dynamo cannot trace between two blocks."""
+    """Python that Dynamo cannot trace, between two blocks."""
 
     def trunk(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)

@@ -1,4 +1,4 @@
-"""Bucket layouts: promises of the module's docstring, for shapes and world sizes that hypothesis picks."""
+"""Bucket layouts: the promises of the module's docstring, for shapes and world sizes that hypothesis picks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_parameter_has_one_place(
             end = slot.end
         assert end <= layout.numel == world * layout.shard_numel
         covered = sum(slot.numel for slot in layout.slots) + sum(b - a for a, b in layout.gaps())
-        assert covered == layout.numel  # parameters and gaps are everything
+        assert covered == layout.numel  # parameters and gaps cover the bucket
 
 
 @anything
@@ -73,7 +73,7 @@ def test_blocks_and_what_should_stay_whole(
         assert layout.shard_numel % policy.block_numel == 0
         assert all(slot.offset % policy.block_numel == 0 for slot in layout.slots)
     if all(param.whole for param in params) and len(planned) == 1:
-        # If it was possible, each lies on one rank: as with rows that are as long as the parameters.
+        # If possible, each parameter is on one rank, as with rows as long as the parameter.
         flat = plan_layouts([ParamSpec(p.name, (1, p.numel)) for p in params], itemsize, world, policy)
         content = sum(p.numel for p in params) * itemsize
         row = max(policy.indivisible(p.row_numel) for p in params) * itemsize
@@ -93,7 +93,7 @@ def test_two_equal_matrices_on_two_ranks_are_owned() -> None:
 
 
 def test_matrices_that_should_stay_whole_take_padding_for_it() -> None:
-    """Three on two ranks: half of each bucket would be one and a half."""
+    """Matrices that should stay whole may take padding. Here three on two ranks need shards of two matrices each."""
     matrices = [ParamSpec(name, (64, 32), whole=True) for name in "abc"]
     (layout,) = plan_layouts(matrices, 4, 2)
     assert layout.padding > 0
@@ -101,7 +101,7 @@ def test_matrices_that_should_stay_whole_take_padding_for_it() -> None:
 
 
 def test_padding_that_costs_nothing_is_no_reason_for_more() -> None:
-    """A mebibyte may be wasted, but here 16 bytes per rank do."""
+    """Padding that is allowed is not used up: a mebibyte may be wasted, but here 16 bytes per rank are enough."""
     (layout,) = plan_layouts([ParamSpec("a", (100,))], 4, 64)
     assert layout.shard_numel == 4
 
@@ -138,7 +138,7 @@ def test_ranks_own_whole_rows_and_every_row_once(
 def test_values_survive_the_round_trip(
     params: list[ParamSpec], itemsize: int, world: int, policy: LayoutPolicy
 ) -> None:
-    """Whole parameters -> each rank's rows, placed in its shard -> shards side by side -> whole parameters."""
+    """Whole parameters -> each rank's rows, placed in its shard -> shards side by side -> the same whole parameters."""
     for layout in plan_layouts(params, itemsize, world, policy):
         if layout.numel > 1 << 20:
             continue
@@ -154,7 +154,7 @@ def test_values_survive_the_round_trip(
         for slot, values in zip(layout.slots, whole, strict=True):
             np.testing.assert_array_equal(bucket[slot.offset : slot.end], values.reshape(-1))
         for start, stop in layout.gaps():
-            assert np.isnan(bucket[start:stop]).all()  # nobody wrote into padding
+            assert np.isnan(bucket[start:stop]).all()  # nothing wrote into padding
 
 
 @anything
@@ -195,7 +195,10 @@ def test_transformer_layers_stay_within_two_percent(world: int) -> None:
 
 
 def test_rows_that_do_not_fit_together_get_separate_buckets() -> None:
-    """Rows of 18432, 16384 and 7168 as in DeepSeek-V3: their least common multiple is 1,032,192 elements."""
+    """Rows that do not fit together get separate buckets, as rows of 18432, 16384 and 7168 in DeepSeek-V3.
+
+    Their least common multiple is 1,032,192 elements.
+    """
     params = [ParamSpec("a", (7168, 18432)), ParamSpec("b", (7168, 16384)), ParamSpec("c", (16384, 7168))]
     (together,) = plan_layouts(params, 2, world_size=2)
     assert together.padding <= 0.02 * together.numel
@@ -223,8 +226,8 @@ def test_world_of_65536_ranks_is_planned_in_milliseconds() -> None:
     [
         ([Slot("a", (4, 4), 0), Slot("b", (4,), 8)], 64),  # overlap
         ([Slot("a", (4,), 3)], 64),  # not aligned
-        ([Slot("a", (4, 4), 0)], 6),  # a border cuts a row
-        ([Slot("a", (8, 3), 4)], 10),  # the second one does, not the first
+        ([Slot("a", (4, 4), 0)], 6),  # a boundary cuts a row
+        ([Slot("a", (8, 3), 4)], 10),  # the second boundary does, not the first
         ([Slot("a", (64,), 0)], 16),  # ends beyond the bucket
     ],
 )
@@ -236,8 +239,8 @@ def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> 
 @given(
     st.integers(0, 200), st.integers(1, 9), st.integers(1, 12), st.integers(1, 64), st.sampled_from([1, 2, 4, 8, 16])
 )
-@example(start=21, count=1, atom=7, shard_numel=24, align=4)  # not in the shard where it could begin
-@example(start=0, count=2, atom=4, shard_numel=5, align=4)  # in the fourth shard, which is not looked at
+@example(start=21, count=1, atom=7, shard_numel=24, align=4)  # does not fit in the first possible shard
+@example(start=0, count=2, atom=4, shard_numel=5, align=4)  # fits only in the fourth shard, which is not searched
 def test_a_parameter_is_placed_as_early_as_possible(
     start: int, count: int, atom: int, shard_numel: int, align: int
 ) -> None:
@@ -263,7 +266,7 @@ def test_parts_keep_order_and_are_no_larger_than_asked(
     assert most is not None or len(parts) == 1
     for part, size in zip(parts, sizes, strict=True):
         assert most is None or size <= most or len([p for p in part if p.numel]) == 1
-    if most is not None:  # nothing that fits together is parted
+    if most is not None:  # nothing that fits together is split
         for part, after in itertools.pairwise(parts):
             assert sum(p.numel for p in (*part, after[0])) * itemsize > most
 

@@ -1,4 +1,7 @@
-"""What Megatron's documents say of its FSDP holds of ``mfsdp_compile.megatron``: each row names the document, and its sentence."""
+"""``mfsdp_compile.megatron`` does what Megatron's documents say of its FSDP.
+
+Each row names the document and its sentence.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +52,18 @@ GUIDE = "002_b9eb7ae366992da6.txt"
 OVERVIEW = "003_9f8658ca22a33c68.txt"
 CORE = "004_5bd2db1564753652.txt"
 REFERENCE = "Megatron-LM"
-"""Documents of Megatron-Bridge, megatron-fsdp, Megatron-LM's user guide, Megatron-Bridge's newer page and Megatron-Core, by their
-names; or its source."""
+"""Names of the documents, or of the source.
+
+They are those of Megatron-Bridge, megatron-fsdp, Megatron-LM's user guide, Megatron-Bridge's newer page and
+Megatron-Core.
+"""
 
 
 class Row(NamedTuple):
     seed: str
     sentence: str
     given: dict[str, Any]
-    """Settings by path, on top of an enabled configuration."""
+    """Settings by path, in addition to an enabled configuration."""
     expected: Any
 
 
@@ -67,7 +73,7 @@ def row(seed: str, sentence: str, expected: Any, **given: Any) -> Any:
 
 
 def container(given: dict[str, Any] | None = None, **sections: Any) -> ConfigContainer:
-    """An enabled configuration."""
+    """Return an enabled configuration."""
     on = {
         "dist": DistributedInitConfig(use_megatron_fsdp=True),
         "ddp": DistributedDataParallelConfig(use_megatron_fsdp=True),
@@ -93,7 +99,7 @@ def _without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def logged() -> Iterator[list[str]]:
-    """What is logged."""
+    """Yield the list of logged lines."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -212,7 +218,7 @@ def test_adjustments(row: Row, logged: list[str]) -> None:
         assert value_at(config, path) == after
         assert adjusted[path].before == (not after)
         assert f"{path} is set to {after}: {adjusted[path].reason}" in logged
-    assert config.validate() == []  # settled
+    assert config.validate() == []  # all settings are adjusted by now
 
 
 IDLE = {
@@ -406,14 +412,14 @@ def test_fsdp2_alone_is_left_to_torch() -> None:
 
 
 def test_moving_from_ddp() -> None:
-    """000_d7581895cb557a73.txt, "Migration from DDP": the steps one by one; the order of the errors is that of the steps."""
+    """000_d7581895cb557a73.txt, "Migration from DDP": the steps, one by one. Errors come in the order of the steps."""
     config = ConfigContainer(
         dist=DistributedInitConfig(use_tp_pp_dp_mapping=True),
         ddp=DistributedDataParallelConfig(average_in_collective=True, reuse_grad_buf_for_mxfp8_param_ag=True),
         checkpoint=CheckpointConfig(save="/path/to/checkpoints", load="/path/to/checkpoints"),
         optimizer=SimpleNamespace(
             optimizer="adam", lr=3e-4, clip_grad=1.0
-        ),  # others' configurations, with other settings too
+        ),  # a foreign configuration, with additional settings
         scheduler=SimpleNamespace(lr_decay_style="cosine"),
         train=SimpleNamespace(micro_batch_size=2),
         model=SimpleNamespace(num_layers=32, gradient_accumulation_fusion=True),
@@ -470,9 +476,9 @@ class FlagRow(NamedTuple):
     path: str
     value: Any
     arguments: dict[str, Any]
-    """Of ``fully_shard_model``, that come of it."""
+    """Resulting arguments of ``fully_shard_model``."""
     without: dict[str, Any]
-    """And without it."""
+    """Arguments without the setting."""
 
 
 REQUIRED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --no-gradient-accumulation-fusion"
@@ -679,7 +685,7 @@ def test_flags(row: FlagRow) -> None:
 
 def test_every_flag_has_a_row() -> None:
     flags = {setting_of(of).flag.name for cls in SECTIONS.values() for of in fields(cls) if setting_of(of).flag}
-    elsewhere = {  # refused: test_refused_flags
+    elsewhere = {  # rejected, see test_refused_flags
         "--use-torch-fsdp2",
         "--use-tp-pp-dp-mapping",
         "--suggested-communication-unit-size",
@@ -708,7 +714,7 @@ def test_refused_flags(seed: str, flags: str, says: str) -> None:
 
 def test_the_guides_command_lines(logged: list[str]) -> None:
     """002_b9eb7ae366992da6.txt, "Required Configurations" and "Recommended Configurations"; 004_5bd2db1564753652.txt, "Add these
-    flags to enable MCore custom FSDP": as they stand, nothing is adjusted."""
+    flags to enable MCore custom FSDP": the command lines work unchanged, and nothing is adjusted."""
     recommended = "--calculate-per-token-loss --init-model-with-meta-device --grad-reduce-in-bf16 --fsdp-double-buffer --use-nccl-ub"
     for flags in (REQUIRED, f"{REQUIRED} --ckpt-format fsdp_dtensor", f"{REQUIRED} {recommended}"):
         config_from_arguments(parsed(flags))
@@ -721,7 +727,7 @@ def test_a_parser_that_has_flags_of_its_own() -> None:
     parser.add_argument("--lr", type=float)
     given = add_megatron_fsdp_arguments(parser).parse_args(f"{REQUIRED} --ckpt-format fsdp_dtensor --lr 0.1".split())
     assert config_from_arguments(given).checkpoint.save == "mine"
-    # Megatron-LM's own parser has other defaults, and switches that are False.
+    # Megatron-LM's own parser has other defaults, and flags that are False.
     theirs = argparse.Namespace(
         use_megatron_fsdp=True,
         use_torch_fsdp2=False,
@@ -781,7 +787,7 @@ def test_fp32_weights() -> None:
 
 
 def test_table_of_settings() -> None:
-    """docs/megatron.md has every setting, and what it does here is what the code says."""
+    """docs/megatron.md has every setting, and its description equals that of the code."""
     rows = []
     for section, cls in SECTIONS.items():
         for name, of in known(cls).items():
@@ -835,7 +841,7 @@ def test_orders_of_arguments() -> None:
 @pytest.mark.usefixtures("fake_world")
 def test_units() -> None:
     """004_5bd2db1564753652.txt: "You can configure which modules should be treated as FSDP units through the fsdp_unit_modules
-    argument. This configuration is mandatory." Here a transformer's layers are found."""
+    argument. This configuration is mandatory." Here the layers of a transformer are found automatically."""
     sharded = FullyShardedDataParallel(CONFIG, settings(), parity.build(zoo.Plain), disable_bucketing=True)
     assert [unit.name for unit in sharded.sharded.eager.units if not unit.is_root] == [f"blocks.{i}" for i in range(3)]
     with pytest.raises(ValueError, match="Name the classes to shard by"):
@@ -889,7 +895,7 @@ def test_wrapping_that_is_refused() -> None:
     # 004_5bd2db1564753652.txt: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based
     # on parameter markings."
     refused(ValueError, "'head.weight' has allreduce=False.*expt_device_mesh", model=experts)
-    duck = SimpleNamespace(data_parallel_sharding_strategy="optim")  # nothing else, and nothing is added to it
+    duck = SimpleNamespace(data_parallel_sharding_strategy="optim")  # no other attributes, and none is added
     model = FullyShardedDataParallel(SimpleNamespace(), duck, parity.build(zoo.Plain))
     assert model.get_distributed_index().strategy is ShardingStrategy.OPTIM
     assert vars(duck) == {"data_parallel_sharding_strategy": "optim"}
@@ -960,7 +966,7 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def batches_of(step: int) -> tuple[Tensor, Tensor]:
-    """Three microbatches."""
+    """Return three microbatches."""
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
     return torch.randn(3, 4, 8, generator=generator), torch.randint(0, 5, (3, 4), generator=generator)
 
@@ -968,8 +974,10 @@ def batches_of(step: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_the_example_of_megatron_core(mode: str) -> None:
-    """004_5bd2db1564753652.txt, "The Custom FSDP Interface": as it stands there, but for the names of the model's classes. Its
-    numbers are those of fully_shard_model, before and after a checkpoint."""
+    """004_5bd2db1564753652.txt, "The Custom FSDP Interface": the example runs, with other class names.
+
+    Its numbers are those of fully_shard_model, before and after a checkpoint.
+    """
     transformer_config, lr = TransformerConfig(), 1e-2
 
     def build(seed: int) -> tuple[Any, Any, Any]:
@@ -1016,7 +1024,7 @@ def test_the_example_of_megatron_core(mode: str) -> None:
         )
     folder = shared_folder()
     dcp.save(model_and_optimizer_state_dict(model, optimizer), checkpoint_id=folder)
-    again, its_optimizer, its_call = build(7)  # as in another process: it has not stepped
+    again, its_optimizer, its_call = build(7)  # as in another process, before any step
     state_dict = model_and_optimizer_state_dict(again, its_optimizer)
     dcp.load(state_dict, checkpoint_id=folder)
     load_model_and_optimizer_state_dict(again, its_optimizer, state_dict)
@@ -1055,8 +1063,10 @@ def test_models_on_the_meta_device() -> None:
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_megatrons_training_loop(strategy: str) -> None:
-    """002_b9eb7ae366992da6.txt, "Add `--calculate-per-token-loss`", and what Megatron's schedule does with the model: losses are
-    sums over tokens, and gradients are divided by the tokens of all ranks and microbatches when they are there."""
+    """002_b9eb7ae366992da6.txt, "Add `--calculate-per-token-loss`", and what Megatron's schedule does with the model.
+
+    Losses are sums over tokens. Reduced gradients are divided by the number of tokens of all ranks and microbatches.
+    """
     config, ddp = TransformerConfig(calculate_per_token_loss=True), settings(data_parallel_sharding_strategy=strategy)
     model = FullyShardedDataParallel(config, ddp, parity.build(Classifier), fsdp_unit_modules=[zoo.Block])
     assert not model.model_auto_sync
@@ -1095,7 +1105,7 @@ def test_broadcast_of_parameters() -> None:
             for param in model.parameters():
                 param.add_(dist.get_rank())
         model.broadcast_params()
-        added = 0 if strategy == "no_shard" else dist.get_rank()  # sharded, each rank has values of its own
+        added = 0 if strategy == "no_shard" else dist.get_rank()  # sharded, each rank has its own values
         for param, old in zip(model.parameters(), before, strict=True):
             assert torch.equal(param.to_local(), old + added)
         model(torch.randn(4, 8)).backward()
@@ -1106,8 +1116,10 @@ def test_broadcast_of_parameters() -> None:
 
 @on_ranks(4)
 def test_process_groups_of_megatron() -> None:
-    """Groups of tensor-parallel neighbours, and of two halves of the data-parallel ranks: meshes that
-    ``fully_shard_model`` is tested with."""
+    """Groups of tensor-parallel neighbors, and of two halves of the data-parallel ranks, become the right meshes.
+
+    These are the meshes that ``fully_shard_model`` is tested with.
+    """
     rank = dist.get_rank()
 
     def group(*lists: list[int]) -> Any:
@@ -1162,7 +1174,10 @@ def test_process_groups_of_megatron() -> None:
 
 
 def test_validation_takes_others_containers() -> None:
-    """Megatron-Bridge's own, whose sections have a hundred other settings, or parts of one."""
+    """Validation accepts Megatron-Bridge's own containers, or parts of one.
+
+    Their sections have a hundred other settings.
+    """
     theirs = SimpleNamespace(
         dist=SimpleNamespace(use_megatron_fsdp=True, use_torch_fsdp2=False, lazy_init=True),
         ddp=SimpleNamespace(use_megatron_fsdp=True, average_in_collective=True, num_buckets=None),

@@ -1,6 +1,6 @@
 """Peak memory of a step: shards, two gathered buckets and gradients in flight, and nothing else.
 
-On a fake process group: gloo allocates copies of its own, which belong to it and not to the schedule.
+The process group is fake. gloo would allocate copies of its own, which the schedule is not responsible for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mfsdp_compile.diagnostics.measure import allocated
 
 WIDTH, LAYERS = 192, 6
 ACTIVATIONS = 64 << 10
-"""Bytes allowed for activations: one row of 192 float32 per operator, and less than a hundred of these."""
+"""Bytes allowed for activations: one row of 192 float32 values per operator, and fewer than a hundred operators."""
 
 
 class Wide(nn.Module):
@@ -50,14 +50,14 @@ def sharded(mode: str, **options: Any) -> tuple[nn.Module, Any, Tensor]:
     if mode != EAGER:
         call = torch.compile(model, backend="mfsdp", options={"inner": mode, **options})
     x = torch.randn(1, WIDTH)
-    for _ in range(2):  # compile, learn the order
+    for _ in range(2):  # compiles, and learns the order
         call(x).backward()
         model.zero_grad()
     return model, call, x
 
 
 def bucket_bytes(model: nn.Module) -> tuple[int, int]:
-    """Of one gathered unit, and of this rank's shards of the whole model."""
+    """Return the bytes of one gathered unit, and of this rank's shards of the whole model."""
     buckets = model.sharded.buckets
     assert len({b.plan.gathered_bytes for b in buckets}) == 1
     return buckets[0].plan.gathered_bytes, sum(b.plan.shard_bytes for b in buckets)
@@ -69,8 +69,8 @@ def test_training_step(mode: str) -> None:
     model, call, x = sharded(mode)
     bucket, shards = bucket_bytes(model)
     peak = allocated(lambda: call(x).backward())[0]
-    # The gradients' shards stay. In flight: the bucket being filled and the one being reduced; without Inductor, each
-    # gradient of the unit also exists by itself before it is packed.
+    # The gradients' shards stay. In flight are the bucket that is filled and the one that is reduced. Without Inductor,
+    # each gradient of the unit also exists separately before it is packed.
     in_flight = 2 * bucket if mode == INDUCTOR else 3 * bucket
     assert peak <= shards + 2 * bucket + in_flight + ACTIVATIONS, (peak - shards) / bucket
     whole = 2 * LAYERS * bucket
@@ -100,7 +100,7 @@ def test_forward_keeps_one_bucket_for_backward(mode: str) -> None:
     assert allocated(lambda: losses.append(call(x)))[0] <= 2 * bucket + ACTIVATIONS
     held = allocated(lambda: losses.pop().backward())[0]
     in_flight = 2 * bucket if mode == INDUCTOR else 3 * bucket
-    assert held <= shards + bucket + in_flight + ACTIVATIONS  # one of the two gathered buckets was there before
+    assert held <= shards + bucket + in_flight + ACTIVATIONS  # one of the two gathered buckets existed before
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -142,7 +142,7 @@ def test_shards_at_rest_are_what_the_layout_says() -> None:
 
 
 def test_measure_sees_what_is_there() -> None:
-    """The ruler itself: ten tensors of 1 MB at a time, out of twenty."""
+    """The measurement itself is correct: ten tensors of 1 MB at a time, out of twenty."""
 
     def work() -> None:
         kept = [torch.empty(1 << 18) for _ in range(10)]

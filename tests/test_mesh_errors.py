@@ -1,7 +1,7 @@
-"""Meshes, groups, dimensions and strategies that do not fit together: each has its error, on all ranks, and nothing hangs.
+"""Meshes, groups, dimensions and strategies that do not fit together raise errors on all ranks, and nothing hangs.
 
-The combinations are those that Megatron-FSDP's documentation (seeds 000 to 003) and our notes on its code (reference, with the
-section) call invalid. What is not here is tested where it belongs:
+The combinations are those that Megatron-FSDP's documentation (seeds 000 to 003) and our notes on its code (reference,
+with the section) call invalid. Other combinations are tested with their features:
 
 =====================================================================  =====================================================
 strategies that do not exist (seed 001, 1.1)                           ``test_errors.py::test_wrong_arguments``
@@ -39,15 +39,15 @@ from mfsdp_compile.diagnostics.doctor import expected_gradients, wrong_gradients
 from mfsdp_compile.runtime.ranks import agreement
 
 SOON = timedelta(seconds=0.3)
-"""In place of :data:`agreement.LOOK`."""
+"""Replaces :data:`agreement.LOOK`."""
 BOUND = 30.0
-"""Seconds within which ranks must have an error that one of them has. They wait for ten minutes if they do not."""
+"""Seconds within which all ranks must have the error of one of them. Without an error they would wait ten minutes."""
 
 # -- the same mistake on all ranks ------------------------------------------------------------------------------------
 
 
 def meshes() -> dict[str, Any]:
-    """Of four ranks. Making one is collective."""
+    """Return meshes and groups of four ranks. Collective."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     mesh["outer", "inner"]._flatten("both")
     split = [dist.new_group([0]), dist.new_group([1, 2, 3])]
@@ -275,7 +275,7 @@ def test_mistakes_that_all_ranks_make() -> None:
 
 @on_ranks(2)
 def test_models_that_torch_shards_already() -> None:
-    """Seeds 000 and 003: two implementations of FSDP exclude each other."""
+    """Seeds 000 and 003: models that torch's FSDP already shards are rejected."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 
     def whole() -> nn.Module:
@@ -325,7 +325,10 @@ ONE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("culprit", [0, 3])
 @on_ranks(4)
 def test_a_mistake_of_one_rank_is_an_error_on_all(culprit: int) -> None:
-    """Also of ranks that are none of its data-parallel ones: with tensor parallelism, of the whole mesh. All can try again."""
+    """A mistake of one rank is an error on all ranks of the mesh, including other data-parallel groups.
+
+    All can try again.
+    """
     made = meshes()
     for case, (right, wrong, message) in ONE.items():
         arguments = with_meshes(right | wrong if dist.get_rank() == culprit else right, made)
@@ -340,14 +343,14 @@ def test_a_mistake_of_one_rank_is_an_error_on_all(culprit: int) -> None:
             else:
                 raise AssertionError(f"{case}: no error on rank {dist.get_rank()}")
         assert time.monotonic() - begun < BOUND, case
-        dist.barrier()  # one that came again at once, with what is right, would have been waited for
+        dist.barrier()  # the others would have waited for a rank that retried correctly at once
         again = fully_shard_model(model, fsdp_unit_modules=[zoo.Block], **with_meshes(right, made))
         again(torch.ones(2, 8)).backward()
 
 
 @on_ranks(2, timeout=60)
 def test_a_rank_that_was_refused_may_come_again() -> None:
-    """Before the others believe that it will not, and after."""
+    """A rank that was refused may arrive again, before or after the others conclude that it will not."""
     group, lines = dist.group.WORLD, ["something"]
 
     def refused() -> None:
@@ -390,7 +393,10 @@ class Mixed(nn.Module):
 
 @on_ranks(4, timeout=60)
 def test_replicas_that_differ_in_one_place() -> None:
-    """3.7. Ranks 0 and 1 differ. Ranks 2 and 3, which have other experts, do not, and would train, and wait, without them."""
+    """3.7. If ranks 0 and 1 differ, ranks 2 and 3, which have other experts and do not differ, raise too.
+
+    Otherwise they would train, and wait, without them.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
     arguments["expt_device_mesh"] = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
@@ -403,7 +409,7 @@ def test_replicas_that_differ_in_one_place() -> None:
         return model
 
     rank = dist.get_rank()
-    message = "values of experts.weight"  # ranks 2 and 3 have it from 0 and 1
+    message = "values of experts.weight"  # ranks 2 and 3 learn it from 0 and 1
     with mock.patch.object(agreement, "LOOK", SOON), raises_everywhere(RuntimeError, "fully_shard_model", message):
         fully_shard_model(build(min(rank, 2)), **arguments)
     dist.barrier()
@@ -412,7 +418,7 @@ def test_replicas_that_differ_in_one_place() -> None:
 
 @on_ranks(4, timeout=60)
 def test_experts_and_tensor_parallelism() -> None:
-    """Seed 001, 1.1, 3.7: tensor parallelism inside of experts, or experts that tensor-parallel ranks divide, are not there."""
+    """Seed 001, 1.1, 3.7: tensor parallelism inside experts and experts divided by tensor parallelism are rejected."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     over_all = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
     sharded: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
@@ -432,19 +438,22 @@ def test_experts_and_tensor_parallelism() -> None:
     with raises_everywhere(RuntimeError, "replicated over the mesh dimension 'tp'", "values of experts.weight"):
         fully_shard_model(divided, expt_device_mesh=mesh, **sharded)
     fully_shard_model(parity.build(Mixed), expt_device_mesh=mesh, **sharded)(torch.ones(2, 8)).backward()
-    # The mesh of the documentation, where experts are not tensor-parallel.
+    # The mesh of the documentation, in which experts are not tensor-parallel.
     alone = fully_shard_model(
         parity.build(Mixed), fsdp_unit_modules=[nn.Linear], dp_shard_dim="dp", expt_device_mesh=over_all
     )
     alone(torch.ones(2, 8)).backward()
 
 
-# -- what works here --------------------------------------------------------------------------------------------------
+# -- unusual meshes that work -----------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
 def test_ranks_may_lie_in_any_order() -> None:
-    """Seeds 000 and 003 refuse another order than the standard one (``use_tp_pp_dp_mapping``); a mesh says what it is."""
+    """Ranks may be in any order in a mesh.
+
+    Seeds 000 and 003 accept only the standard order (``use_tp_pp_dp_mapping``).
+    """
     data = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
     world = dist.group.WORLD
     hybrid = {"dp_shard_dim": "inner", "dp_outer_dim": "outer", "hybrid_fsdp_group": world}

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md and docs/messages.md have every message of the package, and none that is not there any more."""
+"""docs/troubleshooting.md and docs/messages.md have every message of the package, and no outdated ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from messages import ROOT, SHORTEST, Message
 TROUBLESHOOTING, THE_REST = ROOT / "docs" / "troubleshooting.md", ROOT / "docs" / "messages.md"
 
 NOT_OURS = "mfsdp_compile/examples"
-"""Programs, whose messages are about themselves."""
+"""Example programs, whose messages are about themselves."""
 
 PASSED_ON = {
     "mfsdp_compile/checkpoint/dcp_reader.py",
@@ -24,7 +24,7 @@ PASSED_ON = {
     "mfsdp_compile/planning/trace_model.py",
     "runtime/ranks/watchdog.py",
 }
-"""Files in which something is raised with another error's words, behind a name."""
+"""Files that raise an error with another error's text, under a name."""
 
 
 @functools.cache
@@ -36,7 +36,7 @@ EXPLAINED, LISTED = messages.said_in(TROUBLESHOOTING), messages.said_in(THE_REST
 
 
 def without_a_place(said: set[str]) -> list[Message]:
-    """Messages that none of ``said`` is a part of."""
+    """Return the messages that contain no fragment of ``said``."""
     return [m for m in everything() if m.texts and not any(fragment in text for fragment in said for text in m.texts)]
 
 
@@ -75,7 +75,7 @@ def test_a_message_without_a_place_is_noticed() -> None:
 
 
 def test_messages_are_read_from_sources() -> None:
-    """Of each way to write one there is a known one."""
+    """For each way to write a message, a known one is found."""
     by_words = {text: message for message in everything() for text in message.texts}
     plain = "fully_shard_model takes an nn.Module, got a …"
     assert by_words[plain].kind == "TypeError"

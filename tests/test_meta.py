@@ -1,4 +1,4 @@
-"""Models that are made on the meta device and get values as they are sharded."""
+"""Models that are created on the meta device and get values when they are sharded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mfsdp_compile.models.moe import MoeBlock, MoeConfig, MoeLlama
 
 
 class Layer(nn.Module):
-    """Modules of many kinds: with buffers, with parameters of their own and of modules inside, without bias."""
+    """Modules of many kinds: with buffers, with parameters of their own and of submodules, without bias."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
 
 class Scale(nn.Module):
-    """With a buffer that does not go into checkpoints, and a method of another name."""
+    """A module with a non-persistent buffer, whose initialization method has another name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,11 +77,11 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def initialised_alone(make: Callable[[], nn.Module]) -> nn.Module:
-    """What the documentation says that the numbers are."""
+    """Initialize a model in one process, as the documentation describes the numbers."""
     model = on_meta(make)
     model = model.to_empty(device="cpu")
     if isinstance(model, Net):
-        model.head.weight = model.embedding.weight  # to_empty parts what is tied
+        model.head.weight = model.embedding.weight  # to_empty unties parameters
     torch.manual_seed(3)
     for module in model.modules():
         for name in ("reset_parameters", "_reset_parameters"):
@@ -144,7 +144,7 @@ def test_a_function_of_ones_own() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_one_module_is_whole_at_a_time() -> None:
-    """Of eight equal layers with four linear ones each: this rank's shards, and one linear layer."""
+    """Initialization takes the memory of this rank's shards and of one module, here one linear layer."""
 
     def make() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(4))) for _ in range(8)))
@@ -164,7 +164,10 @@ def test_one_module_is_whole_at_a_time() -> None:
 
 @on_ranks(4)
 def test_models_that_are_divided_already() -> None:
-    """Over tensor-parallel ranks, and over expert-parallel ones, stacked or module by module: the values of one process."""
+    """Models divided over tensor-parallel or expert-parallel ranks get the values of one process.
+
+    Experts are stacked, or separate modules.
+    """
     torch.manual_seed(7)
     config = LlamaConfig(48, 32, 2, 4, 2, 44)
     alone = initialised_alone(lambda: Llama(config))
@@ -200,7 +203,7 @@ def test_models_that_are_divided_already() -> None:
     alone = initialised_alone(lambda: listed(range(4)))
     torch.manual_seed(3)
     model = fully_shard_model(on_meta(lambda: listed(range(2))), fsdp_unit_modules=[Layer], **arguments)
-    for name, whole in model.full_parameters():  # of experts, those of both ranks in one place, one after the other
+    for name, whole in model.full_parameters():  # experts of both ranks at one place, one after the other
         kind, number, rest = name.split(".", 2)
         same = [f"{kind}.{int(number) + 2 * rank}.{rest}" for rank in range(2)] if kind == "experts" else [name]
         assert torch.equal(whole, torch.cat([alone.get_parameter(each) for each in same])), name
@@ -312,8 +315,10 @@ print(json.dumps({
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peak memory is asked of /proc")
 @pytest.mark.parametrize("kind", ["ours", "transformers"])
 def test_seventy_billion_parameters_on_one_of_a_thousand_ranks(kind: str) -> None:
-    """In memory for this rank's shards: nothing is ever whole. (The promise: less than twice the shards and the largest unit, in
-    less than five minutes.)"""
+    """Seventy billion parameters are initialized in the memory of this rank's shards; nothing is ever whole.
+
+    The promise is less than twice the shards and the largest unit, in less than five minutes.
+    """
     done = subprocess.run([sys.executable, "-c", SEVENTY_BILLION, kind], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -49,7 +49,7 @@ def hf_gpt2() -> nn.Module:
             bos_token_id=0,
             eos_token_id=0,
         )
-    ).eval()  # without dropout, so that one process can be compared with
+    ).eval()  # no dropout, for comparison with one process
 
 
 def own_llama() -> nn.Module:
@@ -57,7 +57,7 @@ def own_llama() -> nn.Module:
 
 
 class Mixer(nn.Module):
-    """What Inductor compiles in seconds."""
+    """A model that Inductor compiles in seconds."""
 
     class Layer(nn.Module):
         def __init__(self, width: int) -> None:
@@ -95,7 +95,7 @@ def loss_of(call: Any, tokens: Tensor) -> Tensor:
 
 
 def largest_difference(model: nn.Module, alone: nn.Module) -> float:
-    """Of any gradient, relative to the largest gradient."""
+    """Return the largest difference of any gradient, relative to the largest gradient."""
     expected = dict(alone.named_parameters())
     scale = max(p.grad.abs().max().item() for p in expected.values())
     return max(
@@ -162,7 +162,7 @@ def assert_one_collective_per_bucket(record: Any, buckets: int) -> None:
     )
     assert forward["gather"] == forward["wait"] == buckets
     assert forward["reduce"] == 0
-    assert backward["gather"] == backward["wait"] <= buckets - 1  # what forward used last is still there
+    assert backward["gather"] == backward["wait"] <= buckets - 1  # the unit that forward used last is still gathered
     assert backward["reduce"] == backward["await"] == buckets
 
 
@@ -170,7 +170,7 @@ def assert_one_collective_per_bucket(record: Any, buckets: int) -> None:
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "own" else [pytest.mark.long]) for n in MODELS])
 def test_generated_code_computes_gradients_in_place(name: str) -> None:
-    """Every matmul that makes a weight's gradient writes it into the bucket that is reduced, at its offset."""
+    """Every matmul that computes a weight's gradient writes it into the reduced bucket, at its offset."""
     from torch._inductor.utils import run_and_get_code
 
     model = fully_shard_model(make(name), fsdp_unit_modules="auto")
@@ -208,12 +208,12 @@ def test_generated_code_computes_gradients_in_place(name: str) -> None:
         }
         if matrices:
             assert any(matrices <= written.get(name, set()) for name in reduced), (bucket.plan.name, matrices, written)
-    # Gathered weights are read where they lie.
+    # Gathered weights are read in place.
     assert re.search(r"extern_kernels\.mm\(.*reinterpret_tensor\(\w+, \(\d+, \d+\), \(1, \d+\), \d+\)", forward)
 
 
 class Routed(nn.Module):
-    """Layers with an auxiliary loss: the end of the model reads something of each."""
+    """Layers with an auxiliary loss: the end of the model reads a value of each."""
 
     class Layer(nn.Module):
         def __init__(self, width: int) -> None:
@@ -242,8 +242,11 @@ class Routed(nn.Module):
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_generated_code_keeps_the_schedule() -> None:
-    """Every start and every wait, in the order of the graph. Inductor by itself keeps that of the starts: its fusion joins what
-    belongs to different layers, and here each gather would be awaited where it starts."""
+    """Generated code keeps every start and every wait in the order of the graph.
+
+    Inductor on its own keeps only the order of starts. Its fusion joins kernels of different layers, and each gather
+    would be awaited where it starts.
+    """
     from torch._inductor.utils import run_and_get_code
 
     model = fully_shard_model(Routed(layers=2), fsdp_unit_modules=[Routed.Layer])
@@ -258,7 +261,10 @@ def test_generated_code_keeps_the_schedule() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 def test_inputs_that_inductor_lays_out_anew() -> None:
-    """Of a convolution on the CPU, before the graph begins: Inductor freed the image before the kernel that reads it."""
+    """A model works if Inductor changes the layout of its input, as for a convolution on the CPU.
+
+    This happens before the graph begins. Inductor freed the image before the kernel that reads it.
+    """
     model = fully_shard_model(nn.Sequential(nn.Conv2d(3, 64, 8, 8), nn.Flatten(), nn.Linear(1024, 8)))
     call = torch.compile(model, backend="mfsdp", fullgraph=True)
     with fresh_compilation():
@@ -267,7 +273,7 @@ def test_inputs_that_inductor_lays_out_anew() -> None:
 
 
 def order_of_schedule(lines: Sequence[str]) -> list[tuple[str, int]]:
-    """Starts and waits, with the number of the start."""
+    """Return starts and waits, with the number of the start."""
     found: list[tuple[str, int]] = []
     started: dict[tuple[str, str], int] = {}
     for line in lines:
@@ -302,7 +308,7 @@ def is_embedding(name: str) -> bool:
 
 
 class fresh_compilation:
-    """Without compile caches, which would skip the code."""
+    """Disable compile caches, which would skip the code."""
 
     def __enter__(self) -> None:
         import torch._functorch.config as functorch_config

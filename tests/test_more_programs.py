@@ -1,4 +1,4 @@
-"""More programs that people write, each compared with one process: several per test, for they are small."""
+"""More programs that people write, each compared with one process. They are small, so a test has several."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mfsdp_compile.runtime.memory.deferred_gradients import Pending
 
 
 class Heads(zoo.Plain):
-    """Task 0 and 1 have a head each, task 2 uses both, a pooler is used by none."""
+    """Tasks 0 and 1 have one head each, task 2 uses both, and nothing uses the pooler."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
@@ -43,7 +43,7 @@ class Heads(zoo.Plain):
 
 
 class Pair:
-    """A sharded model and the same one in one process."""
+    """A sharded model, and the same model in one process."""
 
     def __init__(
         self, factory: Callable[[], nn.Module], mode: str, optimizer: Any = parity.sgd, **options: Any
@@ -89,7 +89,7 @@ def decayed(params: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_frozen_in_the_middle_of_accumulation(mode: str) -> None:
-    """A unit, a part of a bucket: frozen for one microbatch of several, with what was accumulated kept."""
+    """A unit, or a part of a bucket, may be frozen for one of several microbatches. Accumulated gradients stay."""
     parts: list[Callable[[Any], Any]] = [
         lambda m: m.blocks[0],
         lambda m: m.enter.weight,
@@ -109,7 +109,7 @@ def test_frozen_in_the_middle_of_accumulation(mode: str) -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_frozen_between_forward_and_backward(mode: str) -> None:
-    """What a forward recorded counts, and what is frozen when its gradient arrives gets none."""
+    """What a forward recorded gets gradients, except for parameters that are frozen when their gradient arrives."""
     pair = Pair(zoo.Plain, mode)
     for number, batch in enumerate(parity.batches(3)):
         pair.each(lambda m: m.blocks[1].requires_grad_(number != 1))
@@ -127,7 +127,7 @@ def test_frozen_between_forward_and_backward(mode: str) -> None:
 
 @on_ranks(2)
 def test_other_heads_in_every_microbatch() -> None:
-    """Ranks use different heads, gradients are dropped by hand between microbatches, and zeroed in place after some steps."""
+    """Ranks may use different heads, drop gradients between microbatches, and zero them in place after some steps."""
     plans = [(0, 1, 0), (0, 0, 0), (1, 2, 1), (1, 1, 0)]
     for strategy in range(4):
         pair = Pair(Heads, EAGER, decayed, zero_dp_strategy=strategy)
@@ -150,7 +150,10 @@ def test_other_heads_in_every_microbatch() -> None:
 
 @on_ranks(2)
 def test_heads_of_which_each_rank_uses_another_one() -> None:
-    """Hooks run on both ranks for both. Two optimizers clear their own gradients, also while microbatches wait."""
+    """If each rank uses another head, hooks run on both ranks for both heads.
+
+    Two optimizers clear their own gradients, also while gradients of microbatches are deferred.
+    """
     for strategy in (1, 3):
         pair = Pair(Heads, EAGER, zero_dp_strategy=strategy)
         seen: list[str] = []
@@ -183,7 +186,7 @@ def test_gradients_that_are_put_aside() -> None:
 
 
 def test_a_gradient_that_waits_is_a_copy() -> None:
-    """Compiled code uses the memory again."""
+    """A deferred gradient is a copy, because compiled code reuses its memory."""
 
     class Bucket:
         def __init__(self) -> None:
@@ -210,7 +213,7 @@ def test_what_is_gathered_counts_no_more_after_a_failure(fake_world: int) -> Non
 
 @on_ranks(2)
 def test_weights_that_change_after_they_were_gathered_early() -> None:
-    """A hook of one block changes the next one, whose gather has started by then."""
+    """If a hook of one block changes the next block, whose gather has started, the next block uses the new weights."""
     pair = Pair(lambda: zoo.Plain(layers=3), EAGER)
 
     def grow(module: Any) -> None:
@@ -223,7 +226,7 @@ def test_weights_that_change_after_they_were_gathered_early() -> None:
         module.blocks[0].register_forward_hook(hook)
 
     for number, batch in enumerate(parity.batches(3)):
-        if number == 1:  # by then it is known what follows on what
+        if number == 1:  # by then the order of units is known
             pair.each(grow)
         with torch.no_grad():
             mine = pair.call(batch[0])
@@ -231,7 +234,10 @@ def test_weights_that_change_after_they_were_gathered_early() -> None:
 
 
 def test_what_is_gathered_in_a_step(fake_world: int) -> None:
-    """The next unit is on its way. A frozen unit goes when another one comes, for nothing tells when its gradients are there."""
+    """In a step, the next unit is in flight, and a frozen unit is released when another one is gathered.
+
+    Nothing shows when the gradients of a frozen unit would be complete.
+    """
     model = fully_shard_model(parity.build(zoo.FrozenUnit), fsdp_unit_modules=[zoo.Block])
     seen: list[set[str]] = []
 
@@ -251,7 +257,7 @@ def test_what_is_gathered_in_a_step(fake_world: int) -> None:
 
 
 def test_what_follows_on_what_is_forgotten_with_a_step(fake_world: int) -> None:
-    """Ranks may have learned different orders before a failure."""
+    """The order of units that an abandoned step learned is forgotten. Ranks may have learned different orders."""
     model = fully_shard_model(parity.build(Heads), fsdp_unit_modules=[zoo.Block, nn.Linear])
     eager = model.sharded.eager
     before = dict(eager._next)
@@ -271,7 +277,7 @@ def test_gradients_of_gradients_are_refused_in_compiled_code() -> None:
 
 @on_ranks(2)
 def test_a_changed_gradient_is_what_is_added_to() -> None:
-    """Also where a sum in another dtype stands behind it."""
+    """The next backward adds to a gradient that the user changed, also where the sum is in another dtype."""
     policy = MixedPrecisionPolicy(main_params_dtype=torch.bfloat16, main_grads_dtype=torch.float32)
     model = fully_shard_model(nn.Linear(4, 8).bfloat16(), mixed_precision_policy=policy)
     x = torch.ones(2, 4, dtype=torch.bfloat16)
@@ -283,7 +289,7 @@ def test_a_changed_gradient_is_what_is_added_to() -> None:
 
 @on_ranks(2)
 def test_projected_gradients_and_sharpness() -> None:
-    """PCGrad: gradients by task, the conflicting part taken out. SAM: two backwards, weights moved between them."""
+    """PCGrad (gradients by task, minus the conflicting part) and SAM (two backwards, weights moved in between) work."""
 
     class Tasks(Heads):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -339,7 +345,7 @@ class MyLinear(torch.autograd.Function):
 
 
 class OddReads(zoo.Plain):
-    """Weights under vmap, einsum, transposed, standardized, through ``.data``, in a custom function and in checkpoints."""
+    """Weights under vmap, einsum, transposed, standardized, via ``.data``, in a custom function and in checkpoints."""
 
     def __init__(self) -> None:
         super().__init__(layers=1)
@@ -349,7 +355,7 @@ class OddReads(zoo.Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.trunk(self.enter(x))
-        if not isinstance(self.stack, nn.Parameter):  # it is one, as without sharding
+        if not isinstance(self.stack, nn.Parameter):  # it is a parameter, as without sharding
             return h.sum() * 0
         h = h + torch.vmap(lambda w: torch.tanh(h @ w))(self.stack).mean(0)
         h = h + torch.einsum("bi,kij->bj", h, self.stack) * self.temperature.exp()
@@ -379,7 +385,10 @@ def test_weights_read_in_odd_ways(mode: str) -> None:
 
 @on_ranks(2)
 def test_optimizers_of_different_frequencies() -> None:
-    """The trunk steps after every backward, heads after every second; each clears its own, in one bucket."""
+    """Optimizers over one bucket may step at different frequencies.
+
+    The trunk steps after every backward, heads after every second. Each optimizer clears its own gradients.
+    """
     for strategy in (1, 3):
         pair = Pair(Heads, EAGER, zero_dp_strategy=strategy)
         both = []
@@ -399,7 +408,7 @@ def test_optimizers_of_different_frequencies() -> None:
 
 @on_ranks(2)
 def test_momentum_contrast() -> None:
-    """MoCo: the key encoder is laid out otherwise, and follows by mul_().add_() and through ``.data``."""
+    """MoCo works: the key encoder has another layout, and follows by mul_().add_() and through ``.data``."""
 
     class Encoder(zoo.Plain):
         def __init__(self) -> None:
@@ -438,7 +447,7 @@ def test_momentum_contrast() -> None:
 
 @on_ranks(2)
 def test_towers_in_one_compiled_function() -> None:
-    """CLIP: two models, dicts as outputs, one of them frozen in turn, an auxiliary output in the loss once."""
+    """CLIP works: two models, dicts as outputs, one of them frozen in turn, an auxiliary output in the loss once."""
 
     class Tower(zoo.Plain):
         def __init__(self) -> None:
@@ -472,7 +481,7 @@ def test_towers_in_one_compiled_function() -> None:
 
 @on_ranks(2)
 def test_steps_in_backward_every_second_time() -> None:
-    """Hooks run on all ranks for what one rank has used, also where there is a gradient from before."""
+    """Hooks run on all ranks for what one rank used, also if a gradient from before exists."""
     pair = Pair(Heads, EAGER)
     count = 0
 
@@ -521,7 +530,7 @@ def test_writes_without_a_trace_are_found_in_any_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             self.count += 1
             if self.count == 3:
-                for weight in (self.blocks[0].up.weight, self.blocks[0].down.weight):  # rows of both ranks
+                for weight in (self.blocks[0].up.weight, self.blocks[0].down.weight):  # rows on both ranks
                     weight[:].data.mul_(2)
             return super().forward(x)
 
@@ -536,7 +545,7 @@ def test_writes_without_a_trace_are_found_in_any_forward() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_penalties_on_parameters_that_forward_does_not_use(mode: str) -> None:
-    """Their gradient comes from outside of every forward, and is no zero in the place of none."""
+    """Parameters that forward does not use get the gradient of a penalty, computed outside of every forward."""
     pair = Pair(Heads, mode)
     for batch in parity.batches(2):
         pair.backward(lambda m, x, rank: m(x, 0), batch)
@@ -566,7 +575,7 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_penalties_times_what_differs_between_ranks(mode: str) -> None:
-    """Each rank holds other rows: a factor of its own reaches the rows of all of them."""
+    """A factor that differs between ranks applies to the rows of all ranks."""
     names = list(PENALTIES) if mode == EAGER else ["squares"]
     for name in names:
         pair = Pair(zoo.Uneven, mode)
@@ -618,7 +627,7 @@ def test_penalties_in_compiled_code() -> None:
 @pytest.mark.skipif(not compat.DTENSOR_SUBCLASSES_DISPATCH, reason="torch cannot differentiate parameters at rest")
 @on_ranks(2, timeout=60)
 def test_a_penalty_in_the_loss_of_one_rank() -> None:
-    """Every rank computes it, one goes backward through it: an error on both, and no wait for the other."""
+    """If all ranks compute a penalty and one goes backward through it, both ranks raise, and neither waits."""
     model = fully_shard_model(parity.build(zoo.Plain))
     loss = model(torch.ones(2, 8))
     penalty = model.module.head.weight.pow(2).sum()
@@ -640,7 +649,7 @@ def test_penalties_are_ordinary_numbers() -> None:
         assert not (mine * 2).requires_grad and not penalty(pair.model.module).requires_grad
     mine.retain_grad()
     (mine * (1 + dist.get_rank())).backward(retain_graph=True)
-    assert mine.grad is not None and mine.grad.item() == 1 + dist.get_rank()  # this rank's, as of any loss
+    assert mine.grad is not None and mine.grad.item() == 1 + dist.get_rank()  # this rank's gradient, as for any loss
     (gradient,) = torch.autograd.grad(mine * dist.get_rank(), pair.model.module.head.weight)
     torch.testing.assert_close(gradient.full_tensor(), pair.alone.head.weight.detach())
     mine = penalty(pair.model.module)

@@ -1,4 +1,4 @@
-"""The list of ``make mutants``: every mutant can be made of today's source."""
+"""The list of ``make mutants``: every mutant applies to the current source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers over shards do what they do over whole parameters."""
+"""Optimizers over shards compute the same as over whole parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VARIANTS = [
 
 
 def set_gradients(params: dict[str, Any], seed: int) -> None:
-    """The same whole gradients for sharded and for whole parameters."""
+    """Set the same whole gradients for sharded and for whole parameters."""
     generator = torch.Generator().manual_seed(seed)
     for param in params.values():
         whole = torch.randn(param.shape, generator=generator)
@@ -58,8 +58,11 @@ def params_of(model: nn.Module) -> dict[str, Any]:
 
 
 def assert_same(sharded: dict[str, Any], alone: dict[str, Any]) -> None:
-    """Element by element the same arithmetic: equal but for fused multiply-adds, which kernels use for whole vectors and
-    not for what is left at an end, and ends are elsewhere. One rounding each; 1e-6 is a dozen."""
+    """Assert equality up to fused multiply-adds.
+
+    The arithmetic is the same for each element. Kernels use fused multiply-adds for whole vectors and not for the rest
+    at an end, and ends are at different places. That is one rounding each; 1e-6 is a dozen.
+    """
     for name, param in sharded.items():
         torch.testing.assert_close(param.full_tensor(), alone[name].detach(), rtol=1e-6, atol=1e-7)
 
@@ -87,8 +90,10 @@ def test_elementwise_optimizers(name: str, how: str) -> None:
 
 
 class Matrices(nn.Module):
-    """Wide, tall, square, one that one rank can own, one that another unit has. Row lengths are multiples of 16, so that
-    no kernel computes the end of a row in another way than its middle."""
+    """Matrices: wide, tall, square, one that one rank can own, one of another unit.
+
+    Row lengths are multiples of 16, so that no kernel computes the end of a row differently from its middle.
+    """
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -122,7 +127,7 @@ MUON_STRATEGIES = {2: ["optim_grads_params", "optim", "no_shard"], 4: ["HSDP opt
 @pytest.mark.parametrize("nesterov", [True, False])
 @on_ranks(2, 4)
 def test_muon(nesterov: bool) -> None:
-    """Bit by bit what it does to whole matrices."""
+    """Muon computes bit by bit the same as over whole matrices."""
     for strategy in MUON_STRATEGIES[dist.get_world_size()]:
         settings = {"nesterov": nesterov, "adjust_lr_fn": "match_rms_adamw" if nesterov else "original"}
         whole, alone = parity.build(Matrices), parity.build(Matrices)
@@ -146,7 +151,7 @@ def test_muon(nesterov: bool) -> None:
 
 @on_ranks(4)
 def test_muon_with_more_ranks_than_matrices() -> None:
-    """With HFSDP some ranks have nothing to do on the second leg."""
+    """Muon works with more ranks than matrices. With HFSDP, some ranks have nothing to do in the second stage."""
     for chunk_bytes in (256 << 20, 1024):
         whole, alone = (nn.Sequential(parity.build(Matrices).square) for _ in range(2))
         optimizers = muon(whole), muon(alone)
@@ -161,14 +166,14 @@ def test_muon_with_more_ranks_than_matrices() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_muon_trains(mode: str) -> None:
-    """Used before sharding, then with a closure, hooks, and matrices that come in several chunks."""
+    """Muon trains after use before sharding, with a closure, hooks, and matrices that arrive in several chunks."""
     data = parity.batches(4, (6, 16))
     whole, alone = parity.build(Matrices), parity.build(Matrices)
     optimizer, alone_optimizer = muon(whole), muon(alone)
     for model, its in ((whole, optimizer), (alone, alone_optimizer)):
         model(data[0].flatten(0, 1)).backward()
         its.step()
-        model.zero_grad()  # also what Muon does not hold
+        model.zero_grad()  # also clears parameters that Muon does not hold
     model, optimizer = fully_shard(whole, optimizer, fsdp_unit_modules=[Matrices.Block])
     call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     steps = []
@@ -188,8 +193,8 @@ def test_muon_trains(mode: str) -> None:
         alone_optimizer.step()
     assert len(steps) == 3
     for name, param in params_of(model).items():
-        # Sums over ranks in another order move the momentum by 1e-7, and bfloat16 by a unit in its last place, 4e-3,
-        # here and there; a step moves weights by 0.05 at most.
+        # Sums over ranks in another order change the momentum by 1e-7, and in places bfloat16 by a unit in its last
+        # place, 4e-3. A step moves weights by at most 0.05.
         torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=0, atol=2e-3)
     with raises_everywhere(ValueError, "scheduler", "fully_shard_optimizer"):
         late = muon(model.module)
@@ -199,7 +204,10 @@ def test_muon_trains(mode: str) -> None:
 
 @on_ranks(2)
 def test_muon_owns_what_costs_no_padding() -> None:
-    """Two equal matrices on two ranks: one each, and no communication. Twice the bytes would be as much padding."""
+    """Two equal matrices on two ranks are owned by one rank each, without communication.
+
+    Three large ones are cut between the ranks, because whole ones would take padding.
+    """
 
     class Pair(nn.Module):
         def __init__(self, width: int = 512, count: int = 2) -> None:
@@ -219,7 +227,7 @@ def test_muon_owns_what_costs_no_padding() -> None:
 
 
 def test_muon_shares_out_work() -> None:
-    """Matrices that one rank has are worked on there, the others where there is least to do: over inner and outer ranks too."""
+    """A rank works on the matrices that it owns. The others go to the ranks with the least work, inner and outer."""
     whole = [ParamSpec(f"whole{i}", (64, 32), whole=True) for i in range(4)]
     cut = [ParamSpec(f"cut{i}", (128, 32)) for i in range(7)]
     layouts = [*plan_layouts(whole, 4, 4), *plan_layouts(cut, 4, 4)]
@@ -268,13 +276,13 @@ def test_models_with_the_same_names_have_optimizers_of_their_own(fake_world: int
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As everybody does: weights decay, biases and norms do not."""
+    """Return the usual groups: weights decay, biases and norms do not."""
     params = list(model.parameters())
     return [{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim <= 1], "lr": 0.003}]
 
 
 def flat_pair(factory: Any, cls: Any, settings: dict[str, Any], **arguments: Any) -> list[tuple[Any, Any]]:
-    """The same model and optimizer twice: over flat shards and by parameter."""
+    """Return the same model and optimizer twice: over flat shards and by parameter."""
     pair = []
     for flat in (True, False):
         model = fully_shard_model(parity.build(factory), fsdp_unit_modules="auto", **arguments)
@@ -326,7 +334,7 @@ def test_flat_steps(name: str, how: str) -> None:
 )
 @on_ranks(4)
 def test_flat_steps_with_every_strategy(how: str, strategies: tuple[str, ...]) -> None:
-    """The same bits, where rows are multiples of what kernels work on at a time."""
+    """Flat steps give the same bits if rows are multiples of the elements that kernels process at a time."""
     for strategy in strategies:
         settings = {"lr": 0.01} | ({"fused": True} if how == "fused" else {"foreach": how == "foreach"})
         pair = flat_pair(Matrices, torch.optim.AdamW, settings, **mesh_arguments(strategy))
@@ -341,14 +349,17 @@ def test_flat_steps_with_every_strategy(how: str, strategies: tuple[str, ...]) -
                 optimizer.zero_grad()
         assert_same_state(pair, exactly=True)
         assert len(stepped) == 3
-        for tensors in stepped:  # two groups at most in each bucket
+        for tensors in stepped:  # at most two groups in each bucket
             assert 0 < len(tensors) <= 2 * len(pair[0][0].sharded.buckets)
             assert not any(isinstance(tensor, RowShardedTensor) for tensor in tensors)
 
 
 @on_ranks(2)
 def test_flat_steps_of_groups_that_take_turns_in_a_bucket() -> None:
-    """Every other matrix is of the other group. Fused kernels do not say that they write: what is gathered is stale then."""
+    """Flat steps work if every other matrix of a bucket is in another group.
+
+    Fused kernels do not report their writes, so gathered parameters are stale afterwards.
+    """
     for arguments in ({"zero_dp_strategy": "optim"}, {}):
         pair = []
         for flat in (True, False):
@@ -385,7 +396,7 @@ def test_flat_steps_with_a_closure() -> None:
 
 @on_ranks(2)
 def test_flat_steps_see_whole_blocks() -> None:
-    """With the padding behind a parameter, down to the last block of a shard."""
+    """Flat tensors include the padding behind a parameter, down to the last block of a shard."""
     model = fully_shard_model(parity.build(zoo.Uneven), optimizer_block_size=64)
     optimizer = fully_shard_optimizer(torch.optim.SGD(decay_groups(model), lr=0.1), flat=True)
     sizes: list[int] = []
@@ -406,7 +417,7 @@ def test_flat_steps_where_gradients_or_state_are_changed() -> None:
             model(batch[dist.get_rank()]).backward()
             weight = model.module.blocks[0].up.weight
             if i == 2:
-                weight.grad = None  # it stays, its step is not counted
+                weight.grad = None  # it stays, and its step is not counted
             if i == 4:
                 weight.grad = weight.grad * 2
             if i == 5:
@@ -428,7 +439,10 @@ def test_flat_steps_where_gradients_or_state_are_changed() -> None:
 
 
 class BlockwiseAdam(torch.optim.Optimizer):
-    """Momentum in 8 bits, with a scale per 256 elements; works on ordinary tensors only, as such optimizers do."""
+    """An Adam with 8-bit momentum and a scale per 256 elements.
+
+    Works on ordinary tensors only, as such optimizers do.
+    """
 
     BLOCK = 256
 
@@ -455,7 +469,10 @@ class BlockwiseAdam(torch.optim.Optimizer):
 
 @on_ranks(2, 3)
 def test_blocks_of_an_8_bit_optimizer_stay_whole() -> None:
-    """Over flat shards it does what it does in one process. Sharded without regard for blocks it would not: checked."""
+    """Over flat shards, an 8-bit optimizer computes the same as in one process, if shards respect its blocks.
+
+    The test also checks that it does not otherwise.
+    """
 
     def train(block: int) -> list[bool]:
         model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules="auto", optimizer_block_size=block)
@@ -503,7 +520,7 @@ def test_clip_grad_norm(norm_type: float, foreach: bool) -> None:
         set_gradients(params, 0)
     norms = [
         torch.nn.utils.clip_grad_norm_(params.values(), 0.5, norm_type, foreach=foreach)
-        for params in (sharded, {n: p for n, p in alone.items() if p.numel()})  # inf-norm of nothing is an error
+        for params in (sharded, {n: p for n, p in alone.items() if p.numel()})  # inf-norm of an empty tensor fails
     ]
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-5, atol=1e-6)
     for name, param in sharded.items():
@@ -525,7 +542,7 @@ def test_clip_grad_value_and_total_norm() -> None:
 
 
 def two_groups(model: nn.Module) -> torch.optim.AdamW:
-    """Weights decay, biases and norms do not; the head learns slower."""
+    """Return an optimizer in which weights decay, biases and norms do not, and the head learns more slowly."""
     head = list(model.head.parameters())
     rest = [p for p in model.parameters() if all(p is not h for h in head)]
     return torch.optim.AdamW(
@@ -541,7 +558,7 @@ def two_groups(model: nn.Module) -> torch.optim.AdamW:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_fully_shard_keeps_groups_and_state(mode: str) -> None:
-    """An optimizer that has been used goes on as if nothing had happened."""
+    """An optimizer that was used before sharding continues as if nothing had happened."""
     data = parity.batches(4)
     whole, alone = parity.build(zoo.Plain), parity.build(zoo.Plain)
     optimizer, alone_optimizer = two_groups(whole), two_groups(alone)
@@ -574,7 +591,7 @@ def test_fully_shard_keeps_groups_and_state(mode: str) -> None:
             optim.zero_grad()
     assert optimizer.param_groups[0]["lr"] == alone_optimizer.param_groups[0]["lr"] == 1e-2 * 0.25
     for name, param in params_of(model).items():
-        # AdamW divides by the gradient's size: rounding of small gradients moves parameters by up to lr * 1e-3.
+        # AdamW divides by the size of the gradient. Rounding of small gradients moves parameters by up to lr * 1e-3.
         torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=1e-4, atol=1e-5)
 
 
@@ -586,7 +603,7 @@ def test_fully_shard_refuses_state_of_other_shapes() -> None:
     optimizer.step()
     with raises_everywhere(ValueError, "Adafactor", "row_var", "elementwise"):
         fully_shard(model, optimizer, fsdp_unit_modules="auto")
-    model(torch.randn(2, 8)).backward()  # as it was
+    model(torch.randn(2, 8)).backward()  # unchanged
     optimizer.step()
 
 
@@ -616,7 +633,7 @@ def test_extended_step_and_zero_grad() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
     model(x).backward()
-    optimizer.zero_grad(zero_grad_buffer=False)  # only what the optimizer holds
+    optimizer.zero_grad(zero_grad_buffer=False)  # clears only what the optimizer holds
     assert model.module.head.weight.grad is None
     assert model.module.enter.weight.grad is not None
     optimizer.zero_grad()
@@ -640,13 +657,13 @@ def test_learning_rate_scheduler_before_or_after() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         model(torch.randn(2, 8)).backward()
         optimizer.step(sync_grad_before_optimizer_step=True)
-        scheduler.step()  # warns, and counts wrong, if it did not see the step
+        scheduler.step()  # warns, and counts wrong, if it missed the step
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 @on_ranks(2)
 def test_optimizer_in_backward() -> None:
-    """Steps from hooks, parameter by parameter, while backward goes on."""
+    """Hooks can step parameter by parameter while backward continues."""
     for mode in (EAGER, AOT_EAGER):
         model, call = parity.shard(parity.build(zoo.Plain), mode)
         alone = parity.build(zoo.Plain)
@@ -679,7 +696,7 @@ def test_optimizer_state_dict_round_trip() -> None:
     saved_model = {name: value.clone() for name, value in model.state_dict().items()}
     saved = copy.deepcopy(optimizer.state_dict())
     after: list[Tensor] = []
-    for _ in range(2):  # the same step twice, from the same state
+    for _ in range(2):  # the same step, twice from the same state
         model.load_state_dict(saved_model)
         optimizer.load_state_dict(copy.deepcopy(saved))
         optimizer.zero_grad()
@@ -700,7 +717,7 @@ def test_optimizer_state_dict_round_trip() -> None:
 )
 @on_ranks(2)
 def test_state_before_the_first_step_is_what_that_step_begins_with(names: tuple[str, ...]) -> None:
-    """Loaded, it changes nothing; and it has a place for all that a checkpoint of later holds."""
+    """Loading state from before the first step changes nothing. It has a place for everything in a later checkpoint."""
     matrices = {"Muon": (torch.optim.Muon, {"lr": 0.01})}
     for name in names:
         cls, settings = (OPTIMIZERS | matrices)[name]
@@ -714,7 +731,7 @@ def test_state_before_the_first_step_is_what_that_step_begins_with(names: tuple[
                 before = {key: param.full_tensor() for key, param in held.items()}
                 first = optimizer.state_dict()
                 assert all(torch.equal(param.full_tensor(), before[key]) for key, param in held.items())
-                assert not any(optimizer.state.values()) or name == "Adagrad"  # which has it from the beginning
+                assert not any(optimizer.state.values()) or name == "Adagrad"  # Adagrad has state from the beginning
                 if loads:
                     optimizer.load_state_dict(first)
                 for step in range(2):
@@ -755,13 +772,13 @@ def test_gradients_exist_on_every_rank_also_for_empty_shards() -> None:
             assert param.grad.to_local().shape == param.to_local().shape
             assert param.grad.dtype == param.dtype
             empty += not param.to_local().numel()
-        assert empty > 0  # there are such
+        assert empty > 0  # such states exist
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_two_optimizers_over_one_model(mode: str) -> None:
-    """One clears its gradients before the other one steps, which does so every other time. They share buckets."""
+    """Two optimizers over shared buckets work if one clears its gradients before the other steps, every other time."""
     cells = ((0, 2, True), (0, 1, False), (1, 1, True), (1, 2, False), (2, 2, True), (3, 1, False))
     for strategy, extended, marked in cells:
         data = parity.batches(4, (2, 6, 8))
@@ -780,17 +797,20 @@ def test_two_optimizers_over_one_model(mode: str) -> None:
         for step, batch in enumerate(data):
             for i, micro in enumerate(batch[dist.get_rank()]):
                 if marked:
-                    model.is_last_microbatch = i == 1 if step else False  # the first step reduces by itself
+                    model.is_last_microbatch = i == 1 if step else False  # the first step reduces automatically
                 call(micro).backward()
             step_in_turn(its, step)
         for name, param in params_of(model).items():
-            # Sums over ranks and microbatches in another order.
+            # Sums over ranks and microbatches are in another order.
             torch.testing.assert_close(param.full_tensor(), params_of(alone)[name].detach(), rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
 def test_writes_between_an_extended_step_and_the_next_forward() -> None:
-    """With ``optim``, the step starts to gather into memory that shards are a part of: writes wait for that."""
+    """Writes to shards after a step wait for the gathers of that step.
+
+    With ``optim``, the step starts gathers into memory that contains the shards.
+    """
     for name in ("in place", "to_local", "flat"):
         model = fully_shard_model(nn.Linear(512, 2048), zero_dp_strategy="optim")
         first = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
@@ -828,7 +848,7 @@ def step_in_turn(optimizers: list[torch.optim.Optimizer], step: int) -> None:
 
 @on_ranks(2)
 def test_what_one_optimizer_clears() -> None:
-    """Its own gradients, and those of parameters that no optimizer holds at the time."""
+    """An optimizer clears its own gradients, and those of parameters that no optimizer holds at the time."""
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
     head, norm, enter = (list(getattr(model.module, name).parameters()) for name in ("head", "norm", "enter"))
 
@@ -846,7 +866,7 @@ def test_what_one_optimizer_clears() -> None:
     assert cleared(first) == [True, False, False]
     del plain
     assert cleared(first) == [True, False, True]
-    second = fully_shard_optimizer(torch.optim.SGD(enter, lr=0.1))  # in place of the one before
+    second = fully_shard_optimizer(torch.optim.SGD(enter, lr=0.1))  # replaces the previous optimizer
     assert cleared(first) == [True, True, False]
     assert cleared(second) == [False, True, True]
     model.zero_grad_buffer()

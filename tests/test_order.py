@@ -1,4 +1,4 @@
-"""Ranks that go different ways are told, and never compute with another layer's weights; what all do alike is allowed."""
+"""Ranks that diverge get an error, and never compute with another layer's weights. What all ranks do is allowed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mfsdp_compile.runtime.ranks.collective_order import AT_REST, Order, Phase, 
 
 
 class Branches(nn.Module):
-    """Equal blocks, of which some are left out: sizes do not tell them apart."""
+    """Equal blocks, some of which can be left out. Their sizes do not distinguish them."""
 
     def __init__(self, count: int = 4) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def count_agreements(model: Any) -> list[str]:
 
 ASTRAY = [
     ("optim_grads_params", {"without": (1,)}),
-    ("optim_grads_params", {"without": (3,)}),  # the last block: the next thing is a backward
-    ("optim_grads_params", {"stop": 1}),  # no gradients for the first blocks
+    ("optim_grads_params", {"without": (3,)}),  # the last block; a backward follows
+    ("optim_grads_params", {"stop": 1}),  # the first blocks get no gradients
     ("optim_grads", {"without": (2,)}),
     ("no_shard", {"stop": 0}),
 ]
@@ -82,18 +82,18 @@ def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known:
     x = torch.randn(2, 8)
     for _ in range(3):
         model(x).backward()
-        if known:  # all have been both ways
+        if known:  # all ranks have taken both branches before
             model(x, **way).backward()
     before = values(model)
     model.zero_grad_buffer()
     try:
         model(x, **way if dist.get_rank() == 1 else {}).backward()
-        model(x).backward()  # what was left out may have been the last thing
+        model(x).backward()  # the omitted call may have been the last one
         raise AssertionError("this rank noticed nothing")
     except RuntimeError as error:
         messages = [str(error)] * 2
         dist.all_gather_object(messages, str(error))
-    # Whichever rank it is that asks; the other may wait in a collective for it.
+    # Either rank may be the one that asks, while the other waits for it in a collective.
     assert any("All ranks must go through the model in the same way" in message for message in messages)
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     model.reset()
@@ -103,7 +103,7 @@ def test_a_branch_that_one_rank_takes(strategy: str, way: dict[str, Any], known:
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
 @on_ranks(2, timeout=60)
 def test_branches_that_all_ranks_take(strategy: str) -> None:
-    """What depends on the step, and not on the rank, trains as in one process."""
+    """Branches that depend on the step, and not on the rank, train as in one process."""
     model, _ = make(zero_dp_strategy=strategy)
     alone = parity.build(Branches)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -118,7 +118,7 @@ def test_branches_that_all_ranks_take(strategy: str) -> None:
         with torch.no_grad():
             model(batch[0], **way)
     for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        # Rounding of sums over ranks in another order, over seven steps.
+        # Rounding of sums over ranks in another order, accumulated over seven steps.
         torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-4, atol=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_accumulation_needs_no_agreement_once_it_is_known() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2, timeout=60)
 def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
-    """``if not loss.isfinite(): continue`` on one rank."""
+    """If one rank skips a backward (``if not loss.isfinite(): continue``), all ranks raise."""
     model, call = make(mode)
     x = torch.randn(2, 8)
     for _ in range(2):
@@ -195,7 +195,7 @@ def test_a_backward_that_one_rank_leaves_out(mode: str) -> None:
 
 @on_ranks(2, timeout=60)
 def test_a_graph_break_that_depends_on_data() -> None:
-    """Compiled in parts, and one rank goes on with another part."""
+    """If a model is compiled in parts and one rank continues with another part, all ranks raise."""
 
     class Broken(Branches):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -224,7 +224,7 @@ def test_a_graph_break_that_depends_on_data() -> None:
 
 
 def total(model: Any, x: Tensor) -> Tensor:
-    """What ``Broken`` decides by."""
+    """Return the value that decides in ``Broken``."""
     found = []
     hook = model.module.blocks[0].register_forward_hook(lambda _, __, out: found.append(out.detach().sum()))
     with torch.no_grad():
@@ -243,10 +243,10 @@ def total(model: Any, x: Tensor) -> Tensor:
 )
 @on_ranks(2, timeout=90)
 def test_models_that_look_alike(mode: str, known: bool) -> None:
-    """Ranks that run different ones would compute with halves of both."""
+    """If ranks run different models of the same shapes, all ranks raise. They would compute with halves of both."""
     mesh = short_mesh()
     models = [fully_shard_model(parity.build(Branches, seed), mesh, fsdp_unit_modules=[zoo.Block]) for seed in (0, 1)]
-    models.append(copy.deepcopy(models[0]))  # an average of weights, perhaps
+    models.append(copy.deepcopy(models[0]))  # for example an average of weights
     calls = models if mode == EAGER else [torch.compile(m, backend="mfsdp", options={"inner": mode}) for m in models]
     x = torch.randn(2, 8)
 
@@ -272,7 +272,7 @@ def test_models_that_look_alike(mode: str, known: bool) -> None:
     turn()
 
 
-# -- the tree of what follows what -------------------------------------------------------------------------------------
+# -- the tree of what followed what ------------------------------------------------------------------------------------
 
 FORWARD, EVALUATION, BACKWARD = (
     Phase("forward with gradients", "the model"),
@@ -282,7 +282,7 @@ FORWARD, EVALUATION, BACKWARD = (
 
 
 class Store:
-    """Other ranks, that do the same."""
+    """Stands for other ranks, which do the same."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -334,7 +334,7 @@ def test_nothing_follows_a_standstill() -> None:
 
 
 def test_what_is_known_and_not_expected_is_asked_for() -> None:
-    """An evaluation, or its absence, when all ranks have had one before."""
+    """Ranks agree on a known phase that is not the expected one: an evaluation, or its absence."""
     store = Store()
     order = Order()
     go(order, store, *STEP, EVALUATION, "gather a", *STEP, *STEP, *STEP)
@@ -357,13 +357,13 @@ def test_operations_on_parameters_at_rest() -> None:
     go(order, store, *STEP, *STEP, *STEP)
     store.asked.clear()
     go(order, store, NORM, *STEP, *STEP)
-    assert len(store.asked) == 3  # new, new after it, and the usual again
+    assert len(store.asked) == 3  # a new phase, a new phase after it, and the usual one again
     store.asked.clear()
     go(order, store, *STEP, NORM, *STEP, *STEP, NORM)
     assert store.asked.count("a sum over 'w' after reduce a (place 8)") == 2
     store.asked.clear()
     order, store = Order(), Store()
-    for _ in range(3):  # a step that is clipped
+    for _ in range(3):  # a step with gradient clipping
         store.asked.clear()
         go(order, store, *STEP, NORM)
     assert not store.asked
@@ -413,7 +413,7 @@ def test_a_fork_between_collectives_is_asked_for_every_time() -> None:
 
 
 def test_after_a_restart_ranks_begin_in_another_epoch() -> None:
-    """Those that have not noticed the failure do not meet them."""
+    """After a restart, ranks are in another epoch, so they do not meet ranks that missed the failure."""
     store, order = Store(), Order()
     go(order, store, *STEP, FORWARD, "gather a")
     before = order.epoch
@@ -427,12 +427,12 @@ def test_after_a_restart_ranks_begin_in_another_epoch() -> None:
 
 
 def numbered(*names: str) -> list[tuple[str, Series]]:
-    """Collectives of blocks: ``"gather 3"``."""
+    """Parse collectives of blocks: ``"gather 3"``."""
     return [(name, (name.partition(" ")[0], int(name.partition(" ")[2]))) for name in names]
 
 
 def step_of(layers: int) -> list[Any]:
-    """What the eager runtime starts: the next block's gather before the last one's reduction."""
+    """Return what the eager runtime starts: the next block's gather before the last one's reduction."""
     last = layers - 1
     forward = numbered(*(f"gather {i}" for i in range(layers)))
     turns = (turn for i in range(last - 1, -1, -1) for turn in (f"gather {i}", f"reduce {i + 1}"))
@@ -454,10 +454,10 @@ def test_layers_that_go_on_as_the_last_one_are_free() -> None:
     assert counts[0] == counts[1] <= 12
     order = Order()
     asked_by(order, step_of(8)[:5])
-    assert asked_by(order, numbered("gather 5")) == ["gather 5 after gather 3 (place 6)"]  # one is left out
+    assert asked_by(order, numbered("gather 5")) == ["gather 5 after gather 3 (place 6)"]  # one block is left out
     order = Order()
     asked_by(order, [*step_of(8), FORWARD, *numbered("gather 0", "gather 1")])
-    assert asked_by(order, numbered("gather 3"))  # expected after this, and new in this place
+    assert asked_by(order, numbered("gather 3"))  # expected after this one, but new at this place
     order, norms = Order(), [Phase(AT_REST, f"a norm of {i}") for i in range(50)]
     store = Store()
     for number, norm in enumerate(norms):
@@ -478,7 +478,10 @@ WAYS = st.lists(st.tuples(st.sampled_from("gr"), st.integers(0, 5)), max_size=6)
 
 @given(st.lists(WAYS, max_size=4), st.tuples(WAYS, WAYS), st.sampled_from([("", ""), ("", " that accumulates")]))
 def test_two_ranks_with_layers_never_part_without_asking(history: Any, ways: Any, kinds: Any) -> None:
-    """The same with series, of which more is free. Whether a backward accumulates is each rank's own affair."""
+    """The same holds for models with layers, where more is free.
+
+    Whether a backward accumulates may differ between ranks.
+    """
     done = []
     for way, kind in zip(ways, kinds, strict=True):
         order, unasked = Order(), []
@@ -496,7 +499,7 @@ def test_two_ranks_with_layers_never_part_without_asking(history: Any, ways: Any
 
 @given(st.lists(st.lists(st.sampled_from("abc"), max_size=4), min_size=1, max_size=8), st.data())
 def test_two_ranks_never_part_without_asking(history: list[list[str]], data: st.DataObject) -> None:
-    """After any common history: as long as neither asks, both have done the same."""
+    """After any common history, two ranks do the same as long as neither asks."""
     store = Store()
     ranks = [Order(), Order()]
     for way in history:

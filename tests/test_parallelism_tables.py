@@ -10,14 +10,14 @@ from doc_tables import DOCS, check_table
 
 def test_collectives() -> None:
     def of(count: int, microbatches: int) -> str:
-        """As a number of microbatches, ``m``, where it is one."""
+        """Write a count as a multiple of ``m``, the number of microbatches, if it is one."""
         return str(count) if count % microbatches else {1: "m"}.get(count // microbatches, f"{count // microbatches} m")
 
     header = ("mesh", "", "gathers", "reduce-scatters", "gathers of keys and values", "their reduce-scatters")
     rows: list[tuple[object, ...]] = []
     for name, counts in test_context_parallel.COUNTS.items():
         rows.append(("2 dp x 2 cp", name, *(of(count, 1) for count in counts)))
-    m = 1009  # a prime that is no count
+    m = 1009  # a prime that no count equals
     for name, (_, pipeline) in test_pipeline.COUNTS.items():
         gathers, kept, reductions = pipeline(m)
         rows.append(("2 pp x 2 dp", name, of(gathers or kept, m), of(reductions, m), "", ""))

@@ -1,4 +1,4 @@
-"""Every feature, eager and compiled: the same numbers as each other to the bit, and as one process up to rounding."""
+"""For every feature, eager and compiled agree bit for bit, and with one process up to rounding."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ TOPOLOGY = Topology(None, FULL, NONE, RANKS, None, RANKS)  # type: ignore[arg-ty
 
 
 def context(units: list[str], policy: SchedulePolicy | None = None, trainable: bool = True) -> Context:
-    """Buckets of one matrix each, for units of these names."""
+    """Return buckets of one matrix each, for units of these names."""
     infos = []
     for i, unit in enumerate(units):
         (layout,) = plan_layouts([ParamSpec(f"w{i}", (WIDTH, WIDTH))], 4, 2)
@@ -55,7 +55,7 @@ def gather(graph: fx.Graph, shard: fx.Node, bucket: int, cast: bool = False) -> 
 
 
 def forward_graph(units: int, cast: bool = False) -> fx.Graph:
-    """All gathers at the top, as they come from AOTAutograd, then a chain of matmuls."""
+    """Return a graph with all gathers at the top, as from AOTAutograd, followed by a chain of matmuls."""
     graph = fx.Graph()
     shards = [graph.placeholder(f"shard_{i}") for i in range(units)]
     x = graph.placeholder("x")
@@ -68,11 +68,11 @@ def forward_graph(units: int, cast: bool = False) -> fx.Graph:
 
 
 def backward_graph(units: int, uses: int = 1, in_order_of_buckets: bool = False) -> fx.Graph:
-    """Gradients, last unit first, each followed at the end of the graph by its reduction.
+    """Return a graph of gradients, last unit first, with the reduction of each at the end of the graph.
 
     Args:
-        uses: of each parameter; its gradient is the sum.
-        in_order_of_buckets: how reductions stand at the end; else in the order of gradients.
+        uses: Number of uses of each parameter. Its gradient is their sum.
+        in_order_of_buckets: Whether reductions are in the order of buckets. If not, in the order of gradients.
     """
     graph = fx.Graph()
     saved = [graph.placeholder(f"saved_{i}") for i in range(units)]
@@ -102,7 +102,7 @@ def set_phase_of(graph: fx.Graph, outputs: tuple[fx.Node, ...], phase: Phase) ->
 
 
 def events(graph: fx.Graph, ctx: Context) -> list[str]:
-    """``gather 0``, ``wait 0``, ``compute``, ``reduce 0``, ``await 0`` in graph order."""
+    """Return ``gather 0``, ``wait 0``, ``compute``, ``reduce 0``, ``await 0`` in graph order."""
     names = {
         Kind.START_GATHER: "gather",
         Kind.GATHERED: "wait",
@@ -217,7 +217,7 @@ def test_reductions_start_in_the_order_of_gradients() -> None:
     [
         (SchedulePolicy(reductions_in_flight=0), ["reduce 2", "await 2", "compute", "reduce 1", "await 1"]),
         (SchedulePolicy(reductions_in_flight=2), ["reduce 2", "compute", "reduce 1", "compute", "reduce 0", "await 2"]),
-        # Two buckets of 256 B are too much: each is awaited before the next is packed.
+        # Two buckets of 256 B exceed the limit, so each is awaited before the next is packed.
         (SchedulePolicy(reduction_bytes=300), ["reduce 2", "compute", "await 2", "reduce 1", "compute", "await 1"]),
     ],
 )
@@ -229,7 +229,7 @@ def test_reductions_in_flight_are_bounded(policy: SchedulePolicy, expected: list
 
 
 def test_reductions_of_a_unit_are_awaited_one_unit_later() -> None:
-    """Each bucket has a unit's computation to hide behind, however many buckets units have."""
+    """The reduction of each bucket can hide behind a unit's computation, however many buckets units have."""
     graph, ctx = backward_graph(5), context(["a", "b", "b", "c", "c"])
     reduce.apply(graph, ctx, phase_of(graph))
     graph.lint()
@@ -385,7 +385,7 @@ def test_unread_gathers_are_taken_out(cast: bool) -> None:
 
 
 def test_copies_of_weights_are_computed_again() -> None:
-    """Casts of what is gathered, and their views, are as large."""
+    """Casts of gathered weights, and views of the casts, are recomputed, because they are as large as the weights."""
     graph = fx.Graph()
     shard, x = graph.placeholder("shard_0"), graph.placeholder("x")
     weight = gather(graph, shard, 0)
@@ -399,7 +399,7 @@ def test_copies_of_weights_are_computed_again() -> None:
 
 
 def test_only_whole_models_keep_what_forward_used_last() -> None:
-    """A block that is compiled by itself does not know that others come in between."""
+    """Only graphs of whole models keep the last bucket. A block compiled alone does not know what runs in between."""
     graph = fx.Graph()
     shards, x = [graph.placeholder(f"shard_{i}") for i in range(2)], graph.placeholder("x")
     weights = [gather(graph, shard, i) for i, shard in enumerate(shards)]
@@ -435,7 +435,10 @@ def test_whole_models_keep_what_forward_used_last() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_parts_of_models_keep_nothing() -> None:
-    """Blocks compiled one by one: each would keep its bucket, and the whole model would stay gathered."""
+    """Blocks that are compiled one by one keep nothing.
+
+    If each kept its bucket, the whole model would stay gathered.
+    """
     model, _ = parity.shard(parity.build(zoo.Plain), parity.EAGER)
     for block in model.module.blocks:
         block.compile(backend="mfsdp", options={"inner": "aot_eager"})
@@ -509,7 +512,7 @@ def test_what_nothing_reads_is_not_gathered() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_rewritten_graph_runs_by_itself() -> None:
-    """What ``unshard`` leaves is valid Python, and computes."""
+    """The graph that ``unshard`` leaves is valid Python and computes."""
     seen: list[str] = []
 
     def spy(gm: fx.GraphModule, record: pipeline.Record) -> None:

@@ -1,4 +1,4 @@
-"""Fine-tuning with peft: adapters train, the frozen model is the reference, numbers are those of one process."""
+"""Fine-tuning with peft: adapters train, the frozen model is the reference, and numbers equal those of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ peft = pytest.importorskip("peft")
 
 
 def adapted(**settings: Any) -> nn.Module:
-    """A small Llama with LoRA on its projections; half of the adapters start away from zero."""
+    """Return a small Llama with LoRA on its projections. Half of the adapters start away from zero."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0, **settings)
     model = peft.get_peft_model(families.ready(families.llama()), config)
@@ -36,7 +36,7 @@ def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
 
 
 def preference_loss(model: Any, adapters: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Of DPO. The reference policy is the model without its adapters."""
+    """Return the loss of DPO. The reference policy is the model without its adapters."""
     with torch.no_grad(), adapters.disable_adapter():
         reference = log_probabilities(model, chosen) - log_probabilities(model, rejected)
     margin = log_probabilities(model, chosen) - log_probabilities(model, rejected)
@@ -46,7 +46,7 @@ def preference_loss(model: Any, adapters: Any, chosen: Tensor, rejected: Tensor)
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(2)
 def test_preferences_with_adapters(mode: str) -> None:
-    """LoRA trained with DPO: every step freezes the adapters, runs without gradients, and makes them trainable again."""
+    """LoRA trains with DPO: every step freezes the adapters, runs without gradients, and makes them trainable again."""
     whole, alone = adapted(), adapted()
     layer = type(whole.base_model.model.model.layers[0])
     model = fully_shard_model(whole, fsdp_unit_modules=[layer])
@@ -71,8 +71,10 @@ def test_preferences_with_adapters(mode: str) -> None:
 
 
 class Quantised(nn.Module):
-    """A frozen linear layer of 8-bit integers, dequantised when it runs, as QLoRA's base: integers in a buffer, scales in a
-    parameter; and LoRA beside it."""
+    """A frozen linear layer of 8-bit integers that is dequantized when it runs, as QLoRA's base, with LoRA beside it.
+
+    The integers are in a buffer, the scales in a parameter.
+    """
 
     def __init__(self, width: int, rank: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Stages of a pipeline, each sharded and compiled, under torch's schedules: against the whole model in one process."""
+"""Stages of a pipeline, sharded and compiled, under torch's schedules, compared with the whole model in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MICROBATCHES = 4
 
 
 class Layer(nn.Module):
-    """A block, checkpointed or not."""
+    """A block, with or without activation checkpointing."""
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Layer(nn.Module):
 
 
 class Chain(nn.Module):
-    """A model that can be cut anywhere: names of layers are their numbers in the whole."""
+    """A model that can be cut anywhere. Names of layers are their numbers in the whole model."""
 
     def __init__(self, layers: int = 4, checkpointed: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Chain(nn.Module):
         return self.head(x)
 
     def part(self, stage: int, stages: int) -> Chain:
-        """The layers of one stage, with the ends at the ends."""
+        """Return the layers of one stage. The first and last stage include the ends of the model."""
         part = copy.deepcopy(self)
         each = len(self.layers) // stages
         for name in self.layers:
@@ -85,7 +85,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def data(steps: int, replicas: int, rows: int = 8) -> tuple[Tensor, Tensor]:
-    """``[steps, replicas, rows, ...]``, the same on every rank."""
+    """Return data of shape ``[steps, replicas, rows, ...]``, the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     return (
         torch.randn(steps, replicas, rows, 8, generator=generator),
@@ -98,7 +98,7 @@ def pipeline_mesh() -> DeviceMesh:
 
 
 def stage_numbers(rank: int, stages: int, kind: type) -> list[int]:
-    """Of the stages on a rank of the pipeline, out of two."""
+    """Return the numbers of the stages on a rank of a pipeline with two ranks."""
     if kind in (schedules.ScheduleZBVZeroBubble, schedules.ScheduleDualPipeV):
         return [rank, stages - 1 - rank]
     return list(range(rank, stages, 2))
@@ -142,7 +142,7 @@ class Pipeline:
         return [pair for model in self.models for pair in model.module.named_parameters()]
 
     def step(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Losses of the microbatches, on the ranks that have the last stage."""
+        """Run a step. Returns the losses of the microbatches, on ranks that have the last stage."""
         losses: list[Tensor] = []
         arguments = (x,) if any(stage.is_first for stage in self.stages) else ()
         if any(stage.is_last for stage in self.stages):
@@ -152,7 +152,10 @@ class Pipeline:
         return losses
 
     def check_gradients(self, alone: Chain) -> None:
-        """Against one process: sums in another order, of tensors of at most 200 terms; 1e-5 of the largest element."""
+        """Compare gradients with one process, up to 1e-5 of the largest element.
+
+        The sums, of at most 200 terms, are in another order.
+        """
         expected = dict(alone.named_parameters())
         largest = max(p.grad.abs().max().item() for p in expected.values())  # type: ignore[union-attr]
         for name, param in self.named():
@@ -162,7 +165,7 @@ class Pipeline:
 
 
 def backward_alone(alone: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean over replicas; returns the loss of each."""
+    """Run the backward of the mean over replicas. Returns the loss of each replica."""
     losses = [loss_of(alone(a), b) for a, b in zip(x, y, strict=True)]
     (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
     return torch.stack(losses).detach()
@@ -252,7 +255,7 @@ def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
 
 @on_ranks(4)
 def test_bfloat16_sums_are_float32_and_whole() -> None:
-    """One rounding per microbatch's gradient and none of the sum: equal to sums in float32 of what one process computes."""
+    """Gradients of microbatches are rounded once each and their sum is not: it equals float32 sums in one process."""
     mesh = pipeline_mesh()
     chain = parity.build(Chain).to(torch.bfloat16)
     assert isinstance(chain, Chain)
@@ -268,7 +271,7 @@ def test_bfloat16_sums_are_float32_and_whole() -> None:
             total[name] += param.grad.float()  # type: ignore[union-attr]
     for name, param in pipeline.named():
         expected = total[name] / (MICROBATCHES * mesh["dp"].size())
-        # Sums travel between ranks in bfloat16, as without a pipeline: one rounding, 2**-8, of each of two.
+        # Sums are sent between ranks in bfloat16, as without a pipeline. Each of two is rounded once, by 2**-8.
         difference = (param.grad.full_tensor() - expected).abs().max()  # type: ignore[union-attr]
         assert difference <= 2**-7 * expected.abs().max()
 
@@ -279,8 +282,11 @@ def test_bfloat16_sums_are_float32_and_whole() -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_steps_of_the_schedule_add_up(mode: str) -> None:
-    """Torch divides a parameter's gradient by the number of microbatches after each step, all of it; ours keeps what was
-    there before."""
+    """Gradients of several schedule steps add up.
+
+    After each step, torch divides the whole gradient of a parameter by the number of microbatches. This package keeps
+    what was there before.
+    """
     mesh = pipeline_mesh()
     chain = parity.build(Chain)
     assert isinstance(chain, Chain)
@@ -303,7 +309,7 @@ def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str,
     (stage,), (model,) = pipeline.stages, pipeline.models
     replica = mesh["dp"].get_local_rank()
     for microbatches, x, y in zip((4, 2, 8), *data(3, mesh["dp"].size(), rows=32), strict=True):
-        # A stage of torch 2.11 takes microbatches of one size.
+        # A stage of torch 2.11 accepts microbatches of one size only.
         rows = 16 if compat.TORCH_VERSION >= (2, 13) else 4 * microbatches
         x, y = x[:, :rows], y[:, :rows]
         pipeline.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
@@ -316,7 +322,7 @@ def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str,
             if stage.is_last:
                 torch.testing.assert_close(output, chain(x).detach(), rtol=1e-5, atol=1e-6)
 
-        if compat.TORCH_VERSION >= (2, 13):  # else torch's schedule has no gradients of activations from then on
+        if compat.TORCH_VERSION >= (2, 13):  # otherwise torch's schedule has no gradients of activations afterwards
             evaluate(x[replica], y[replica])
         pipeline.step(x[replica], y[replica])
         backward_alone(chain, x, y)
@@ -329,14 +335,14 @@ def test_evaluation_and_other_numbers_of_microbatches(mode: str, held: dict[str,
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_torchs_own_stage_works_too(mode: str) -> None:
-    """Each microbatch's gradients are reduced then."""
+    """torch's own stage class also works. It reduces the gradients of each microbatch."""
     train(Schedule1F1B, mode, steps=2, stage_class=torch.distributed.pipelining.PipelineStage)
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
 def test_turns_of_several_stages_are_known(mode: str) -> None:
-    """After a step, ranks go on without a word: nothing is agreed on through the store."""
+    """After a step, the turns of several stages are known, and ranks agree on nothing through the store."""
     mesh = pipeline_mesh()
     chain = parity.build(Chain)
     assert isinstance(chain, Chain)
@@ -358,13 +364,16 @@ COUNTS: dict[str, tuple[dict[str, Any], Callable[[int], tuple[int, int, int]]]] 
     "keep_gathered=True": ({"keep_gathered": True}, lambda m: (0, 1, 1)),
     "reduce_each=True": ({"reduce_each": True}, lambda m: (2 * m, 0, m)),
 }
-"""Per bucket and step of m microbatches: gathers at each use, gathers of what stays, reduce-scatters."""
+"""Collectives per bucket and step of m microbatches: gathers at each use, gathers of what stays, reduce-scatters."""
 
 
 @pytest.mark.parametrize("held", COUNTS)
 @on_ranks(4)
 def test_collectives(held: str) -> None:
-    """Compiled 1F1B. Of the first stage, the backward does not need the first bucket."""
+    """Compiled 1F1B runs exactly the expected collectives.
+
+    The first stage's backward does not need the first bucket.
+    """
     options, count = COUNTS[held]
     mesh = pipeline_mesh()
     chain = parity.build(Chain)
@@ -391,7 +400,7 @@ def test_collectives(held: str) -> None:
 
 @contextlib.contextmanager
 def lone_stage(mode: str, **held: Any) -> Any:
-    """A pipeline of one stage, in one process of a world that does not exist: what it allocates is its own."""
+    """Yield a pipeline of one stage, in one process of a fake world, so that all allocations are its own."""
     model = fully_shard_model(nn.Sequential(*(Wide() for _ in range(6))), fsdp_unit_modules=[Wide])
     call: Any = model
     if mode != EAGER:
@@ -409,7 +418,7 @@ def lone_stage(mode: str, **held: Any) -> Any:
 @pytest.mark.parametrize("held", HELD, ids=str)
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 def test_memory(mode: str, held: dict[str, Any]) -> None:
-    """All forwards come before the first backward (GPipe), and what is gathered is there once for all of them."""
+    """With all forwards before the first backward (GPipe), gathered parameters are in memory once for all of them."""
     with lone_stage(mode, **held) as (model, step):
         predicted = held_memory(model)
         bucket = model.sharded.buckets[0].plan.gathered_bytes
@@ -420,14 +429,14 @@ def test_memory(mode: str, held: dict[str, Any]) -> None:
         assert at_rest[Category.GATHERED] == (6 * bucket if "keep_gathered" in held else 0)
         assert predicted.gradients == (shards if "reduce_each" in held else 6 * bucket)
         peak, stays = allocated(step)
-    # Besides: gradients of a unit, one by one, packed, and being reduced; results of reductions; activations.
+    # In addition: gradients of a unit (single, packed, in reduction), results of reductions, activations.
     others = 3 * bucket + shards + (256 << 10)
     assert peak <= predicted.gathered + predicted.gradients + others, (peak, predicted)
     assert peak >= predicted.gathered + predicted.gradients - bucket
-    assert stays <= shards + (16 << 10)  # the gradients
+    assert stays <= shards + (16 << 10)  # for the gradients
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
@@ -479,7 +488,7 @@ def test_mistakes_are_explained() -> None:
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params", "HSDP optim_grads_params", "HFSDP"])
 @on_ranks(4)
 def test_accumulation_without_a_pipeline(strategy: str, mode: str) -> None:
-    """One reduction, and one gather, per bucket and step; back and forth, with an optimizer step in between."""
+    """With accumulation, each bucket is reduced and gathered once per step. The setting may change between steps."""
     model = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer], **mesh_arguments(strategy))
     call: Any = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = parity.build(Chain)
@@ -512,8 +521,10 @@ def test_accumulation_without_a_pipeline(strategy: str, mode: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
 def test_gradients_of_inputs_alone_add_nothing(strategy: str) -> None:
-    """``torch.autograd.grad`` of compiled code computes gradients of parameters too, which nobody has asked for: they must not
-    be in the sum that waits for its reduction. (Torch's stages learn the shapes of gradients that way.)"""
+    """``torch.autograd.grad`` of inputs adds nothing to deferred gradients, although compiled code computes them.
+
+    torch's stages learn the shapes of gradients that way.
+    """
     model = fully_shard_model(parity.build(Chain), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy)
     model.set_accumulation(whole_gradients=True)
     call = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER})
@@ -531,11 +542,11 @@ def test_gradients_of_inputs_alone_add_nothing(strategy: str) -> None:
 
 
 SECONDS = 5.0
-"""The time-out of process groups of the next test. What a rank may need beyond it is for a machine with other things to do."""
+"""Timeout of process groups of the next test. Ranks may need longer on a machine that does other work."""
 
 
 def short_mesh() -> DeviceMesh:
-    """As ``pipeline_mesh``, with a time-out that a test can wait for."""
+    """Return a mesh like ``pipeline_mesh``, with a timeout that a test can wait for."""
     ranks, mine = torch.arange(4).view(2, 2), dist.get_rank()
     groups = []
     for sets in (ranks.t().tolist(), ranks.tolist()):
@@ -545,7 +556,7 @@ def short_mesh() -> DeviceMesh:
 
 
 class Failing(nn.Module):
-    """In front of a stage; raises in the third forward from when it is armed."""
+    """Runs in front of a stage, and raises in the third forward after it is armed."""
 
     def __init__(self, chain: Chain) -> None:
         super().__init__()
@@ -561,7 +572,7 @@ class Failing(nn.Module):
 
 @on_ranks(4, timeout=120)
 def test_a_stage_that_raises() -> None:
-    """On one rank: the others have an error when their groups have timed out, and after a reset training goes on."""
+    """If a stage raises on one rank, the others raise after their timeout, and training continues after a reset."""
     mesh = short_mesh()
     rank, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     chain = parity.build(Chain)
@@ -578,12 +589,12 @@ def test_a_stage_that_raises() -> None:
     step(mesh, *steps[0])
     model.zero_grad_buffer()
     before = [param.to_local().clone() for param in model.parameters()]
-    failing.left = 4 if (rank, replica) == (1, 0) else -1  # one forward is for the shapes
+    failing.left = 4 if (rank, replica) == (1, 0) else -1  # one forward infers the shapes
     begun = time.monotonic()
     with contextlib.suppress(RuntimeError):
         step(mesh, *steps[1])
         raise AssertionError("nothing was raised")
-    # The pipeline's ranks may learn one after the other.
+    # The ranks of the pipeline may learn of it one after the other.
     assert time.monotonic() - begun < 4 * SECONDS + 20
     failing.left = -1
     dist.barrier()
@@ -602,7 +613,7 @@ def test_a_stage_that_raises() -> None:
 
 @on_ranks(4)
 def test_checkpoints() -> None:
-    """All stages in one folder, loaded into one stage on all ranks, and back; and a folder per stage."""
+    """All stages in one folder load into one stage on all ranks, and back; a folder per stage works too."""
     folder: list[Any] = [Path(tempfile.mkdtemp()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     root = folder[0]

@@ -1,4 +1,4 @@
-"""``mfsdp plan``: models that are never made, on ranks that do not exist."""
+"""``mfsdp plan``: models that are never created, on ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def traced_llama(layers: int, **options: Any) -> Trace:
     return trace(llama(layers, **options), CPU, fused=True)
 
 
-# -- plans and what they are plans of ---------------------------------------------------------------------------------
+# -- plans compared with the compiler ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def traced_llama(layers: int, **options: Any) -> Trace:
     [ZERO3, *(pytest.param(s, marks=pytest.mark.long) for s in (ShardingStrategy.OPTIM, ShardingStrategy.NO_SHARD))],
 )
 def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
-    """Ten layers, of which the planner traces four, against the graphs of all ten."""
+    """A plan for ten layers, of which the planner traces four, equals the graphs of all ten."""
     work = llama(10)
     job = Job(work, CPU, solved=False)
     row = planned(job, traced_llama(10), Candidate(strategy, 4))
@@ -83,7 +83,7 @@ def test_a_plan_is_what_the_compiler_does(strategy: ShardingStrategy) -> None:
     events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, record.prediction.costs, resting, job.optimizer)
-    # Inductor's own passes over joint graphs come after what is traced here: a few operators differ.
+    # Inductor's own passes over joint graphs run after this trace, so a few operators differ.
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
     assert row.timeline.flops == pytest.approx(real.flops, rel=0.001)
@@ -137,7 +137,7 @@ def test_layers_that_differ_in_a_setting_are_not_taken_for_equal() -> None:
 
 
 class Summed(nn.Module):
-    """What every layer saves, the end of the model needs, as losses of routers do; or the layers behind one are dead."""
+    """The end of the model needs what every layer saves, as in losses of routers; or the layers behind one are dead."""
 
     def __init__(self, taken: int | None = None) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Summed(nn.Module):
 
 @pytest.mark.parametrize(("taken", "traced"), [(8, 4), (7, 5), (None, 9)])
 def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int) -> None:
-    """Or the one that stands for others would save what these do not, or not release it."""
+    """Enough layers are traced that the one that stands for others saves and releases what they do."""
     kept = taken if taken is None else taken - 9
 
     def build() -> nn.Module:
@@ -179,7 +179,7 @@ def test_memory_falls_with_ranks_in_closed_form() -> None:
     begun = time.process_time()
     needed = [planned(job, traced, Candidate(ZERO3, world)).needed for world in (2, 8, 32, 65_536)]
     assert time.process_time() - begun < 10
-    assert needed[:3] == sorted(needed[:3], reverse=True)  # with more ranks than rows, padding takes more than is saved
+    assert needed[:3] == sorted(needed[:3], reverse=True)  # with more ranks than rows, padding exceeds the savings
     infos = problem_of(job, traced, Candidate(ZERO3, 65_536)).context.buckets
     assert all(info.layout.world_size == 65_536 for info in infos)
 
@@ -210,7 +210,7 @@ def test_a_real_process_group_is_left_alone(fake_world: int) -> None:
     assert dist.get_world_size() == fake_world
 
 
-# -- units joined and parted ------------------------------------------------------------------------------------------
+# -- joined and split units -------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -240,13 +240,13 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
     assert [(e.what, e.name) for e in row.timeline.exposures] == [(e.what, e.name) for e in real.exposures]
-    # A few operators differ: graphs are traced for other ranks, and what is planned for has no decompositions of Inductor.
+    # A few operators differ: graphs are traced for other ranks, and the plan has no decompositions of Inductor.
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
 def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
-    """A bucket for each parameter, in the layers that were traced and in those that these stand for."""
+    """Each bucket of a unit is awaited where it is used, in traced layers and in those that they stand for."""
     traced = by_parameter(8)
     forward = problem_of(Job(llama(8), CPU, bucket_bytes=1), traced, Candidate(ZERO3, 4)).outlines[Phase.FORWARD]
     units = {}
@@ -260,8 +260,10 @@ def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
 @pytest.mark.parametrize("bucket_bytes", [None, 1, 400_000])
 @pytest.mark.parametrize("unit_bytes", [None, 1 << 30])
 def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None) -> None:
-    """Gradients that are copied into buckets are freed, each once, however buckets are made of what was traced: eagerly all of
-    them are, with fused kernels some."""
+    """Gradients that are copied into buckets are freed once each, however the buckets divide what was traced.
+
+    Eagerly all gradients are copied, with fused kernels some.
+    """
     for fused in (True, False):
         traced = by_parameter(8, fused)
         job = Job(llama(8), CPU, fused=fused, solved=False, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes)
@@ -277,7 +279,7 @@ def test_memory_returns_to_rest(bucket_bytes: int | None, unit_bytes: int | None
 
 
 def test_joining_pays_where_messages_are_small() -> None:
-    """On a network with much latency, up to the knee; where messages are large enough, nothing is joined."""
+    """Units are joined on a network with high latency, up to the knee, and not where messages are large enough."""
     traced, candidate = by_parameter(8), Candidate(ZERO3, 8)
     slow = replace(hardware("h100-ib"), inter_node=Link(50e9, 5e-3), intra_node=Link(450e9, 5e-3))
     rows = sizes(Job(llama(8), slow), traced, candidate)
@@ -286,7 +288,7 @@ def test_joining_pays_where_messages_are_small() -> None:
     best = best_size(rows)
     assert best is joined[-1]
     seconds = [row.planned.timeline.seconds for row in (best, rows[0])]
-    assert seconds[0] < 0.6 * seconds[1]  # 3 instead of 10 messages each way take most of it
+    assert seconds[0] < 0.6 * seconds[1]  # 3 instead of 10 messages each way save most of the latency
     assert not any(row.bucket_bytes for row in rows)  # all below the knee
 
     fast = replace(slow, inter_node=Link(1e6, 0.0), intra_node=Link(1e6, 0.0), collective_seconds=0.0)
@@ -314,11 +316,14 @@ def test_command_writes_report_and_schedule(tmp_path: Path, capsys: pytest.Captu
 def test_command_reshards_over_fewer_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "demo", "--world", "8", "--reshard", "4"]) == 0
     rows = [line for line in capsys.readouterr().out.split("\n") if "ZeRO" in line]
-    assert [" + 6/4 " in row for row in rows] == [False, False, True]  # nothing is gathered again by the others
+    assert [" + 6/4 " in row for row in rows] == [False, False, True]  # the others gather nothing again
 
 
 def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
-    """An eighth of the gathered parameters for backwards that gather in the node."""
+    """On slow networks between nodes, keeping an eighth of the gathered parameters saves time.
+
+    Backwards then gather in the node.
+    """
     job = Job(workload("llama3-8b", length=1024, checkpoint="full"), hardware("h100-eth"))
     traced = trace(job.work, job.hardware, fused=True)
     again, portions = (planned(replace(job, reshard=n), traced, Candidate(ZERO3, 64)) for n in (True, 8))
@@ -330,7 +335,7 @@ def test_portions_pay_where_nodes_are_slow_to_reach() -> None:
     problem = problem_of(replace(job, reshard=8), traced, Candidate(ZERO3, 64))
     assert ScheduleText.of(problem.lines(portions.decisions)).portions == 8
     held = sum(portions.context.buckets[bucket].portion_bytes for bucket in portions.decisions.portions or ())
-    assert again.needed <= portions.needed <= again.needed + held  # most of it where gradients are later
+    assert again.needed <= portions.needed <= again.needed + held  # most of it is where gradients are later
 
 
 def test_command_tries_sizes_of_units_and_buckets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,8 +403,11 @@ def test_a_hugging_face_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [pytest.param("llama3-70b", marks=pytest.mark.long), "llama3-405b"])
 def test_large_models_are_planned_in_seconds(model: str) -> None:
-    """The project asks for 10 s on two quiet cores, and docs/foresight.md says what was measured. Here in CPU seconds, of which
-    a machine that does other work takes up to twice as many."""
+    """Large models are planned in seconds.
+
+    The project asks for 10 s on two idle cores, and docs/foresight.md has the measurement. This test counts CPU
+    seconds, of which a busy machine takes up to twice as many.
+    """
     command = [sys.executable, "-m", "mfsdp_compile.cli", "plan", "--model", model, "--world", "65536"]
     begun = cpu_seconds()
     done = subprocess.run([*command, "--checkpoint", "full"], capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,4 @@
-"""Plans of model families, and what a step takes then: the table "memory" in docs/models.md."""
+"""Plans of model families, compared with the memory of a step: the table "memory" in docs/models.md."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ from mfsdp_compile.runtime.topology import ShardingStrategy
 pytestmark = pytest.mark.slow
 CPU, RANKS, LAYERS = hardware("cpu"), 4, 7
 BOUND = 0.05
-"""Of the measured peak. What is not predicted: workspaces of kernels (backwards of convolutions on CPU copy what they compute), and
-some of what Inductor fuses, which is much of what small models have in memory."""
+"""Bound on the error, relative to the measured peak.
+
+Not predicted are workspaces of kernels (backwards of convolutions on CPU copy what they compute), and some of
+Inductor's fusions, which are a large part of the memory of small models.
+"""
 HEADER = ("model", "inner compiler", "planned, KiB", "measured, KiB", "off by")
 PLANNED = [
     "llama",
@@ -45,7 +48,10 @@ PLANNED = [
     "resnet",
 ]
 SHORT = {("llava", "inductor"), ("resnet", "aot_eager")}
-"""A dead layer and two runs of layers, of which kernels are joined that are far apart; convolutions, buffers and no tokens."""
+"""Families for the short run. They cover a dead layer, two runs of layers with joined kernels, and convolutions.
+
+They also cover buffers, and a model without tokens.
+"""
 
 
 def work_of(name: str, family: Family, **options: Any) -> Workload:
@@ -67,11 +73,14 @@ def work_of(name: str, family: Family, **options: Any) -> Workload:
     ],
 )
 def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequest) -> None:
-    """Of layers that follow on one another the planner traces four or five, and measured are all."""
+    """A step takes the planned memory.
+
+    The planner traces four or five of several equal layers; the measurement runs all.
+    """
     if name.startswith("llava") and compat.TORCH_VERSION < (2, 12):
         pytest.skip("this torch cannot trace how many tokens are images")
     family, fused = FAMILIES[name], inner == "inductor"
-    if not fused:  # Inductor's code keeps what a collective reads, whatever the process group does
+    if not fused:  # Inductor's code keeps a collective's input anyway
         request.getfixturevalue(nothing_held.__name__)
     work = work_of(name, family, layers=LAYERS)
     job = Job(work, CPU, solved=False, fused=fused)
@@ -87,7 +96,7 @@ def test_memory_is_as_planned(name: str, inner: str, request: pytest.FixtureRequ
 
 
 def measured_peak(family: Family, inner: str) -> int:
-    """Bytes on one of four ranks: a step's forward and backward, shards, AdamW's moments and buffers."""
+    """Return bytes on one of four ranks: forward and backward of a step, shards, AdamW's moments and buffers."""
     batch = family.batch_of(0)
     with compat.fake_process_group(RANKS):
         model = fully_shard_model(ready(family.make(layers=LAYERS)), fsdp_unit_modules="auto")
@@ -117,14 +126,14 @@ def test_a_batch_that_leaves_units_out() -> None:
         trace(work, CPU, False)
 
 
-# -- what --model takes -----------------------------------------------------------------------------------------------
+# -- values of --model ------------------------------------------------------------------------------------------------
 
 RESNET = work_of("resnet", FAMILIES["resnet"])
-"""``--model test_plan_families:RESNET``."""
+"""Workload for ``--model test_plan_families:RESNET``."""
 
 
 def test_command_plans_a_workload() -> None:
-    """In a process that has compiled nothing before."""
+    """The command plans a workload in a process that has compiled nothing before."""
     arguments = ["plan", "--model", f"{__name__}:RESNET", "--world", "4", "--dtype", "float32", "--hardware", "cpu"]
     code = f"from mfsdp_compile.cli import main; raise SystemExit(main({arguments}))"
     done = subprocess.run(
@@ -160,7 +169,10 @@ def test_architectures_of_transformers(architecture: str, tmp_path: Path) -> Non
 
 
 def test_a_configuration_is_as_it_was() -> None:
-    """Models ask how many layers there are, and of which kind each is."""
+    """The planner leaves the configuration of a model unchanged.
+
+    Models ask it how many layers there are, and of which kind each is.
+    """
     config = transformers().Qwen3Config(
         **text(9), head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=2
     )
@@ -180,7 +192,7 @@ def test_a_configuration_is_as_it_was() -> None:
         length=LENGTH,
     )
     found = trace(work, CPU, False)
-    assert (len(found.units), len(found.order)) == (8, 11)  # two and seven layers
+    assert (len(found.units), len(found.order)) == (8, 11)  # two layers and seven layers
     assert (config.num_hidden_layers, config.layer_types) == (9, kinds)
 
 

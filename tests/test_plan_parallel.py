@@ -1,4 +1,4 @@
-"""Plans of models that are divided by tensor, context and pipeline parallelism, and what a step takes then."""
+"""Plans for tensor, context and pipeline parallelism, compared with the memory of a step."""
 
 from __future__ import annotations
 
@@ -64,13 +64,15 @@ def plan_of(degrees: Degrees) -> Planned:
 
 @pytest.fixture
 def nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are for process groups that exist, whose collectives keep what they read until they are awaited. Those that are
-    measured here do not."""
+    """Plan for process groups whose collectives do not keep their inputs, as those measured here.
+
+    Real process groups keep them until they are awaited.
+    """
     monkeypatch.setattr(planner, "CostModel", functools.partial(CostModel, holds_inputs=False))
 
 
 def at_rest(model: Any) -> int:
-    """Shards and AdamW's moments: what a step finds."""
+    """Return the bytes before a step: shards and AdamW's moments."""
     return sum(3 * bucket.plan.shard_bytes for bucket in model.sharded.buckets)
 
 
@@ -100,8 +102,10 @@ def test_memory_of_context_parallel_ranks() -> None:
 
 
 def measure(model: Any, run: Callable[[Any], None]) -> int:
-    """The peak of a step, on ranks that do not exist, where nothing but the step allocates. Plans of small models are within
-    2 % of it: kernels have workspaces, and segments of computation are coarse."""
+    """Return the peak of a step on fake ranks, where nothing but the step allocates.
+
+    Plans of small models are within 2 % of it: kernels have workspaces, and segments of computation are coarse.
+    """
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     for _ in range(2):
         run(call)
@@ -112,7 +116,7 @@ def measure(model: Any, run: Callable[[Any], None]) -> int:
 
 
 class Part(Llama):
-    """Its loss is ``[1]``, as a schedule puts together what microbatches give."""
+    """A stage whose loss has shape ``[1]``, because a schedule concatenates the results of microbatches."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         output = super().forward(*args, **kwargs)
@@ -120,7 +124,7 @@ class Part(Llama):
 
 
 class Lone(PipelineStage):
-    """A stage whose neighbours do not exist: it takes shapes as they were given, without asking them."""
+    """A stage whose neighbors do not exist. It uses the given shapes and does not ask them."""
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.ones(1, dtype=torch.int32)
@@ -137,8 +141,11 @@ def traced_pipeline() -> list[Trace]:
 @pytest.mark.parametrize("keep_gathered", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_memory_of_pipeline_stages(stage: int, keep_gathered: bool) -> None:
-    """1F1B, so that stages have up to four microbatches in memory. Gradients on their way to the stage before are not foreseen:
-    one, and with torch 2.11 up to three, of 64 KiB each, are 1 % and 2 % of what a small stage takes."""
+    """With 1F1B, stages take the planned memory, with up to four microbatches.
+
+    Gradients on their way to the stage before are not predicted. There is one of 64 KiB, with torch 2.11 up to three,
+    which is 1 % and 2 % of what a small stage takes.
+    """
     microbatches, stages = 6, 4
     candidate = Candidate(ZERO3, RANKS, degrees=Degrees(pipeline=stages), keep_gathered=keep_gathered)
     row = planned(job(microbatches=microbatches), traced_pipeline(), candidate, stage=stage)
@@ -168,7 +175,7 @@ def test_memory_of_pipeline_stages(stage: int, keep_gathered: bool) -> None:
 
 
 def test_what_is_kept_costs_memory_and_saves_time() -> None:
-    """Between machines whose network is slow, parameters that are gathered once per step are worth their memory."""
+    """Gathering parameters once per step costs memory and saves time between machines with a slow network."""
     slow = replace(CPU, inter_node=replace(CPU.inter_node, bandwidth=1e8))
     rows = [
         planned(
@@ -187,8 +194,7 @@ def test_what_is_kept_costs_memory_and_saves_time() -> None:
 
 
 def test_a_budget_decides_what_a_pipeline_does() -> None:
-    """Activations of other microbatches and sums of gradients are in the plan's memory, and its schedule is within what
-    they leave."""
+    """A budget covers other microbatches' activations and sums of gradients. The schedule fits in the rest."""
     candidate = Candidate(ZERO3, RANKS, degrees=Degrees(pipeline=4))
     most = planned(job(solved=True), traced_pipeline(), candidate)
     least = planned(job(solved=True, prefetch=0), traced_pipeline(), candidate)
@@ -208,7 +214,7 @@ def test_a_budget_decides_what_a_pipeline_does() -> None:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (2, 8), (4, 4), (4, 9)])
 def test_the_order_is_that_of_torch(stages: int, microbatches: int) -> None:
-    """Which computes nothing here, but says what it would."""
+    """The planned order of a pipeline equals that of torch's schedules, which run here without computing."""
     from torch.distributed.pipelining import schedules
 
     names = {"F": Phase.FORWARD, "B": Phase.BACKWARD}
@@ -226,7 +232,10 @@ def test_the_order_is_that_of_torch(stages: int, microbatches: int) -> None:
 
 
 def test_stages_wait_for_one_another() -> None:
-    """Equal stages: all but (p - 1) / (m + p - 1) of the time is computation (https://arxiv.org/abs/2104.04473, 2.2)."""
+    """With equal stages, all but (p - 1) / (m + p - 1) of the time is computation.
+
+    This is section 2.2 of https://arxiv.org/abs/2104.04473.
+    """
     stages, microbatches, forward, backward = 4, 6, 1.0, 2.0
     orders = [order(stage, stages, microbatches) for stage in range(stages)]
     seconds = [{Phase.FORWARD: [forward] * microbatches, Phase.BACKWARD: [backward] * microbatches}] * stages
@@ -241,7 +250,7 @@ def test_stages_have_all_layers_once() -> None:
         found = [layers_of_stage(layers, stage, stages) for stage in range(stages)]
         assert [layer for stage in found for layer in stage] == list(range(layers))
         assert max(map(len, found)) - min(map(len, found)) <= 1
-        assert len(found[0]) == min(map(len, found))  # it has the embedding too
+        assert len(found[0]) == min(map(len, found))  # this stage also has the embedding
     with pytest.raises(ValueError, match="6 layers cannot be divided into 7 pipeline stages"):
         layers_of_stage(6, 0, 7)
 

@@ -1,7 +1,7 @@
-"""``reshard_after_forward`` as a number: portions of what forward gathers stay, and backward gathers over fewer ranks.
+"""``reshard_after_forward`` as a number: ranks keep portions of gathered buckets, and backward gathers over fewer.
 
-Numbers are compared with those of gathering over all ranks again, to the bit: the same bits are gathered, whoever sends
-them. That is done eagerly; ``test_parity.py`` has that compiled code computes the same.
+Numbers are compared bit for bit with those of gathering over all ranks again: the same bits are gathered, whoever sends
+them. The reference is eager; ``test_parity.py`` checks that compiled code computes the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HYBRIDS = ["HSDP", "HFSDP"]
 
 
 def portions_of(model: Any) -> list[str]:
-    """Names of the buckets of which portions stay, once per graph."""
+    """Return the names of the buckets of which ranks keep portions, once per graph."""
     return [
         record.context.buckets[number].name
         for record in model.sharded.compiled_graphs
@@ -55,7 +55,7 @@ LONG = ("Uneven", "FrozenParameters", "CheckpointedReentrant", "DisabledChild", 
 @pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 @on_ranks(4)
 def test_numbers_stay_to_the_bit(name: str) -> None:
-    """Losses, gradients and parameters of three steps of AdamW."""
+    """Losses, gradients and parameters of three steps of AdamW are equal bit for bit."""
     data = parity.batches(steps=3)
     over_all = parity.train_sharded(MODELS[name], EAGER, data)  # which gathers over all ranks
     over_two = parity.train_sharded(MODELS[name], AOT_EAGER, data, reshard_after_forward=2)
@@ -75,7 +75,7 @@ def hybrid(strategy: str, outer: int) -> dict[str, Any]:
 
 
 def trained(again: bool | int, steps: int = 3, microbatches: int = 2, **arguments: Any) -> tuple[Any, list[Tensor]]:
-    """A model, and its losses, gradients and parameters."""
+    """Return a model, and its losses, gradients and parameters."""
     torch.compiler.reset()
     model = fully_shard_model(parity.build(zoo.Uneven), fsdp_unit_modules=[zoo.Block], **arguments)
     call = torch.compile(model, backend="mfsdp", options={"inner": AOT_EAGER, "reshard_after_forward": again})
@@ -126,12 +126,12 @@ def test_inductor_matches_one_process(name: str) -> None:
     alone = parity.train_alone(MODELS[name], data, parity.sgd)
     run = parity.train_sharded(MODELS[name], INDUCTOR, data, parity.sgd, reshard_after_forward=2)
     assert portions_of(run.model)
-    parity.assert_close(run, alone)  # within the bounds of all compiled code: sums round differently
+    parity.assert_close(run, alone)  # the bounds of all compiled code, whose sums round differently
 
 
 @on_ranks(4)
 def test_blocks_that_are_compiled_one_by_one() -> None:
-    """One graph for three blocks: each keeps portions of its own."""
+    """If three blocks share one graph, each keeps its own portions."""
     data = parity.batches(steps=1)[0, dist.get_rank()]
     results = []
     for again in (True, 2):
@@ -150,7 +150,10 @@ def test_blocks_that_are_compiled_one_by_one() -> None:
 
 
 def started(model: Any, step: Callable[[], Any]) -> tuple[Counter[tuple[str, str, str]], Counter[str]]:
-    """Collectives of a step by graph, kind and process group, as the model says; and by group, as torch counts."""
+    """Count the collectives of a step.
+
+    Returns counts by graph, kind and process group as the model reports them, and by group as torch counts them.
+    """
     said: Counter[tuple[str, str, str]] = Counter()
     groups = [compat.process_group(name) for name in model.sharded.topology.group_names]
     before = {group.group_name: compat.collectives_started(group) for group in groups}
@@ -166,7 +169,7 @@ def test_collectives_of_a_step_and_their_groups() -> None:
     call(x).backward()
     said, counted = started(model, lambda: call(x).backward())
     every, few = model.sharded.topology.inner.name, model.sharded.topology.portions[2].name
-    # Five buckets. Backward needs no weight of the first one, and the last one stays as it is.
+    # Five buckets. Backward needs no weight of the first one, and the last one stays gathered.
     assert said == {
         ("forward graph", "gather", every): 5,
         ("backward graph", "gather", few): 3,
@@ -199,7 +202,7 @@ def test_all_of_them_means_true() -> None:
 
 
 class Texts:
-    """Notes the graphs, and changes nothing."""
+    """Records the graphs, and changes nothing."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -210,7 +213,7 @@ class Texts:
 
 @on_ranks(4)
 def test_ranks_of_a_group_have_the_same_graph() -> None:
-    """A rank's place is looked up when the graph runs, so that ranks can share what is compiled."""
+    """Ranks can share compiled code, because a rank's place in a group is looked up when the graph runs."""
     texts = Texts()
     _, call = parity.shard(parity.build(zoo.Plain), AOT_EAGER, reshard_after_forward=2, passes=[texts])
     call(torch.randn(4, 8)).backward()
@@ -250,7 +253,7 @@ def test_training_goes_on_after_reset() -> None:
     Failing.where = -1
     optimizer.zero_grad()
     model.reset()
-    assert not model.sharded.topology.portions  # made anew when it is needed
+    assert not model.sharded.topology.portions  # created again when needed
     step(call, optimizer, data[2])
     assert model.sharded.topology.portions[2].name != before
     assert len(portions_of(model)) == 2 * len(set(portions_of(model)))
@@ -266,7 +269,7 @@ def test_ranks_that_ask_for_something_else_are_told() -> None:
     begun = time.monotonic()
     with raises_everywhere(Exception, "did not come within"):
         step(call, optimizer, parity.batches(1)[0, dist.get_rank()])
-    assert time.monotonic() - begun < 2 * PATIENCE  # compilation, and 1.5 times the time-out once or twice
+    assert time.monotonic() - begun < 2 * PATIENCE  # compilation, and 1.5 times the timeout once or twice
 
 
 # -- the option -------------------------------------------------------------------------------------------------------
@@ -341,7 +344,7 @@ def test_wrong_schedule_files(old: str, new: str, message: str) -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_groups_are_made_anew() -> None:
-    """All of them; and portions are of groups that graphs ask for when they are compiled."""
+    """A renewal replaces all groups. Graphs ask for groups of portions again when they are compiled."""
     model, _ = compiled(reshard_after_forward=2)
     topology = model.sharded.topology
     before = {group.name for group in topology.groups}
@@ -361,7 +364,7 @@ def test_groups_are_made_anew() -> None:
 
 @pytest.mark.usefixtures("fake_world")
 def test_portions_are_copied_after_the_last_use() -> None:
-    """Not before: until then they would be in memory beside what they are copied from."""
+    """A portion is copied after the last use of its bucket. Earlier, both would be in memory."""
     seen: list[fx.Graph] = []
 
     def look(graph: fx.Graph, context: Any, phase: Phase) -> None:

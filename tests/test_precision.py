@@ -1,4 +1,4 @@
-"""Dtypes of parameters, gradients and communication; scalers; what is stored, to the byte."""
+"""Dtypes of parameters, gradients and communication; gradient scalers; exact bytes of storage."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batches(steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def train(call: Any, model: Any, dtype: torch.dtype) -> list[Tensor]:
-    """Two steps of two microbatches. Losses, gradients and parameters, this rank's."""
+    """Run two steps of two microbatches. Returns this rank's losses, gradients and parameters."""
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     results = []
     for step in batches(2, dtype):
@@ -64,8 +64,10 @@ def train(call: Any, model: Any, dtype: torch.dtype) -> list[Tensor]:
 
 
 def reference(dtype: torch.dtype, policy: MixedPrecisionPolicy) -> list[nn.Parameter]:
-    """One process: parameters in the main dtype, compute in the model's, gradients of ranks and microbatches summed in
-    float64."""
+    """Train in one process: main parameters in the main dtype, compute in the model's, gradients summed in float64.
+
+    The sum is over ranks and microbatches.
+    """
     model = build(dtype)
     main = [nn.Parameter(p.detach().to(policy.main_params_dtype or dtype)) for p in model.parameters()]
     optimizer = torch.optim.SGD(main, lr=0.05, momentum=0.9)
@@ -106,7 +108,7 @@ def test_policies(name: str, strategy: str) -> None:
     compiled_model, compiled_call = shard(dtype, strategy, AOT_EAGER, policy)
     for a, b in zip(eager, train(compiled_call, compiled_model, dtype), strict=True):
         assert torch.equal(a, b)
-    # The coarsest dtype that a gradient or a weight passes through, times a few roundings.
+    # The coarsest dtype that a gradient or a weight goes through, times a few roundings.
     coarsest = max(
         torch.finfo(t).eps for t in (dtype, main, policy.main_grads_dtype or main, policy.grad_comm_dtype or dtype)
     )
@@ -117,7 +119,7 @@ def test_policies(name: str, strategy: str) -> None:
 
 @on_ranks(2)
 def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
-    """256 times 1/256 of an ulp: lost in bfloat16, kept in float32."""
+    """Gradients are summed in the requested dtype: 256 times 1/256 of an ulp is lost in bfloat16, kept in float32."""
 
     class Linear(nn.Module):
         def __init__(self) -> None:
@@ -143,7 +145,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
             assert bool((gradient.double() == torch.tensor(expected, dtype=dtype).to(gradient.dtype).double()).all())
             if decoupled:
                 assert model.module.weight.grad is None
-            # What users do to a shown gradient counts.
+            # Users may change a visible gradient.
             model.scale_gradients(0.0)
             model(torch.tensor(1.0, dtype=BF16)).backward()
             assert bool((getattr(model.module.weight, attribute).full_tensor() == 1).all())
@@ -155,7 +157,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for() -> None:
 
 @on_ranks(4)
 def test_memory_is_what_layouts_predict() -> None:
-    """Nothing is stored twice where dtypes agree; shards to the byte."""
+    """Shards take exactly the predicted bytes, and nothing is stored twice where dtypes agree."""
     for strategy in STRATEGIES:
         for dtype in (F32, BF16):
             model, call = shard(dtype, strategy, EAGER, MixedPrecisionPolicy())
@@ -225,7 +227,7 @@ def test_scaler_skips_a_step_on_all_ranks(mode: str, strategy: str) -> None:
 
 @on_ranks(4)
 def test_float16_sums_do_not_overflow() -> None:
-    """Gradients of 30,000 on each of four ranks: their sum is beyond float16, their mean is not."""
+    """Gradients of 30,000 on each of four ranks do not overflow: their sum is beyond float16, their mean is not."""
 
     class Linear(nn.Module):
         def __init__(self) -> None:
@@ -264,7 +266,7 @@ def test_communication_dtype_changes_between_steps(mode: str) -> None:
         torch.testing.assert_close(coarse, fine, rtol=2**-7, atol=1e-6)
         assert torch.equal(gradient(), fine)
     if mode != EAGER:
-        assert len(model.sharded.compiled_graphs) == 2  # one for each dtype, not one for each change
+        assert len(model.sharded.compiled_graphs) == 2  # one per dtype, not one per change
     other = model.mixed_precision_context(MixedPrecisionPolicy(main_params_dtype=BF16))
     with parity.raises_everywhere(ValueError, "grad_comm_dtype and nothing else"), other:
         pass
@@ -283,7 +285,7 @@ def test_nan_is_reported_on_all_ranks(mode: str) -> None:
                 self.gain = nn.Parameter(torch.ones(width))
 
         def forward(self, x: Tensor) -> Tensor:
-            # The square root's derivative at zero is infinite, times zero.
+            # The derivative of the square root at zero is infinite. Times zero, it is NaN.
             return super().forward(x) + (self.blocks[1].gain * 0 + x[0, 0]).sqrt().sum()
 
     for strategy in ("no_shard", "optim", "optim_grads_params", "HFSDP"):
@@ -309,7 +311,7 @@ def test_nan_is_reported_on_all_ranks(mode: str) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 def test_bfloat16_training_matches_one_process() -> None:
-    """bf16 compute, fp32 main parameters, 20 steps of AdamW. Bound of the issue: 1e-3 relative in the loss."""
+    """The loss of 20 steps of AdamW, with bf16 compute and fp32 main parameters, is within 1e-3 of one process."""
     config = LlamaConfig(layers=2, width=64, hidden=128, heads=4, kv_heads=2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, config.vocabulary, (20, 2, 4, 33), generator=generator)

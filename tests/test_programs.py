@@ -1,4 +1,4 @@
-"""Programs that people write: each gives the numbers of one process, or is refused with the reason."""
+"""Programs that people write: each gives the numbers of one process, or is rejected with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODES = [EAGER, AOT_EAGER]
 
 
 def both(factory: Callable[[], nn.Module], mode: str, **options: Any) -> tuple[Any, Any, nn.Module]:
-    """A sharded model, what to call in its place, and the same model in one process."""
+    """Return a sharded model, what to call in its place, and the same model in one process."""
     model, call = parity.shard(parity.build(factory), mode, **options)
     return model, call, parity.build(factory)
 
@@ -35,7 +35,7 @@ def mine(batch: Tensor) -> Tensor:
 
 
 def assert_gradients(model: Any, alone: nn.Module) -> None:
-    """The same ones are None, and the others close: sums in another order."""
+    """Assert that the same gradients are None, and the others close. Sums are in another order."""
     for name, param in model.module.named_parameters():
         expected = alone.get_parameter(name).grad
         assert (param.grad is None) == (expected is None), name
@@ -48,7 +48,7 @@ def assert_params(model: Any, alone: nn.Module) -> None:
         torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-4, atol=1e-5, msg=name)
 
 
-# -- gradients that are asked for in other ways -----------------------------------------------------------------------
+# -- other ways to compute gradients ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])
@@ -91,7 +91,7 @@ def test_gradients_of_chosen_parameters(mode: str) -> None:
 @pytest.mark.parametrize("strategy", [0, 1, 2, 3])
 @on_ranks(2)
 def test_gradients_of_chosen_parameters_between_microbatches(mode: str, strategy: int) -> None:
-    """What is asked for beside an accumulation does not become part of it."""
+    """``torch.autograd.grad`` between microbatches does not add to the accumulated gradients."""
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], zero_dp_strategy=strategy)
     call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = parity.build(zoo.Plain)
@@ -110,7 +110,7 @@ def test_gradients_of_chosen_parameters_between_microbatches(mode: str, strategy
 
 @on_ranks(2)
 def test_weights_of_tasks_by_gradient_norms() -> None:
-    """GradNorm: the loss of each task is weighted by the norm of its gradient in the last shared layer."""
+    """GradNorm works: the loss of each task is weighted by the norm of its gradient in the last shared layer."""
 
     class Tasks(zoo.Plain):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -135,11 +135,11 @@ def test_weights_of_tasks_by_gradient_norms() -> None:
             optimizer.zero_grad()
 
 
-# -- parameters that are not used -------------------------------------------------------------------------------------
+# -- unused parameters ------------------------------------------------------------------------------------------------
 
 
 class TwoHeads(zoo.Plain):
-    """The loss uses one of two heads, by the sign of the first number; a pooler is used by neither."""
+    """The loss uses one of two heads, by the sign of the first number. Neither uses the pooler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,10 @@ class TwoHeads(zoo.Plain):
 @pytest.mark.parametrize("strategy", [1, 3])
 @on_ranks(2)
 def test_unused_heads_are_left_alone(mode: str, strategy: int) -> None:
-    """Weight decay does not touch what no rank has used, in any step. In eager mode ranks use different heads."""
+    """Weight decay does not change parameters that no rank used, in any step.
+
+    In eager mode, ranks use different heads.
+    """
     model = fully_shard_model(parity.build(TwoHeads), fsdp_unit_modules=[zoo.Block], zero_dp_strategy=strategy)
     call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = parity.build(TwoHeads)
@@ -163,7 +166,7 @@ def test_unused_heads_are_left_alone(mode: str, strategy: int) -> None:
     for step, (batch, of_ranks) in enumerate(zip(parity.batches(len(tasks)), tasks, strict=True)):
         for part in range(2):
             with model.sync() if part else model.no_sync():
-                # In the third step microbatches use different heads.
+                # In the third step, microbatches use different heads.
                 heads = [(task + part * (step == 2)) % 2 for task in of_ranks]
                 call(mine(batch)[3 * part : 3 * part + 3], heads[dist.get_rank()]).backward()
             for x, head in zip(batch, heads, strict=True):
@@ -179,7 +182,7 @@ def test_unused_heads_are_left_alone(mode: str, strategy: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_outputs_that_the_loss_leaves_out(mode: str) -> None:
-    """A pooler whose output is not in the loss has no gradient; in compiled code it is computed, as zeros."""
+    """A pooler whose output is not in the loss gets no gradient, although compiled code computes zeros for it."""
 
     class Encoder(zoo.Plain):
         def __init__(self) -> None:
@@ -258,13 +261,13 @@ def test_writes_to_parameters_in_forward_are_refused(mode: str) -> None:
         assert torch.equal(model.module.blocks[0].up.weight.full_tensor(), before)
 
 
-# -- parameters that are frozen, and trained again --------------------------------------------------------------------
+# -- parameters that are frozen and unfrozen --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [*MODES, INDUCTOR])
 @on_ranks(2)
 def test_freezing_and_unfreezing(mode: str) -> None:
-    """A whole unit, a part of a bucket, and what was frozen when the model was sharded."""
+    """A whole unit, a part of a bucket, and parameters that were frozen when sharded can be frozen and unfrozen."""
     model, call, alone = both(zoo.FrozenUnit, mode)
     optimizers = [parity.sgd(model.parameters()), parity.sgd(alone.parameters())]
     changes: list[Callable[[nn.Module], Any]] = [
@@ -289,7 +292,7 @@ def test_freezing_and_unfreezing(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_a_discriminator_frozen_in_turn(mode: str) -> None:
-    """The GAN idiom: D.requires_grad_(False) while the generator trains."""
+    """The GAN idiom works: D.requires_grad_(False) while the generator trains."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)

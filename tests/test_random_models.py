@@ -25,12 +25,12 @@ class LayerSpec:
     hidden: int
     bias: bool
     norm: bool
-    gain: bool  # a 0-d parameter
+    gain: bool  # whether it has a 0-d parameter
     unused: bool
-    frozen: bool  # its first matrix
-    double: bool  # its norm computes in float64
-    tied: bool  # its first matrix is the first layer's, where shapes agree
-    nested: bool  # a unit in the unit
+    frozen: bool  # whether its first matrix is frozen
+    double: bool  # whether its norm computes in float64
+    tied: bool  # whether its first matrix is that of the first layer, if shapes agree
+    nested: bool  # whether it contains another unit
     twice: bool
 
 
@@ -110,14 +110,17 @@ policies = st.builds(
 SIZES_OF_UNITS: list[dict[str, int]] = [
     {},
     {},
-    {"unit_bytes": 1000},  # some layers
-    {"unit_bytes": 1 << 20},  # all of them
+    {"unit_bytes": 1000},  # joins some layers
+    {"unit_bytes": 1 << 20},  # joins all layers
     {"unit_bytes": 1 << 20, "bucket_bytes": 500},
 ]
 
 
 def check(examples: int) -> None:
-    """Every rank draws the same examples, by the run's seed; they are not shrunk, which ranks would do apart."""
+    """Check random examples. Every rank draws the same ones, by the run's seed.
+
+    Examples are not shrunk, because ranks would shrink them differently.
+    """
     number = int(os.environ["MFSDP_SEED"])
 
     @seed(number)

@@ -1,4 +1,4 @@
-"""Who else refers to a model's parameters, or to its classes: right after sharding too, or an error with the parameter's name."""
+"""Other references to a model's parameters or classes: they work after sharding, or raise with the parameter's name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_was_made_before_sharding_says_so() -> None:
     assert "'head.weight'" in f"{weight}"
     assert (weight.shape, weight.numel(), len({weight})) == ((5, 16), 80, 1)
     with compat.DisableTorchFunctionSubclass():
-        assert weight.untyped_storage().nbytes() == weight.element_size()  # and a view of what it was keeps that:
+        assert weight.untyped_storage().nbytes() == weight.element_size()  # a view of its old storage keeps the values:
     assert torch.equal(values, expected)
     call(torch.randn(4, 8)).backward()
     torch.optim.AdamW(model.parameters()).step()
@@ -87,7 +87,7 @@ def test_dtensors_from_before_sharding_say_so() -> None:
         fully_shard_model(whole, mesh, "dp", fsdp_unit_modules=[zoo.Block])
 
 
-# -- what the model itself holds --------------------------------------------------------------------------------------
+# -- references in the model itself -----------------------------------------------------------------------------------
 
 
 def _two_parameters(model: zoo.Plain) -> None:
@@ -193,13 +193,13 @@ class Square(nn.Module):
 
 
 class Adorned(zoo.Plain):
-    """Ways in which torch puts a computed tensor in the place of a parameter."""
+    """Ways in which torch replaces a parameter by a computed tensor."""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
         parametrize.register_parametrization(self.blocks[0].up, "weight", Square())
         nn.utils.weight_norm(self.blocks[1].up)
-        nn.utils.spectral_norm(self.enter)  # until the first forward ``weight`` is a view of ``weight_orig``
+        nn.utils.spectral_norm(self.enter)  # until the first forward, ``weight`` is a view of ``weight_orig``
         prune.l1_unstructured(self.head, "weight", amount=0.3)
         self.listed = nn.ParameterList([torch.ones(16), torch.zeros(16)])
         self.named = nn.ParameterDict({"scale": torch.ones(16)})
@@ -315,7 +315,7 @@ def test_apply_cannot_exchange_parameters() -> None:
 
 @on_ranks(2)
 def test_recurrent_layers_read_whole_parameters() -> None:
-    """An RNN's own list of weights is of the parameters of now."""
+    """An RNN's own list of weights contains the current parameters."""
     model, call = parity.shard(parity.build(zoo.Recurrent), EAGER)
     with torch.no_grad():
         for param in model.parameters():

@@ -1,4 +1,4 @@
-"""Reports: the same numbers in every form, whole in one file, drawn by a real browser."""
+"""Reports: the same numbers in every format, complete in one file, rendered by a real browser."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def bucket(unit: str, width: int, ranks: int = 8) -> BucketInfo:
 
 
 def events(context: Context, order: Sequence[int], compute: float, gather: float, reduce: float | None) -> list[Event]:
-    """One stage: each unit's gather starts as the one before it computes; every fourth one takes three times as long."""
+    """Return one stage, in which each unit's gather starts while the unit before computes.
+
+    Every fourth gather takes three times as long.
+    """
     gathers = {
         number: Collective("gather", number, 0, 2e-5, gather * (3 if number % 4 == 3 else 1), "g") for number in order
     }
@@ -110,7 +113,7 @@ def events(context: Context, order: Sequence[int], compute: float, gather: float
 
 
 def step(layers: int = 4, prefix: str = "layers.", width: int = 64, compute: float = 1e-3) -> tuple[Context, Timeline]:
-    """A step of a model of this many layers, of which every fourth gather is exposed."""
+    """Return a step of a model of this many layers, in which every fourth gather is exposed."""
     buckets = tuple(bucket(unit, width) for unit in ("embed", *(f"{prefix}{i}" for i in range(layers)), "head"))
     context = Context(buckets, SchedulePolicy(), whole_model=True)
     adamw = OptimizerCost(extra_bytes=2)
@@ -167,12 +170,12 @@ def report(layers: int = 4, **changes: Any) -> Report:
 
 
 def words(text: str) -> str:
-    """With single spaces: lines are broken elsewhere in every form."""
+    """Normalize to single spaces, because formats break lines at different places."""
     return " ".join(text.split())
 
 
 class Page(html.parser.HTMLParser):
-    """Texts of cells, and what else a test asks of a page."""
+    """Texts of cells, and other facts that a test asks about a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -299,7 +302,7 @@ def test_a_budget_that_is_exceeded() -> None:
         report(budget_bytes=0)
 
 
-# -- forms ------------------------------------------------------------------------------------------------------------
+# -- formats ----------------------------------------------------------------------------------------------------------
 
 
 def test_all_forms_show_the_same() -> None:
@@ -482,7 +485,7 @@ root.dataset.zoomed = labels();
 
 
 def in_browser(text: str, folder: Path) -> Page:
-    """A report's page as it is when its scripts have run, and one that asks and clicks."""
+    """Return a report's page after its scripts have run, and with a script that queries and clicks."""
     path = folder / "page.html"
     path.write_text(text.replace("</body>", ASKING), encoding="utf-8")
     quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
@@ -515,7 +518,7 @@ def test_a_browser_shows_what_the_text_says(tmp_path: Path) -> None:
     drawn = [path["data-category"] for path in page.attributes["path"] if "data-category" in path]
     assert sorted(map(str, drawn)) == sorted(category.value for category in Category)
     assert int(root["data-sideways"] or 0) <= 0
-    # What is under the pointer is rounded as the tables round it.
+    # What is shown under the pointer is rounded as in the tables.
     peak = words(root["data-peak"] or "")
     assert peak.startswith(f"{bytes_text(made.timeline.peak_bytes)} at ")
     assert all(f"{c.value} {bytes_text(size)}" in peak for c, size in made.timeline.peak_parts.items())
@@ -523,9 +526,9 @@ def test_a_browser_shows_what_the_text_says(tmp_path: Path) -> None:
     first = max((span for span in spans if span.stage is Stage.FORWARD), key=lambda span: span.end - span.begin)
     told = f"<b>&layers.0 {seconds_text(first.end - first.begin)} forward, {seconds_text(first.begin)} to "
     assert words(root["data-span"] or "").startswith(told)
-    assert root["data-same"] == "5"  # the same unit: computation and a gather in both stages, and a reduction
+    assert root["data-same"] == "5"  # one unit: computation and a gather in both stages, and a reduction
     assert int(root["data-labels"] or 0) > len(made.buckets)
-    assert int(root["data-zoomed"] or 0) == len(made.buckets)  # the forward alone
+    assert int(root["data-zoomed"] or 0) == len(made.buckets)  # only the forward
 
 
 @needs_browser
@@ -550,7 +553,7 @@ def test_the_demo_s_report_in_a_browser_is_its_text(tmp_path: Path) -> None:
         env=os.environ | {"COLUMNS": "200"},
     )
     folder = tmp_path / "demo-out"
-    assert "report: demo-out/report.html" in done.stdout, done.stderr  # in two steps a loss need not fall
+    assert "report: demo-out/report.html" in done.stdout, done.stderr  # a loss need not fall in two steps
     text = (folder / "report.txt").read_text()
     page = in_browser((folder / "report.html").read_text(), tmp_path)
     (root,) = page.attributes["html"]

@@ -64,7 +64,7 @@ def test_microbatches_accumulate() -> None:
 
 @on_ranks(2)
 def test_units_in_several_buckets_train_alike() -> None:
-    """Each parameter in a bucket of its own, or two to a bucket: sums over two ranks are the same to the bit."""
+    """With one or two parameters per bucket, training gives the same bits, because sums are over two ranks."""
     data = parity.batches(steps=2)
     for factory in (zoo.Plain, zoo.FrozenParameters):
         whole = parity.train_sharded(factory, EAGER, data, parity.sgd)
@@ -79,7 +79,7 @@ def test_units_in_several_buckets_train_alike() -> None:
 
 @on_ranks(2)
 def test_reductions_under_way_are_counted_by_unit() -> None:
-    """With six buckets to a block, six reductions run behind the next block's computation, not one."""
+    """With six buckets per block, six reductions run behind the next block's computation, not one."""
     model, _ = parity.shard(parity.build(zoo.Plain), EAGER, bucket_bytes=1)
     runtime = model.sharded.eager
     reduce, under_way = runtime.reduce, []
@@ -98,7 +98,7 @@ def test_reductions_under_way_are_counted_by_unit() -> None:
 
 @on_ranks(2)
 def test_schedules_change_no_numbers() -> None:
-    """Kept buckets, early gathers, budgets and schedules from files: the same bits as ever, at every rank."""
+    """Kept buckets, early gathers, budgets and schedules from files give the same bits on every rank."""
     data = parity.batches(steps=2)
     usual = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd)
     text = str(forecast.schedule_of(usual.model))
@@ -144,7 +144,7 @@ def test_bfloat16_model_keeps_float32_shards() -> None:
     parity.assert_bitwise(eager, compiled)
     for param in eager.model.parameters():
         assert param.dtype == torch.float32
-    # bfloat16 has 8 bits: sums of two ranks' gradients round at 2**-8 of the largest.
+    # bfloat16 has 8 bits, so sums of two ranks' gradients are rounded at 2**-8 of the largest.
     parity.assert_close(eager, parity.train_alone(factory, data, parity.sgd), relative=2e-2, params=False)
 
     own = parity.train_sharded(
@@ -194,7 +194,7 @@ def test_inference(mode: str) -> None:
     with torch.inference_mode():
         assert torch.equal(call(x), expected)
     assert all(param.grad is None for param in model.parameters())
-    # ... and train on
+    # Training continues.
     call(x).backward()
     alone(x).backward()
     _assert_same_gradients(model.module, alone)
@@ -215,7 +215,7 @@ def test_forward_without_backward_leaves_nothing_gathered(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_two_models_in_one_process(mode: str) -> None:
-    """A generator and a discriminator, trained against each other: gradients flow through one into the other."""
+    """A generator and a discriminator train against each other, with gradients that flow from one into the other."""
     pairs = [(parity.build(zoo.Plain, 0), parity.build(zoo.Plain, 1)) for _ in range(2)]
     (one, other), (one_alone, other_alone) = pairs
     one, call_one = parity.shard(one, mode)
@@ -235,7 +235,7 @@ def test_two_models_in_one_process(mode: str) -> None:
 
 @on_ranks(2)
 def test_models_of_one_class_that_reduce_otherwise() -> None:
-    """They share Python code, and not what was compiled of it: one sums gradients over ranks, the other averages."""
+    """Models of one class do not share compiled code if one sums over ranks and the other averages."""
     x = parity.batches(1)[0][dist.get_rank()]
     found = []
     for arguments in ({}, {"calculate_per_token_loss": True}):
@@ -281,7 +281,7 @@ def test_blocks_compiled_one_by_one_share_a_graph() -> None:
 
 @on_ranks(2)
 def test_equal_modules_in_different_units_get_code_of_their_own() -> None:
-    """The same class and shapes, but another bucket: Dynamo must not share the graph."""
+    """Modules of the same class and shapes in different buckets do not share a graph of Dynamo."""
 
     class Small(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_equal_modules_in_different_units_get_code_of_their_own() -> None:
 
 @on_ranks(2)
 def test_loss_over_several_forwards() -> None:
-    """One backward through two calls of the model."""
+    """One backward can go through two calls of the model."""
     for mode in MODES:
         model, call = parity.shard(parity.build(zoo.Plain), mode)
         alone = parity.build(zoo.Plain)
@@ -381,7 +381,7 @@ def test_copy_of_a_model_is_its_own(mode: str) -> None:
 
 @on_ranks(2)
 def test_compiled_optimizer_step() -> None:
-    """Dynamo would take shards for plain DTensors; it leaves the step to Python instead."""
+    """A compiled optimizer step works. Dynamo leaves it to Python, because it would take shards for plain DTensors."""
     model, call = parity.shard(parity.build(zoo.Uneven), EAGER)
     alone = parity.build(zoo.Uneven)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True) for m in (model, alone)]
@@ -395,7 +395,7 @@ def test_compiled_optimizer_step() -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
     for name, param in model.module.named_parameters():
-        # Adam makes steps of about lr from gradients of any size: 1e-3 of one step.
+        # Adam makes steps of about lr from gradients of any size, so the bound is 1e-3 of one step.
         torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-5, atol=1e-5)
 
 
@@ -414,10 +414,10 @@ def test_penalty_on_weights_in_compiled_code() -> None:
     sum(loss(alone, x) / len(data) for x in data).backward()
     _assert_same_gradients(model.module, alone)
 
-    torch._dynamo.reset()  # it remembers that the function is to be left alone, also under fullgraph
+    torch._dynamo.reset()  # Dynamo remembers to skip the function, also under fullgraph
     with parity.raises_everywhere(Exception, "is sharded over 2 ranks", "fullgraph"):
         torch.compile(loss, backend="mfsdp", fullgraph=True)(model, data[0])
-    model(data[dist.get_rank()]).backward()  # the model is as it was
+    model(data[dist.get_rank()]).backward()  # the model is unchanged
 
 
 @on_ranks(2)
@@ -428,7 +428,7 @@ def test_hooks_of_parameters_run() -> None:
         seen = []
         for each in (model.module, alone):
             each.head.weight.register_hook(lambda grad: grad * 2)
-        # What a hook is shown is a copy.
+        # Hooks get a copy.
         model.module.enter.weight.register_hook(lambda grad: None if grad.zero_() is grad else grad)
         model.module.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor()))
         data = parity.batches(1)[0]
@@ -439,7 +439,7 @@ def test_hooks_of_parameters_run() -> None:
 
 
 def _assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
-    """Up to rounding of sums in another order: 1e-5 of the largest gradient."""
+    """Assert equality up to rounding of sums in another order: 1e-5 of the largest gradient."""
     expected = dict(alone.named_parameters())
     scale = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None and p.grad.numel())
     for name, param in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Ranks agree on what their compiled graphs do before a collective of theirs runs; what only looks different may go on."""
+"""Ranks agree on what their compiled graphs do before any collective runs. Harmless differences are allowed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from mfsdp_compile import fully_shard_model
 
 PATIENCE = 30.0
-"""Seconds until the last rank has its error."""
+"""Seconds until the last rank must have its error."""
 
 
 def build(factory: Any = Branches, mesh: Any = None, **arguments: Any) -> Any:
-    """By default over the default group, with a time-out that covers compiling on one rank."""
+    """Shard a model, by default over the default group, whose timeout covers compilation on one rank."""
     return fully_shard_model(parity.build(factory), mesh, fsdp_unit_modules=[zoo.Block], **arguments)
 
 
@@ -58,7 +58,7 @@ def test_options_of_its_own_on_one_rank() -> None:
 
 @on_ranks(2, timeout=90)
 def test_another_order_under_the_same_options() -> None:
-    """A block that one rank compiles without."""
+    """If one rank compiles without a block, all ranks raise."""
     model = build(mesh=short_mesh())
     call = compiled(model)
     x = torch.randn(2, 8)
@@ -70,7 +70,7 @@ def test_another_order_under_the_same_options() -> None:
 
 @on_ranks(2, timeout=90)
 def test_a_backward_of_its_own() -> None:
-    """Forwards are alike, and one rank's backward reduces less. Nothing of it is computed with."""
+    """If forwards are equal and one rank's backward reduces less, all ranks raise and use no gradient."""
     model = build(mesh=short_mesh())
     call = compiled(model)
     with refused("All ranks must go through the model in the same way"):
@@ -82,7 +82,7 @@ def test_a_backward_of_its_own() -> None:
 
 @on_ranks(2, timeout=90)
 def test_batches_of_other_lengths() -> None:
-    """Every rank compiles for lengths of its own, one of them more often. The collectives are the same."""
+    """Ranks may compile for different lengths, and at different times, because the collectives are the same."""
     model = build()
     call = compiled(model)
     lengths = [(2, 2), (2, 3), (2, 7), (5, 2), (1, 2), (2, 2)]
@@ -94,12 +94,12 @@ def test_batches_of_other_lengths() -> None:
         sum(alone(x) / 2 for x in data).backward()  # type: ignore[union-attr]
     assert not asked, "lengths are no reason to ask"
     for param, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        # Sums of six steps over two ranks, in another order.
+        # Sums of six steps over two ranks are in another order.
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-6)
 
 
 class Masked(nn.Module):
-    """Recompiles when a flag changes, without any other collective."""
+    """Recompiles when a flag changes, with the same collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_one_rank_compiles_again() -> None:
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_one_rank_finds_its_code_in_the_cache(tmp_path: Path) -> None:
-    """... and the other compiles: the schedule comes with the cached code."""
+    """One rank may find its code in the cache while the other compiles, because cached code contains the schedule."""
     import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
 

@@ -1,4 +1,4 @@
-"""A step on paper: programs made by hand, with times and bytes that can be computed in the head."""
+"""Simulated steps: programs made by hand, with times and bytes that are easy to compute."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(
 
 
 def seconds_of(exposure: Exposure) -> tuple[float, float, float, float]:
-    """Exposed, hidden, waiting in the queue, and computation that it could hide behind."""
+    """Return exposed, hidden and queued seconds, and the computation that could hide the collective."""
     return exposure.exposed, exposure.hidden, exposure.queued, exposure.ahead
 
 
@@ -93,7 +93,7 @@ def test_collectives_queue_behind_those_of_their_group(group: str, expected: tup
 
 
 def test_groups_are_busy_across_graphs() -> None:
-    """What forward has not awaited delays the backward's gathers."""
+    """A collective that forward has not awaited delays the backward's gathers."""
     a, b = gather(4.0), gather(3.0, 1)
     found = run(forward=[Start(a), Wait(a)], backward=[Start(b), Compute(1.0, 0.0), Wait(b)])
     assert [exposure.stage for exposure in found.exposures] == [FORWARD, BACKWARD]
@@ -111,7 +111,7 @@ def test_what_is_computed_before_a_start_delays_it() -> None:
 @pytest.mark.parametrize(
     ("starts", "computed", "seconds"),
     [
-        ([3.0], 4.0, 5.0),  # 3 s beside the collective do the work of 2, 2 more are left
+        ([3.0], 4.0, 5.0),  # 3 s beside the collective do the work of 2 s, and 2 s are left
         ([3.0], 2.0, 3.0),
         ([3.0], 1.0, 1.5),
         ([2.0, 1.0], 4.0, 5.0),  # one after the other: 3 s beside collectives
@@ -196,7 +196,10 @@ def test_details_cost_nothing_but_themselves() -> None:
 
 
 def test_residents_are_gathered_as_the_step_begins() -> None:
-    """Parameters of ZeRO-1 and 2: awaited at the first use of their buckets, one after the other on the network."""
+    """Residents of ZeRO-1 and 2 are gathered at the beginning of a step and awaited at their first use.
+
+    They are gathered one after the other.
+    """
     whole: dict[str, Any] = {"gather_size": 1, "gather_group": "", "has_resident": True, "resident_size": RANKS}
     infos = [bucket(name, 10**6, resident_bytes=4 * 10**6, **whole) for name in "ab"]
     each = collective_seconds("all_gather", 4 * 10**6, Ring(RANKS), MACHINE)
@@ -236,7 +239,7 @@ COLLECTIVES = st.lists(st.tuples(st.sampled_from("gh"), TIMES, TIMES, st.integer
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[Event]:
-    """Ten slots of computation, before which collectives start and are awaited."""
+    """Draw ten slots of computation, before which collectives start and are awaited."""
     places: list[list[Event]] = [[Enter(i % 2)] for i in range(10)]
     for i, (group, seconds, before, begin, later) in enumerate(draw(COLLECTIVES)):
         collective = Collective("gather" if group == "g" else "reduce", i % 2, 0, before, seconds, group)

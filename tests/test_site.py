@@ -1,4 +1,4 @@
-"""The site is built without a network and without a complaint, has every public name, and asks no other host for anything."""
+"""The site builds without a network or a warning, has every public name, and loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PUBLIC = (
     "mfsdp_compile.planning.forecast",
     "mfsdp_compile.parallel.pipeline_parallel",
 )
-"""Modules of which every public name is in the reference."""
+"""Modules whose public names must all be in the reference."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Tags(html.parser.HTMLParser):
-    """What a page asks for as it is shown, and its text apart from code."""
+    """What a page loads when it is shown, and its text without code."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 def test_docstrings_came_out_as_they_were_meant(site: Path) -> None:
-    """Nothing of other markup is left in the text: roles, literal blocks, headers of sections that were not understood."""
+    """No foreign markup is left in the text: roles, literal blocks, headers of sections that were not recognized."""
     for page in (site / "reference").glob("*.html"):
         text = " ".join("".join(Tags(page).text).split())
         left = re.findall(r":(?:class|func|meth|mod):|\w::|``|\b(?:Args|Returns|Raises):(?! )|autoref|====", text)

@@ -1,4 +1,4 @@
-"""Schedules within a budget: outlines made by hand and at random, and what real graphs do with them."""
+"""Schedules within a budget: outlines made by hand and at random, and the effect on real graphs."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def buckets(*numels: int, **changes: Any) -> list[Any]:
 
 
 def even(units: int = 5, numel: int = MB, seconds: float = 1e-3, **changes: Any) -> Plan:
-    """Equal units: gathers and reductions take 43 us, so that a unit's computation hides many of them."""
+    """Return equal units. Gathers and reductions take 43 us, so a unit's computation hides many of them."""
     return chain(buckets(*[numel] * units), [seconds] * units, **changes)
 
 
 def smallest_peak(plan: Plan, **options: Any) -> int:
-    """The least memory that a schedule needs."""
+    """Return the least memory that a schedule needs."""
     with pytest.raises(BudgetError) as caught:
         solve(plan, ADAMW, 0, **options)
     return caught.value.needed
 
 
 def units_of(decisions: Decisions, phase: Phase) -> list[int]:
-    """How many units ahead gathers start, by bucket."""
+    """Return how many units ahead gathers start, by bucket."""
     return [ahead.units for _, ahead in sorted(decisions.gathers[phase].items())]
 
 
@@ -85,7 +85,7 @@ def simulated(plan: Plan, decisions: Decisions) -> Timeline:
     return simulate(plan.events(decisions), plan.context, plan.costs, resting, ADAMW)
 
 
-# -- without bound ----------------------------------------------------------------------------------------------------
+# -- unlimited memory -------------------------------------------------------------------------------------------------
 
 
 def test_unlimited_memory_keeps_every_bucket_and_hides_what_can_be_hidden() -> None:
@@ -93,13 +93,17 @@ def test_unlimited_memory_keeps_every_bucket_and_hides_what_can_be_hidden() -> N
     found = solve(plan, ADAMW)
     assert found.decisions.kept == frozenset(range(5))
     assert found.decisions.gathers[BACKWARD] == {}
-    assert units_of(found.decisions, FORWARD) == [1, 1, 1, 1, 1]  # as late as hides them
+    assert units_of(found.decisions, FORWARD) == [1, 1, 1, 1, 1]  # as late as possible while still hidden
     exposed = {(e.what, e.name) for e in found.timeline.exposures if e.exposed}
-    assert exposed == {("gather", "u0"), ("reduce", "u0")}  # nothing is computed before the first, after the last
+    assert exposed == {("gather", "u0"), ("reduce", "u0")}  # nothing is computed before the first or after the last
 
 
 def test_gathers_that_take_longer_start_earlier() -> None:
-    """Four gathers of 43 us during 200 us of computation by one unit before them, which compute 1 us each."""
+    """Gathers that take longer than the computation of their units start earlier.
+
+    Four gathers of 43 us are hidden by 200 us of computation of the unit before them. Their own units compute 1 us
+    each.
+    """
     plan = chain(buckets(*[MB] * 5), [200e-6, *[1e-6] * 4])
     found = solve(plan, ADAMW)
     assert units_of(found.decisions, FORWARD) == [1, 1, 2, 3, 4]
@@ -133,13 +137,16 @@ def test_the_tightest_budget_is_the_smallest_schedule() -> None:
 
 
 def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> None:
-    """Gathers take much longer than reductions, within a node: a bucket less in flight is one more that stays."""
+    """Reductions are awaited at once if that leaves room for another kept bucket.
+
+    Here gathers take much longer than reductions, which are within a node.
+    """
     plan = chain([bucket(f"u{i}", MB, gather_stride=4) for i in range(6)], [100e-6] * 6)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     seconds = {}
     for later in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            if later:  # as if it were not tried
+            if later:  # as if the solver did not try it
                 patch.setattr(solving._Solver, "_least_seconds_at_once", math.inf)
             seconds[later] = [solve(plan, ADAMW, least + (most - least) * step // 16).timeline for step in range(16)]
     pairs = list(zip(seconds[True], seconds[False], strict=True))
@@ -148,7 +155,10 @@ def test_reductions_are_awaited_at_once_where_that_leaves_room_for_more() -> Non
 
 
 def test_budgets_between_buy_time() -> None:
-    """Communication takes as long as computation: every bucket that stays saves its gather."""
+    """A larger budget saves time.
+
+    Communication takes as long as computation, and every kept bucket saves its gather.
+    """
     plan = chain(buckets(*[MB] * 6), [20e-6] * 6)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     seconds, kept = [], []
@@ -166,7 +176,10 @@ def test_budgets_between_buy_time() -> None:
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_what_saves_most_time_per_byte_stays(slow: int) -> None:
-    """One unit is gathered between nodes, ten times as slowly: of two that take equal room it is the first to stay."""
+    """The bucket that saves the most time per byte is kept first.
+
+    Here it is the one of two equally large buckets that is gathered between nodes, ten times as slowly.
+    """
     plan = chain([bucket(f"u{i}", MB, gather_stride=4 if i == slow else 1) for i in range(5)], [100e-6] * 5)
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     found = [solve(plan, ADAMW, budget).decisions.kept for budget in range(least, most, MB)]
@@ -177,7 +190,7 @@ def test_what_saves_most_time_per_byte_stays(slow: int) -> None:
 
 
 def test_starts_stay_where_they_are_when_units_in_between_stay() -> None:
-    """Distances are counted in units that are gathered."""
+    """Starts keep their places if units in between are kept. Distances count gathered units only."""
     plan = even(6)
     gathers = {BACKWARD: {5: ahead(1), 4: ahead(2), 3: ahead(3), 2: ahead(0), 1: ahead(2), 0: ahead(3)}}
     solver = solving._Solver(plan, ADAMW, None, None)
@@ -192,25 +205,25 @@ def test_starts_stay_where_they_are_when_units_in_between_stay() -> None:
 @pytest.mark.parametrize(
     ("sizes", "microseconds", "step", "kept", "starts"),
     [
-        # The gather of the third unit came late, and starts a unit earlier than what it waits for asked for.
+        # The gather of the third unit was late, and starts one unit earlier than what it waits for required.
         ([1, 1, 1, 1], [20, 20, 20, 20], 0, {3}, [1, 1, 0, 1]),
-        # All gathers are hidden: those stay that forward uses last.
+        # All gathers are hidden: the units that forward uses last are kept.
         ([2, 1, 1, 1], [1, 200, 40, 200], 0, {2, 3}, [1, 2, 1, 2]),
-        # The first one's is not.
+        # The first unit's gather is not hidden.
         ([1, 1, 1, 2, 1, 1], [200, 10, 40, 10, 10, 10], 3, {0, 3, 4, 5}, [1, 1, 2, 3, 4, 3]),
     ],
 )
 def test_what_is_decided_of_small_models(
     sizes: list[int], microseconds: list[int], step: int, kept: set[int], starts: list[int]
 ) -> None:
-    """Budgets are ``step`` quarters of the way from the least to the most."""
+    """Decisions for small models are the expected ones. Budgets are ``step`` quarters of the way from least to most."""
     plan = chain(buckets(*[size * MB for size in sizes]), [1e-6 * time for time in microseconds])
     least, most = smallest_peak(plan), solve(plan, ADAMW).timeline.peak_bytes
     found = solve(plan, ADAMW, least + (most - least) * step // 4).decisions
     assert (found.kept, units_of(found, FORWARD)) == (kept, starts)
 
 
-# -- refusal ----------------------------------------------------------------------------------------------------------
+# -- budgets that cannot be kept --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -297,7 +310,7 @@ def reasons(plan: Plan, decisions: Decisions) -> dict[str, str]:
 
 
 def test_reasons_of_reductions_name_their_own_options() -> None:
-    # Each reduction takes 43 us, and 20 us are computed meanwhile; all stay gathered, so that nothing else is awaited.
+    # Each reduction takes 43 us, and 20 us are computed meanwhile. All buckets are kept, so nothing else is awaited.
     policy = SchedulePolicy(reshard_after_forward=False)
     slow = chain(buckets(*[MB] * 4), [10e-6] * 4, policy=policy)
     one = reasons(slow, slow.decisions_by_policy())
@@ -314,7 +327,10 @@ def test_reasons_of_reductions_name_their_own_options() -> None:
 
 
 def test_what_is_not_kept_says_how_much_is_missing() -> None:
-    """Two buckets are as large as what is left, one is larger."""
+    """For each bucket that is not kept, the decision says how much memory is missing.
+
+    Two buckets fit in the rest, one is larger.
+    """
     plan = chain(buckets(MB, 4 * MB, MB), [20e-6] * 3)
     least = smallest_peak(plan)
     missing = [
@@ -334,7 +350,7 @@ SECONDS = st.sampled_from([0.0, 1e-6, 20e-6, 100e-6, 1e-3])
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """One to eight units of one or two buckets, some frozen; on one or two networks."""
+    """Draw one to eight units of one or two buckets, some of them frozen, on one or two networks."""
     infos = []
     count = draw(st.integers(1, 8))
     gathers = draw(st.sampled_from(["gathers", "reductions"]))
@@ -353,7 +369,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def in_order(plan: Plan, decisions: Decisions) -> Iterator[tuple[list[int], list[int]]]:
-    """Buckets whose gathers start, and are awaited, in order, by graph."""
+    """Yield by graph the buckets whose gathers start, and those whose gathers are awaited, in order."""
     for events in plan.events(decisions).values():
         started, awaited = (
             [e.collective.bucket for e in events if isinstance(e, kind) and e.collective.what == "gather"]
@@ -363,7 +379,7 @@ def in_order(plan: Plan, decisions: Decisions) -> Iterator[tuple[list[int], list
 
 
 def check(plan: Plan, found: Solution, budget: int | None) -> None:
-    """What holds for every schedule that the solver gives."""
+    """Check what must hold for every schedule of the solver."""
     assert budget is None or found.timeline.peak_bytes <= budget
     again = simulated(plan, found.decisions)
     assert (again.seconds, again.peak_bytes) == (found.timeline.seconds, found.timeline.peak_bytes)
@@ -396,7 +412,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time(plan: Plan) -> None:
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1, 3]))
 def test_nothing_is_faster_than_where_memory_is_no_matter(plan: Plan, bounds: int) -> None:
-    """Whatever fits into less was compared with what takes most."""
+    """No schedule within a budget is faster than the one with unlimited memory."""
     free = solve(plan, ADAMW, bounds=bounds)
     least = smallest_peak(plan)
     most = max(free.timeline.peak_bytes, least)
@@ -410,7 +426,7 @@ def test_nothing_is_faster_than_where_memory_is_no_matter(plan: Plan, bounds: in
 @settings(max_examples=25)
 @given(plans())
 def test_memory_returns_to_rest(plan: Plan) -> None:
-    """What a step allocates it frees, but for gradients."""
+    """A step frees everything that it allocates, except for gradients."""
     for found in (solve(plan, ADAMW), solve(plan, ADAMW, smallest_peak(plan))):
         memory = simulated(plan, found.decisions).memory
         assert memory is not None
@@ -447,7 +463,7 @@ def test_decisions_do_not_depend_on_the_order_of_what_they_are_made_of(plan: Pla
 @settings(max_examples=25)
 @given(plans())
 def test_text_says_what_was_decided(plan: Plan) -> None:
-    """Saved and loaded, a schedule has the same starts and waits in the same order."""
+    """A saved and reloaded schedule has the same starts and waits in the same order."""
     found = solve(plan, ADAMW, smallest_peak(plan) + 3 * MB).decisions
     text = ScheduleText.of(plan.lines(found))
     infos = plan.context.buckets
@@ -478,7 +494,7 @@ for more in range(0, 30_000_000, 5_000_000):
 
 
 def test_decisions_do_not_depend_on_hashes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ranks are processes of their own, and must start the same collectives."""
+    """Decisions do not depend on Python's hash seed, because every rank must start the same collectives."""
     script = SCRIPT.format(folder=str(Path(__file__).parent))
     environment = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
     other = subprocess.run(
@@ -499,7 +515,10 @@ def two_in_a_unit() -> Plan:
 
 
 def test_a_unit_of_which_a_part_stays() -> None:
-    """What is left of it is gathered where the unit was, and so is a unit that stays between two parts of another."""
+    """If a part of a unit is kept, the rest is gathered where the unit was.
+
+    The same holds for a kept unit between two parts of another.
+    """
     plan = two_in_a_unit()
     (first, *_) = plan.uses(BACKWARD, {1})
     assert first.buckets == (3,)
@@ -530,7 +549,7 @@ def test_buckets_of_a_unit_start_together_and_are_awaited_where_they_are_used() 
 
 
 def later(plan: Plan, in_flight: int) -> list[tuple[str, int]]:
-    """By bucket, in the order in which reductions start: after how many later ones each is awaited."""
+    """Return for each bucket, in the order in which reductions start, after how many later ones it is awaited."""
     decisions = Plan(
         plan.outlines, replace(plan.context, policy=SchedulePolicy(reductions_in_flight=in_flight)), COSTS
     ).decisions_by_policy()
@@ -538,19 +557,19 @@ def later(plan: Plan, in_flight: int) -> list[tuple[str, int]]:
 
 
 def test_reductions_are_counted_by_unit() -> None:
-    """In backward u2 comes first, then both buckets of u1, then u0."""
+    """Reductions are counted by unit. In backward u2 is first, then both buckets of u1, then u0."""
     plan = two_in_a_unit()
     assert later(plan, 0) == [("u2", 0), ("u1#0", 0), ("u1#1", 0), ("u0", 0)]
     assert later(plan, 1) == [("u2", 2), ("u1#0", 2), ("u1#1", 1), ("u0", 1)]
     assert later(plan, 2) == [("u2", 3), ("u1#0", 3), ("u1#1", 2), ("u0", 1)]
-    assert later(plan, 9) == [("u2", 4), ("u1#0", 3), ("u1#1", 2), ("u0", 1)]  # the end of the graph
+    assert later(plan, 9) == [("u2", 4), ("u1#0", 3), ("u1#1", 2), ("u0", 1)]  # until the end of the graph
 
 
 def ahead(units: int) -> Ahead:
     return Ahead(units, Why(Limit.NONE))
 
 
-# -- as text ----------------------------------------------------------------------------------------------------------
+# -- schedules as text ------------------------------------------------------------------------------------------------
 
 
 def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> None:
@@ -574,7 +593,10 @@ def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> No
 # -- real graphs ------------------------------------------------------------------------------------------------------
 
 SAME = 1e-3
-"""Of seconds and of bytes. An outline leaves out where in a segment memory rises; times are equal up to rounding."""
+"""Tolerance for seconds and bytes.
+
+An outline does not record where in a segment memory rises. Times are equal up to rounding.
+"""
 
 
 def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
@@ -591,7 +613,7 @@ def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
 
 
 def of_graphs(record: pipeline.Record) -> Timeline:
-    """Simulated from the finished graphs."""
+    """Simulate the finished graphs."""
     assert record.prediction is not None
     events = {STAGES[phase]: found for phase, found in record.events.items()}
     resting = resting_memory(record.context.buckets, ADAMW, record.context.other_bytes)
@@ -628,8 +650,10 @@ def assert_same(outlined: Timeline, finished: Timeline) -> None:
 def test_graphs_do_what_their_outlines_say(
     factory: Any, strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An outline with decisions, simulated, is the finished graph, simulated: with a tight budget, without one, and by a
-    policy that no solver was asked about."""
+    """The simulation of an outline with decisions equals that of the finished graph.
+
+    This holds with a tight budget, without one, and for a policy without a solver.
+    """
     plans: list[Plan] = []
 
     def spy(plan: Plan, *args: Any, **kwargs: Any) -> Solution:

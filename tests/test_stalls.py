@@ -1,4 +1,4 @@
-"""Ranks that would wait for each other until the process group's time-out, half an hour here, have an error within seconds."""
+"""Ranks that would wait for each other until the timeout of half an hour get an error within seconds."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 
 SECONDS = 30.0
-"""Within which every rank has to have its error. It takes about three."""
+"""Time within which every rank must have its error. It takes about three seconds."""
 
 
 def mesh() -> DeviceMesh:
-    """All ranks, with a time-out that no test can wait for."""
+    """Return a mesh of all ranks, with a timeout that no test can wait for."""
     return DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=30)), "cpu", mesh_dim_names=("dp",))
 
 
 class Training:
-    """A model, and steps of it that are the same on all ranks."""
+    """A model, and steps that are the same on all ranks."""
 
     def __init__(self, mode: str = EAGER, **arguments: Any) -> None:
         self.mode, self.arguments = mode, arguments
@@ -56,10 +56,10 @@ class Training:
         return [param.to_local().clone() for param in self.model.parameters()]
 
     def stalls(self, program: Callable[[], None], *fragments: str, unexplained: tuple[int, ...] = ()) -> None:
-        """``program`` raises on all ranks, soon; then a reset makes the model usable again.
+        """Assert that ``program`` raises on all ranks soon, and that a reset makes the model usable again.
 
         Args:
-            unexplained: ranks whose error is torch's own, as it comes out of a collective of the program's.
+            unexplained: Ranks whose error is torch's own, raised by a collective of the program.
         """
         before, begun, message = self.values(), time.monotonic(), "nothing"
         try:
@@ -78,13 +78,13 @@ class Training:
         self.model.reset()
         self.step()
         after = self.values()
-        fresh = Training(**self.arguments)  # eagerly, with the same numbers
+        fresh = Training(**self.arguments)  # eager, with the same numbers
         with torch.no_grad():
             for param, value in zip(fresh.model.parameters(), before, strict=True):
                 param.to_local().copy_(value)
         fresh.step()
         for mine, expected in zip(after, fresh.values(), strict=True):
-            if self.mode == INDUCTOR:  # which rounds in other places
+            if self.mode == INDUCTOR:  # which rounds at other places
                 torch.testing.assert_close(mine, expected)
             else:
                 assert torch.equal(mine, expected)
@@ -115,7 +115,7 @@ def test_one_rank_evaluates(mode: str) -> None:
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @on_ranks(2, timeout=120)
 def test_one_rank_leaves_out_its_backward(mode: str) -> None:
-    """``if loss.isnan(): continue``: the other one stands still in its backward."""
+    """If one rank skips its backward (``if loss.isnan(): continue``), the other gets an error in its own backward."""
     training = Training(mode)
     training.step(3)
 
@@ -172,7 +172,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
 
 @on_ranks(2, timeout=120)
 def test_one_rank_falls_back_from_the_compiler() -> None:
-    """At Dynamo's limit of recompilations."""
+    """If one rank reaches Dynamo's limit of recompilations and runs eagerly, all ranks raise."""
     training = Training(AOT_EAGER)
     training.step(3)
 
@@ -198,7 +198,10 @@ def test_one_rank_runs_another_batch() -> None:
 
 @on_ranks(2, timeout=120)
 def test_the_others_wait_for_one_that_evaluates() -> None:
-    """``if rank == 0: evaluate()``, then a barrier, in the default process group and in that of the model."""
+    """If one rank evaluates (``if rank == 0: evaluate()``) while others wait in a barrier, all ranks raise.
+
+    The barrier is in the default process group or in that of the model.
+    """
     for group in (None, "model"):
         training = Training()
         training.step(2)
@@ -226,7 +229,7 @@ def test_two_of_four_ranks() -> None:
 
 @on_ranks(2, timeout=120)
 def test_one_rank_fails() -> None:
-    """The others have its error, and wait for no time-out."""
+    """If one rank fails, the others get its error without waiting for a timeout."""
     training = Training()
     training.step(2)
 

@@ -1,4 +1,4 @@
-"""Agreements of large jobs, where each part of the ranks has a store: here parts of two ranks, of four."""
+"""Agreement in large jobs, where each part of the ranks has its own store. Here parts have two of four ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ tests = itertools.count()
 
 
 def in_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """With parts of two ranks. The ranks have met through one store before, and will again: what is counted there is not
-    what is counted here."""
+    """Run a test with parts of two ranks.
+
+    The ranks have met through one store before, and will again. The counts there and here are separate.
+    """
 
     @functools.wraps(function)
     def test(**params: Any) -> None:
@@ -119,13 +121,13 @@ def test_an_error_reaches_ranks_that_wait_for_one_of_their_part() -> None:
     begun = time.monotonic()
     with raises_everywhere(ValueError if rank == 3 else RuntimeError, "not here"):
         agreement.agree(dist.group.WORLD, "an error", describe, timeout=SOON)
-    assert time.monotonic() - begun < 4  # rank 1, too, which is alone in its part
+    assert time.monotonic() - begun < 4  # also rank 1, which is alone in its part
 
 
 @on_ranks(4, timeout=90)
 @in_parts
 def test_a_model_is_sharded_and_trained() -> None:
-    """And ranks that go different ways are told, though the one that goes astray is in another part than some of them."""
+    """A model is sharded and trained, and ranks in different parts that diverge get an error."""
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     alone, data = parity.build(zoo.Plain), parity.batches(1)[0]
     model(data[dist.get_rank()]).backward()
@@ -147,7 +149,7 @@ def test_a_model_is_sharded_and_trained() -> None:
 @on_ranks(4, timeout=60)
 @in_parts
 def test_a_rank_that_was_refused_before_it_kept_a_store() -> None:
-    """Others wait for its store, and learn of its mistake."""
+    """If a rank is refused before it serves its part's store, ranks that wait for the store learn of its mistake."""
     rank = dist.get_rank()
     wrong: dict[str, Any] = {"zero_dp_strategy": "everything"} if rank == 2 else {}
     with (
@@ -161,7 +163,10 @@ def test_a_rank_that_was_refused_before_it_kept_a_store() -> None:
 @on_ranks(4, timeout=60)
 @in_parts
 def test_a_store_that_has_gone() -> None:
-    """The process of a part's first rank has ended: its ranks are told, and the others that they do not come."""
+    """If the process that serves a part's store has ended, its ranks raise.
+
+    The others learn that these will not arrive.
+    """
     agree("something", ["same"])
     branch = branch_of(dist.group.WORLD.group_name, range(4))
 

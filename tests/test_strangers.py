@@ -1,4 +1,4 @@
-"""Files of strangers: each attack that was found is one clear error, at once, and touches nothing outside of its folder."""
+"""Untrusted files: each known attack is one clear error, at once, and touches nothing outside its folder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @contextmanager
 def opened_inside(*folders: Path) -> Iterator[None]:
-    """Nothing else is opened for reading in the block but the interpreter's own files."""
+    """Assert that the block opens nothing outside these folders for reading, except for the interpreter's own files."""
     OPENED.clear()
     WATCHING.append(True)
     try:
@@ -141,7 +141,7 @@ def test_digests_of_values_know_the_order(dtype: torch.dtype) -> None:
     one, sign = tensor.clone(), torch.zeros(700, 8192, dtype=dtype)
     one[5, 7] += 1
     digests.add(value_digest(one))
-    for row in (2, 3):  # words that differ in their highest bit alone: sums with odd weights lose that
+    for row in (2, 3):  # words that differ only in their highest bit, which sums with odd weights lose
         words = sign.clone()
         words.view(-1).view(torch.uint8).view(700, -1)[row, 7] = 0x80
         digests.add(value_digest(words))
@@ -162,7 +162,7 @@ def test_names_that_lead_elsewhere(name: Any, tmp_path: Path) -> None:
 
 
 def pipes_and_links(folder: Path, name: str) -> Iterator[str]:
-    """What a file may be that is none."""
+    """Replace a file by pipes and links, and yield the expected part of the error for each."""
     path = folder / name
 
     def cleared() -> None:
@@ -232,7 +232,7 @@ def test_json_without_end(tmp_path: Path) -> None:
 
 
 def forge(directory: Path, **changes: Any) -> None:
-    """A manifest with its own hash right."""
+    """Write a manifest whose own hash is valid."""
     body = json.loads((directory / "manifest.json").read_text())
     body.pop("sha256")
     body |= changes

@@ -1,8 +1,7 @@
-"""Every strategy, every way of accumulating, every scaling: the gradients of one process.
+"""Every strategy, accumulation and scaling gives the gradients of one process.
 
-The table (``pytest tests/test_strategies.py -k table -s`` prints it): strategies x ways of accumulating x compiled and
-eager x scalings, three microbatches, four ranks. An independent computation in one process is what each cell is compared
-with.
+``pytest tests/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled and eager
+x scalings, with three microbatches on four ranks. Each cell is compared with an independent computation in one process.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mfsdp_compile.diagnostics.measure import collectives
 
 
 def make(strategy: str, mode: str, factory: Callable[[], nn.Module] = zoo.Uneven, **arguments: Any) -> Any:
-    """A sharded model and what to call in its place."""
+    """Return a sharded model and what to call in its place."""
     model = fully_shard_model(
         parity.build(factory), fsdp_unit_modules=[zoo.Block], **mesh_arguments(strategy), **arguments
     )
@@ -43,8 +42,8 @@ def make(strategy: str, mode: str, factory: Callable[[], nn.Module] = zoo.Uneven
     return model, torch.compile(model, backend="mfsdp", options={"inner": mode})
 
 
-# Other scalings than the mean differ in constants alone: but for the eager sums, these rows are in the long set, and in
-# mfsdp doctor --table.
+# Scalings other than the mean differ only in constants. Except for the eager sums, these rows are in the long set, and
+# in mfsdp doctor --table.
 SHORT = {(EAGER, "mean"), (AOT_EAGER, "mean"), (EAGER, "sum")}
 ROWS = [
     pytest.param(strategy, mode, scaling, marks=[] if (mode, scaling) in SHORT else [pytest.mark.long])
@@ -70,7 +69,7 @@ def test_table(strategy: str, mode: str, scaling: str) -> None:
 
 
 def _run(strategy: str, mode: str, microbatches: int, **arguments: Any) -> list[Tensor]:
-    """Losses, gradients and parameters of three steps of AdamW, whole."""
+    """Return whole losses, gradients and parameters of three steps of AdamW."""
     model, call = make(strategy, mode, **arguments)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     results = []
@@ -97,12 +96,12 @@ def test_compiled_equals_eager_bitwise(strategy: str) -> None:
 
 @on_ranks(4)
 def test_strategies_agree_bitwise() -> None:
-    """One microbatch: every strategy with scattered gradients over the same ranks makes the same sums."""
+    """With one microbatch, all strategies that scatter gradients over the same ranks compute the same sums."""
     reference = _run("optim_grads_params", EAGER, 1)
     for strategy in ("optim", "optim_grads"):
         for a, b in zip(_run(strategy, EAGER, 1), reference, strict=True):
             assert torch.equal(a, b), strategy
-    # An all-reduce sums in an order of its own: AdamW makes at most a step of lr from rounding, 1e-3 of one is allowed.
+    # An all-reduce sums in a different order. AdamW turns rounding into at most a step of lr; 1e-3 of one is allowed.
     for a, b in zip(_run("no_shard", EAGER, 1), reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -112,7 +111,7 @@ def test_strategies_agree_bitwise() -> None:
 @pytest.mark.parametrize("strategy", ["optim", "HFSDP", "no_shard", "HSDP optim", "HSDP optim_grads_params"])
 @on_ranks(4)
 def test_inductor(strategy: str) -> None:
-    """Compiled code makes rounding errors of its own: 1e-5 of the largest gradient."""
+    """Inductor's code agrees with one process up to rounding: 1e-5 of the largest gradient."""
     model, call = make(strategy, parity.INDUCTOR)
     alone = parity.build(zoo.Uneven)
     data = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(7))
@@ -140,7 +139,7 @@ COUNTS: dict[str, Callable[[int, bool], tuple[int, int, int, int]]] = {
 
 
 class TwoMatrices(nn.Module):
-    """One unit whose backward needs its weights, between two others, so that it is never the one that stays."""
+    """One unit whose backward needs its weights, between two others, so that it is never the one that is kept."""
 
     class block(nn.Module):
         def __init__(self) -> None:
@@ -155,7 +154,7 @@ class TwoMatrices(nn.Module):
         self.blocks = nn.ModuleList(TwoMatrices.block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()  # so that the first unit's backward needs its weight as well
+        x = x.clone().requires_grad_()  # so that the first unit's backward also needs its weight
         for block in self.blocks:
             x = block(x)
         return x.sum()
@@ -185,18 +184,18 @@ def test_communication_of_a_step(strategy: str, mode: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    step(1, True)  # compiles; gathers what stays for the first time, and again after the step
+    step(1, True)  # compiles; gathers residents for the first time, and again after the step
     buckets = 3
     for microbatches in (1, 3):
         for each in (False, True):
             counts = collectives(lambda m=microbatches, e=each: step(m, e))
             gathers, residents, scatters, reduces = COUNTS[strategy](microbatches, each)
-            # The unit that forward used last stays for backward.
+            # The unit that forward used last is kept for backward.
             kept = microbatches if gathers else 0
             assert counts["all_gather_into_tensor"] == gathers * buckets - kept, counts
             assert counts["all_gather_into_tensor_out"] == residents * buckets, counts
             assert counts["reduce_scatter_tensor"] == scatters * buckets, counts
-            # Eager ranks find out which parameters were used, whenever gradients are complete.
+            # Eager ranks find out which parameters were used whenever gradients are complete.
             often = each or strategy in ("optim_grads", "optim_grads_params")
             asks = (microbatches if often else 1) if mode == EAGER else 0
             assert counts["all_reduce"] == reduces * buckets + asks, counts
@@ -239,7 +238,7 @@ def test_gradients_that_wait_say_so(mode: str) -> None:
             with parity.raises_everywhere(RuntimeError, "not reduced yet", "finish_grad_sync"):
                 use()
         assert "UnreducedGradient" in repr(weight.grad)
-        # Gradients that were dropped are not part of the sum.
+        # Dropped gradients are not part of the sum.
         for param in model.parameters():
             param.grad = None
         call(data[1][dist.get_rank()]).backward()
@@ -353,9 +352,9 @@ def test_weights_that_change_between_forward_and_backward(strategy: str, mode: s
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
-    with parity.raises_everywhere(RuntimeError, "in"):  # "in place", "inplace": ours and torch's words
+    with parity.raises_everywhere(RuntimeError, "in"):  # "in place" is our wording, "inplace" torch's
         loss.backward()
-    # ... and it trains on, with the weights that were written.
+    # Training continues with the weights that were written.
     call(data[dist.get_rank()]).backward()
     alone = parity.build(zoo.Uneven)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Parameters at rest: every way a user touches one gives the right value or an error that helps, and none crashes."""
+"""Parameters at rest: everything that users do to one gives the right value or a helpful error, and nothing crashes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_reductions(name: str) -> None:
     with torch.no_grad():
         for key, param in model.named_parameters():
             if not param.numel() and (name in NOT_OF_NOTHING or "norm" in name):
-                continue  # not defined for nothing
+                continue  # not defined for empty tensors
             got, expected = REDUCTIONS[name](param), REDUCTIONS[name](whole[key])
             assert not isinstance(got, DTensor)
             # Partial sums by rank: float32 sums of at most 35 elements.
@@ -157,7 +157,7 @@ def test_in_place_changes_reach_the_bucket() -> None:
             param.data.sub_(0.5)
             param += param
             assert torch.equal(param.full_tensor(), (whole[name] * 2 + 1 - 0.5) * 2)
-            param.copy_(whole[name])  # whole values: each rank takes its rows
+            param.copy_(whole[name])  # whole values, of which each rank takes its rows
             assert torch.equal(param.full_tensor(), whole[name])
             param.data = param.data + 1
             assert torch.equal(param.full_tensor(), whole[name] + 1)
@@ -245,7 +245,7 @@ def test_what_needs_other_ranks_rows_says_so(name: str) -> None:
 
 
 class Teacher(nn.Module):
-    """A trained module and a frozen one of the same shapes, which lie in different buckets."""
+    """A trained and a frozen module of the same shapes, which are in different buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,13 +272,16 @@ AVERAGES: dict[str, Callable[[list[Any], list[Any]], None]] = {
 
 @on_ranks(2, 3)
 def test_parameters_whose_rows_lie_on_different_ranks() -> None:
-    """Bit by bit what whole tensors give: within a model, and between two that are sharded in different ways."""
+    """Operations on parameters whose rows are on different ranks give the same bits as on whole tensors.
+
+    The parameters are in one model, or in two that are sharded in different ways.
+    """
     other = {"zero_dp_strategy": 0}, {"zero_dp_strategy": 3, "optimizer_block_size": 64}
     for arguments in ({"zero_dp_strategy": 3}, {"zero_dp_strategy": 1}, *other):
         model = fully_shard_model(Teacher(), **arguments).module
         peer = fully_shard_model(Teacher(), zero_dp_strategy=3).module
         pairs = [(model.teacher, model.student), (model.teacher, peer.student), (peer.student, model.teacher)]
-        pairs.append((model.student, model.teacher))  # rows of ranks other than the first one move too
+        pairs.append((model.student, model.teacher))  # rows of ranks other than the first move too
         todo = [(pair, "foreach lerp") for pair in pairs]
         if arguments == {"zero_dp_strategy": 3}:
             todo += [(pairs[0], name) for name in AVERAGES]
@@ -301,15 +304,15 @@ def test_parameters_whose_rows_lie_on_different_ranks() -> None:
 @on_ranks(2)
 def test_rows_of_several_dtypes_move_at_once() -> None:
     module = Teacher()
-    # These lie before the student's parameters, so that all of them lie elsewhere than the teacher's.
+    # These are in front of the student's parameters, so that all of these have other places than the teacher's.
     module.head, module.other = module.head.bfloat16(), nn.Linear(9, 9)
     for each in (module.student, module.teacher):
         each.matrix = nn.Parameter(each.matrix.detach().bfloat16(), requires_grad=each.matrix.requires_grad)
-    policy = MixedPrecisionPolicy(main_params_dtype=None)  # that of each parameter
+    policy = MixedPrecisionPolicy(main_params_dtype=None)  # the dtype of each parameter
     model = fully_shard_model(module, mixed_precision_policy=policy).module
     mine, its = list(model.teacher.parameters()), list(model.student.parameters())
     with torch.no_grad():
-        torch._foreach_lerp_(mine, its, 1.0)  # of one dtype each, or it is refused
+        torch._foreach_lerp_(mine, its, 1.0)  # the two tensors of a pair must have the same dtype
     for got, expected in zip(mine, its, strict=True):
         assert torch.equal(got.full_tensor(), expected.full_tensor())
     assert [each.dtype for each in torch._foreach_add(mine, its)] == [each.dtype for each in its]
@@ -317,7 +320,7 @@ def test_rows_of_several_dtypes_move_at_once() -> None:
 
 @on_ranks(2)
 def test_rows_from_the_middle_of_a_parameter_move() -> None:
-    """A matrix that is cut between its ranks, in two models at different rows."""
+    """Rows from the middle of a parameter move between two models in which ranks cut a matrix at different rows."""
 
     def build(before: int) -> Any:
         module = nn.Module()
@@ -337,7 +340,10 @@ def test_rows_from_the_middle_of_a_parameter_move() -> None:
 
 
 def test_ranks_are_told_apart_by_their_strides() -> None:
-    """Of four ranks, rank 0 is the first of ranks 0 and 1, and of ranks 0 and 2."""
+    """Groups of the same size and rank are distinguished by their stride.
+
+    Of four ranks, rank 0 is the first of ranks 0 and 1, and of ranks 0 and 2.
+    """
     inner, outer, same = (
         SimpleNamespace(shard_groups=[SimpleNamespace(size=2, rank=0, stride=stride)]) for stride in (1, 2, 1)
     )
@@ -362,7 +368,7 @@ def test_collectives_of_rows_that_move() -> None:
 
 @on_ranks(2)
 def test_penalty_between_parameters_on_different_ranks() -> None:
-    """Its gradients go back to where the rows are."""
+    """Gradients of a penalty between parameters on different ranks return to the ranks of the rows."""
     if not compat.DTENSOR_SUBCLASSES_DISPATCH:
         return
 
@@ -390,7 +396,7 @@ def test_penalty_between_parameters_on_different_ranks() -> None:
 
 @on_ranks(2)
 def test_regularisation_through_parameters() -> None:
-    """A penalty computed from the shards adds to the gradients from the forward."""
+    """The gradient of a penalty on the shards adds to the gradients of the forward."""
 
     def loss(model: nn.Module, params: Any) -> Tensor:
         return model(torch.ones(3, 5)).sum() + sum(p.pow(2).sum() for p in params) * 0.5
@@ -414,7 +420,7 @@ def _linear() -> nn.Linear:
 
 @on_ranks(2)
 def test_assigned_gradients() -> None:
-    """``.grad`` is the user's to read, clear and set; the next backward adds to what is there."""
+    """Users can read, clear and set ``.grad``, and the next backward adds to it."""
     model, alone = fully_shard_model(_linear()), _linear()
     x = torch.ones(3, 5)
     for each in (model, alone):
@@ -427,20 +433,20 @@ def test_assigned_gradients() -> None:
         each(x).sum().backward()
     kept = bias.grad
     before = kept.full_tensor()
-    for factor in (1, 2):  # one is dropped, and the other one stays as it is
+    for factor in (1, 2):  # bias.grad is dropped, weight.grad stays
         assert torch.equal(weight.grad.full_tensor(), alone.weight.grad)
         assert torch.equal(bias.grad.full_tensor(), alone.bias.grad)
         bias.grad = alone.bias.grad = None
         for each in (model, alone):
             (factor * each(x)).sum().backward()
-    assert torch.equal(kept.full_tensor(), before)  # also for those that keep it
+    assert torch.equal(kept.full_tensor(), before)  # the dropped gradient is unchanged for those that hold it
     with raises_everywhere(RuntimeError):
         weight.grad = torch.zeros(2, 2)
 
 
 @on_ranks(2)
 def test_gradients_that_change_places() -> None:
-    """And whole tensors as gradients, of which each rank takes its rows."""
+    """Gradients can be swapped between parameters. Of a whole tensor as a gradient, each rank takes its rows."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -461,7 +467,7 @@ def test_gradients_that_change_places() -> None:
         each(x).backward()
     alone.one.bias.grad.mul_(3)
     gradient = model.module.one.bias.grad
-    gradient._local_tensor = gradient._local_tensor * 3  # as programs do that know DTensors
+    gradient._local_tensor = gradient._local_tensor * 3  # as in programs that know DTensors
     for each in (model, alone):
         each(x).backward()
     model.module.one.weight.grad = rows
@@ -474,7 +480,7 @@ def test_gradients_that_change_places() -> None:
 
 @on_ranks(2)
 def test_statistics_of_two_tensors() -> None:
-    """With gradients: what autograd makes of a loss between parameters, sharded and whole."""
+    """Comparisons and losses between two parameters, sharded or whole, give correct values and gradients."""
     model, whole = bag()
     assert torch.allclose(model.matrix, whole["matrix"] + 1e-9)
     assert not torch.allclose(model.matrix, whole["matrix"] + 1)
@@ -503,7 +509,7 @@ def test_statistics_of_two_tensors() -> None:
 
 @on_ranks(2)
 def test_torchs_tools() -> None:
-    """What watches operators sees a sharded model's."""
+    """torch's tools that watch operators see those of a sharded model."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -524,7 +530,7 @@ def test_torchs_tools() -> None:
             if isinstance(tool, CommDebugMode):
                 units = len(model.sharded.buckets)
                 counts = tool.get_comm_counts()
-                # Not gathered again: the last one of the forward.
+                # The last unit of the forward is not gathered again.
                 assert counts[functional.reduce_scatter_tensor] == units
                 assert counts[functional.all_gather_into_tensor] == 2 * units - 1
             if isinstance(tool, FlopCounterMode):

@@ -1,4 +1,4 @@
-"""Models that are divided over tensor-parallel ranks: the losses and gradients of one process."""
+"""Models that are divided over tensor-parallel ranks have the losses and gradients of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mfsdp_compile.runtime.plan.partition import Partition, Partitioner
 
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 BOUND = 1e-5
-"""Largest difference, relative to the largest element: of float32 sums in another order, through two layers."""
+"""Largest difference relative to the largest element: float32 sums in another order, through two layers."""
 
 
 class Recomputing(Block):
@@ -52,13 +52,13 @@ def build(recompute: bool = False, config: LlamaConfig = CONFIG) -> Llama:
 
 
 def batches(step: int, ranks: int) -> Tensor:
-    """``[ranks, 2 (tokens, targets), 3, 8]``."""
+    """Return tokens and targets of shape ``[ranks, 2 (tokens, targets), 3, 8]``."""
     generator = torch.Generator().manual_seed(100 + step)
     return torch.randint(0, CONFIG.vocabulary, (ranks, 2, 3, 8), generator=generator)
 
 
 def mesh_of(shape: str) -> tuple[DeviceMesh, dict[str, Any]]:
-    """A mesh such as ``"dp2 tp2"``, and what ``fully_shard_model`` is told of it."""
+    """Return a mesh such as ``"dp2 tp2"``, and the arguments of ``fully_shard_model`` that describe it."""
     names, sizes = zip(*((part[:-1], int(part[-1])) for part in shape.split()), strict=True)
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     arguments: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp"}
@@ -71,7 +71,7 @@ def mesh_of(shape: str) -> tuple[DeviceMesh, dict[str, Any]]:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among those that have data of their own, and how many these are."""
+    """Return this rank's number among the ranks with their own data, and the number of these."""
     rank, size = mesh.get_local_rank("dp"), mesh["dp"].size()
     if "outer" in mesh.mesh_dim_names:
         return mesh.get_local_rank("outer") * size + rank, size * mesh["outer"].size()
@@ -97,7 +97,7 @@ def make(
 def train(
     model: Any, call: Callable[..., Tensor], mesh: DeviceMesh, steps: range = range(3)
 ) -> list[dict[str, Tensor]]:
-    """Whole gradients of each step, the clipped ones' norm, and the losses' mean; at the end parameters."""
+    """Return whole gradients of each step, clipped norms and mean losses, and the parameters at the end."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)  # see test_strategies: signs of tiny gradients
     rank, ranks = data_rank(mesh)
     found = []
@@ -154,7 +154,7 @@ ROWS = [
 
 
 COUNTS = {"whole between layers": ((0, 0, 7), (1, 0, 2)), "divided by positions": ((4, 4, 2), (3, 2, 1))}
-"""All-gathers, reduce-scatters and all-reduces of a step over tensor-parallel ranks: of a layer, and of all else."""
+"""All-gathers, reduce-scatters and all-reduces of a step over tensor-parallel ranks: of a layer, and of the rest."""
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -169,14 +169,15 @@ def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
     if mode != EAGER:
         call = torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode})
     tokens = batches(0, 1)[0]
-    for _ in range(2):  # the order of units is known then
+    for _ in range(2):  # the order of units is known afterwards
         call(*tokens).backward()
         model.zero_grad()
     counts = collectives(lambda: call(*tokens).backward())
     layer, ends = COUNTS[name]
     gathers, reductions, sums = (layers * a + b for a, b in zip(layer, ends, strict=True))
     buckets = layers + 2
-    # The last unit's stays for the backward; the embedding's is not needed there, but the eager path goes by units.
+    # The last unit's bucket is kept for the backward. The embedding's is not needed there, but the eager path gathers
+    # by unit.
     again = buckets - (1 if mode == EAGER else 2)
     assert counts["all_gather_into_tensor"] == gathers + buckets + again, counts
     assert counts["reduce_scatter_tensor"] == reductions + buckets, counts
@@ -186,7 +187,7 @@ def test_communication_of_a_step(mode: str, name: str, layers: int) -> None:
 @pytest.mark.parametrize(("mode", "sequence", "recompute"), ROWS)
 @on_ranks(4)
 def test_equals_one_process(mode: str, sequence: bool, recompute: bool) -> None:
-    config = CONFIG if mode == EAGER else replace(CONFIG, layers=1)  # which take long to compile
+    config = CONFIG if mode == EAGER else replace(CONFIG, layers=1)  # layers take long to compile
     model, call, mesh = make("dp2 tp2", mode, sequence, recompute, config)
     assert_close(train(model, call, mesh), train_alone(2, recompute, config))
 
@@ -213,14 +214,14 @@ def test_strategies(strategy: int) -> None:
 )
 @on_ranks(8)
 def test_two_data_parallel_dimensions(mode: str, arguments: dict[str, Any]) -> None:
-    """HSDP and HFSDP."""
+    """HSDP and HFSDP combine with tensor parallelism."""
     model, call, mesh = make("outer2 dp2 tp2", mode, True, **arguments)
     assert_close(train(model, call, mesh), train_alone(4))
 
 
 @on_ranks(2)
 def test_one_data_parallel_rank() -> None:
-    """Nothing is left to shard."""
+    """A model works with one data-parallel rank, with nothing left to shard."""
     for mode in (EAGER, AOT_EAGER):
         assert_close(train(*make("dp1 tp2", mode)), train_alone(1))
 
@@ -229,7 +230,7 @@ def test_one_data_parallel_rank() -> None:
 
 
 class _Copy(torch.autograd.Function):
-    """Into a tensor-parallel region: nothing forward, the sum over ranks backward."""
+    """Entry of a tensor-parallel region: identity in forward, sum over ranks in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -242,7 +243,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Out of it: the sum over ranks forward, nothing backward."""
+    """Exit of a tensor-parallel region: sum over ranks in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
@@ -276,7 +277,7 @@ NAMES = {"up.weight": "up", "up.bias": "up_bias", "down.weight": "down", "down.b
 
 
 def test_parts_over_a_mesh_that_is_gone(fake_world: int) -> None:
-    """Meshes of the same ranks are equal; parts over them are not, for their process groups are others."""
+    """Partitions over equal meshes are not equal, because their process groups differ."""
     old, new = (DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp")) for _ in range(2))
     assert old == new
     assert Partition(old, (Shard(0),), (4,)) == Partition(old, (Shard(0),), (4,))
@@ -327,7 +328,7 @@ def test_marks_of_megatron(mode: str) -> None:
 
 @on_ranks(4)
 def test_parameters_at_rest() -> None:
-    """What optimizers and users do with parameters between steps, against whole tensors."""
+    """Operations of optimizers and users on parameters between steps agree with whole tensors."""
     model, _, _ = make("dp2 tp2", EAGER)
     alone = dict(build().named_parameters())
     other = torch.randn(CONFIG.width, generator=torch.Generator().manual_seed(3))
@@ -404,7 +405,10 @@ def _whole(model: Any, optimizer: Any) -> list[dict[str, Tensor]]:
 )
 @pytest.mark.processes
 def test_checkpoints_load_at_other_sizes(saved: str, loaded: tuple[str, ...], pools: Pools, tmp_path: Path) -> None:
-    """Parameters and optimizer state, to the bit. ``""``: two ranks without tensor parallelism."""
+    """Parameters and optimizer state load bit for bit at other sizes.
+
+    ``""`` means two ranks without tensor parallelism.
+    """
 
     def ranks(shape: str) -> int:
         return math.prod(int(part[-1]) for part in shape.split()) if shape else 2
@@ -419,7 +423,7 @@ def test_checkpoints_load_at_other_sizes(saved: str, loaded: tuple[str, ...], po
 
 @on_ranks(8)
 def test_a_mesh_of_four_dimensions() -> None:
-    """The one that Megatron-FSDP's README describes (seeds/001): what is sharded over is dp_shard x cp, flattened."""
+    """A model can be sharded over dp_shard x cp, flattened, on the mesh in Megatron-FSDP's README (seeds/001)."""
     names = ("dp_outer", "dp_shard", "cp", "tp")
     mesh = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=names)
     mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
@@ -438,7 +442,7 @@ def test_a_mesh_of_four_dimensions() -> None:
         param = next(model.parameters())
         assert param.device_mesh.mesh_dim_names == ("dp_outer", "dp_shard_cp", "tp")
         assert torch.equal(param.full_tensor(), build().embedding.weight)
-        ranks = 4  # dp_outer x dp_shard x cp, each with data of its own
+        ranks = 4  # dp_outer x dp_shard x cp, each with its own data
         number = 2 * mesh.get_local_rank("dp_outer") + mesh.get_local_rank("cp")
         model(*batches(0, ranks)[number]).backward()
         wanted = train_alone(ranks, steps=range(1))[0]["embedding.weight"]
@@ -481,7 +485,7 @@ def test_mistakes_with_meshes() -> None:
 
 @on_ranks(4)
 def test_replicas_that_differ_are_refused() -> None:
-    """Norms are the same on all tensor-parallel ranks, or training goes apart in silence."""
+    """Norms that differ between tensor-parallel ranks are an error. Training would diverge silently."""
     mesh, described = mesh_of("dp2 tp2")
     model = parallelize(build(), mesh["tp"], sequence=True)
     with torch.no_grad():
@@ -515,8 +519,10 @@ class FailingNet(nn.Module):
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4, timeout=120)
 def test_a_rank_that_fails_and_a_reset(mode: str) -> None:
-    """One rank's forward raises: its data-parallel and its tensor-parallel neighbours hear of it within the time-out, and
-    training goes on after a reset as if nothing had been."""
+    """If one rank's forward raises, its data-parallel and tensor-parallel neighbors learn of it within the timeout.
+
+    After a reset, training continues as if nothing had happened.
+    """
     rank, seconds = dist.get_rank(), 3.0
     ranks = torch.arange(4).view(2, 2)
     groups = [

@@ -19,7 +19,7 @@ from mfsdp_compile import fully_shard_model
 
 @on_ranks(2)
 def test_transforms_over_inputs() -> None:
-    """torch.func.grad, vmap, jvp, jacrev and jacfwd of a sharded model; and a loss made of them trains it."""
+    """torch.func.grad, vmap, jvp, jacrev and jacfwd of a sharded model work, and a loss of them trains it."""
 
     class Net(zoo.Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,10 @@ def test_transforms_inside_forward(model: type[Forces], mode: str) -> None:
 
 @on_ranks(2, timeout=60)
 def test_gradients_inside_an_eager_forward_are_refused() -> None:
-    """torch.func.grad allows no hooks on saved tensors, by which gathered parameters are kept out of them."""
+    """torch.func.grad inside an eager forward raises.
+
+    It does not allow hooks on saved tensors, which keep gathered parameters out of them.
+    """
     _, call, _ = both(Forces, EAGER, units=[zoo.Block])
     with parity.raises_everywhere(RuntimeError, "torch.autograd.grad(outputs, inputs, create_graph=True)"):
         call(torch.randn(4, 8))
@@ -92,7 +95,10 @@ def test_gradients_inside_an_eager_forward_are_refused() -> None:
 
 @on_ranks(2, timeout=60)
 def test_functional_call() -> None:
-    """With the model's own parameters it is a forward; others are not sharded, and refused."""
+    """torch.func.functional_call works with the model's own parameters, and raises for others.
+
+    Others are not sharded.
+    """
     model, _, alone = both(zoo.Plain, EAGER)
     (batch,) = parity.batches(1)
     with parity.raises_everywhere(RuntimeError, "'head.weight' was replaced after fully_shard_model"):

@@ -21,7 +21,7 @@ JOB = Path(__file__).with_name("torchtitan_job.py")
 def run(
     system: str, folder: Path, steps: int, spmd_backend: str = "spmd_types", replicas: int = 1, ranks: int = 2
 ) -> Any:
-    """(loss, norm of gradients) of each step that was taken."""
+    """Run the job. Returns (loss, gradient norm) of each step taken."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launcher, str(JOB), system, str(folder), str(steps), spmd_backend, str(replicas)],
@@ -35,13 +35,16 @@ def run(
 
 
 def close(ours: list[list[float]], theirs: list[list[float]]) -> bool:
-    """Sums of gradients are rounded in another order; AdamW lets that grow."""
+    """Whether two runs agree. Sums of gradients are rounded in another order, and AdamW amplifies that."""
     return all(a == pytest.approx(b, rel=1e-4) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.processes
 def test_losses_are_those_of_fsdp2(tmp_path: Path) -> None:
-    """Compiled, with selective checkpointing, accumulation, and checkpoints of torchtitan's, from which it goes on."""
+    """Losses equal those of FSDP2: compiled, with selective checkpointing and accumulation, and after resuming.
+
+    Checkpoints are torchtitan's.
+    """
     theirs, ours = (run(system, tmp_path / system, 4) for system in ("fsdp2", "mfsdp"))
     assert len(ours) == 4
     assert close(ours, theirs)
@@ -59,7 +62,7 @@ def test_replicas(spmd_backend: str, tmp_path: Path) -> None:
 
 
 def test_what_is_refused() -> None:
-    """All of it is named."""
+    """The error names all unsupported settings."""
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
     from mfsdp_compile.integrations.torchtitan import parallelize

@@ -1,4 +1,4 @@
-"""Every collective of a step has its name in a trace of torch's profiler."""
+"""Every collective of a step has a name in a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_collectives_have_names(mode: str, strategy: str) -> None:
     step(data[0])
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         step(data[1])
-        # Gloo's threads must have done with what they took along of the profiler when it stops; without this package too.
+        # Gloo's threads must have released the profiler's state when it stops. This is so without this package too.
         model.start_param_sync(force_sync=True)
     names = [event.name for event in profiled.events() if event.name.startswith("mfsdp ")]
     collectives = [
@@ -61,4 +61,4 @@ def test_collectives_have_names(mode: str, strategy: str) -> None:
     for bucket in model.sharded.buckets:
         assert any(re.search(rf"reduce {re.escape(bucket.plan.name)}\b", name) for name in names), names
     step(data[2])
-    assert profiling._library is None  # torch's operators are left alone when no profiler runs
+    assert profiling._library is None  # torch's operators are unchanged when no profiler runs

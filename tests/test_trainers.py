@@ -26,7 +26,7 @@ from mfsdp_compile.examples import hf_trainer, plain_loop
 from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
 
 UNITS = ["LlamaDecoderLayer"]
-BITWISE = {"inner": "aot_eager"}  # computes operator by operator, as the eager path and one process do
+BITWISE = {"inner": "aot_eager"}  # operator by operator, as the eager path and one process
 EAGER = ShardingArguments(compile=False)
 COMPILED = ShardingArguments(compile_options=BITWISE)
 
@@ -35,7 +35,7 @@ Batch = dict[str, Tensor]
 
 @contextlib.contextmanager
 def trainers() -> Iterator[None]:
-    """accelerate keeps its state in classes and in the environment; other tests in this process find none of it."""
+    """Isolate accelerate's state, which is in classes and in the environment, from other tests in this process."""
     from accelerate.state import AcceleratorState, GradientState
 
     before = dict(os.environ)
@@ -63,7 +63,7 @@ def arguments(folder: Path, **given: Any) -> Any:
 
 
 def train(folder: Path, data: Any, sharding: ShardingArguments = EAGER, model: Any = None, **given: Any) -> Any:
-    """A trainer that has trained. ``resume``, ``callbacks`` and so on are not Trainer's arguments, but to it."""
+    """Return a trainer that has trained. ``resume``, ``callbacks`` and others are not part of Trainer's arguments."""
     resume = given.pop("resume", None)
     others = {
         name: given.pop(name) for name in ("callbacks", "eval_dataset", "optimizers", "data_collator") if name in given
@@ -94,7 +94,7 @@ def assert_bitwise(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def other_model() -> Any:
-    """The same model with other values."""
+    """Return the same model with other values."""
     model = hf_trainer.build()
     with torch.no_grad():
         for param in model.parameters():
@@ -103,7 +103,7 @@ def other_model() -> Any:
 
 
 def small(build: Callable[[], Any] = hf_trainer.build) -> Any:
-    """Of one layer, which takes less time to compile."""
+    """Return a model of one layer, which compiles faster."""
     model = build()
     del model.model.layers[1:]
     return model
@@ -113,7 +113,7 @@ def small(build: Callable[[], Any] = hf_trainer.build) -> Any:
 
 
 def loss_of(call: nn.Module, batch: Batch) -> Tensor:
-    """As Trainer has it: over the tokens of all ranks, of which gradients are the mean."""
+    """Return the loss as Trainer computes it: over the tokens of all ranks, of which gradients are the mean."""
     ranks = dist.get_world_size()
     loss: Tensor = call(**batch, num_items_in_batch=batch["labels"][:, 1:].numel() * ranks).loss
     return loss * ranks
@@ -122,7 +122,10 @@ def loss_of(call: nn.Module, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("goes_on", [False, pytest.param(True, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_trainer_is_the_plain_loop(tmp_path: Path, goes_on: bool) -> None:
-    """To the bit: same model, batches, loss and optimizer, computed operator by operator; and it goes on where it was."""
+    """Trainer equals a plain loop bit for bit, operator by operator, and continues where it was.
+
+    Both have the same model, batches, loss and optimizer.
+    """
     steps, resumed = 8, str(tmp_path / "checkpoint-4")
     data = hf_trainer.windows(steps, dist.get_world_size())
     given: dict[str, Any] = {"max_steps": steps, "train_sampling_strategy": "sequential"}
@@ -157,10 +160,10 @@ class StopsAt(transformers.TrainerCallback):
 
 @pytest.mark.parametrize(
     ("strategy", "stop"), [("optim_grads_params", 4), ("optim", 3)]
-)  # within an epoch, and between
+)  # within an epoch, and between epochs
 @on_ranks(2)
 def test_resumed_training_is_uninterrupted(tmp_path: Path, strategy: str, stop: int) -> None:
-    """With shuffled data, dropout and accumulation: a new trainer with a new model takes the steps that were left."""
+    """A new trainer with a new model takes the remaining steps, with shuffled data, dropout and accumulation."""
     data = hf_trainer.windows(3, 2 * dist.get_world_size())  # three steps per epoch
     sharding = ShardingArguments(compile=False, zero_dp_strategy=strategy)
     given: dict[str, Any] = {"max_steps": 8, "gradient_accumulation_steps": 2}
@@ -183,7 +186,7 @@ def test_resumed_training_is_uninterrupted(tmp_path: Path, strategy: str, stop: 
 
 
 class Uneven(Dataset[Batch]):
-    """Examples of which between two and all tokens count."""
+    """Examples in which between two and all tokens count."""
 
     def __init__(self, count: int) -> None:
         self.windows = hf_trainer.windows(count, 1)
@@ -200,7 +203,10 @@ class Uneven(Dataset[Batch]):
 @pytest.mark.parametrize(("strategy", "averages"), [("optim_grads_params", True), ("no_shard", True), ("optim", False)])
 @on_ranks(2)
 def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages: bool) -> None:
-    """One process that has all microbatches of all ranks: each token counts the same, or each rank."""
+    """Accumulation equals one process with all microbatches of all ranks.
+
+    Each token counts the same, or each rank does.
+    """
     steps, rows, micros, ranks = 3, 2, 2, dist.get_world_size()
     data = Uneven(rows * micros * ranks * steps // hf_trainer.BATCH)
     with trainers():
@@ -221,7 +227,7 @@ def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        batches = [  # by microbatch and rank, as Trainer deals them out
+        batches = [  # by microbatch and rank, as Trainer distributes them
             [
                 torch.utils.data.default_collate(
                     [data[((step * micros + m) * ranks + r) * rows + i] for i in range(rows)]
@@ -250,7 +256,7 @@ def test_accumulation_over_uneven_tokens(tmp_path: Path, strategy: str, averages
 
 @on_ranks(2)
 def test_bfloat16(tmp_path: Path) -> None:
-    """Computes in bfloat16, and steps in float32 from the values that the model came with."""
+    """The model computes in bfloat16 and steps in float32, from its original values."""
     data = hf_trainer.windows(3, 2)
     given: dict[str, Any] = {"max_steps": 3, "train_sampling_strategy": "sequential"}
     with trainers():
@@ -262,7 +268,7 @@ def test_bfloat16(tmp_path: Path) -> None:
         trainer.save_model()
     with trainers():
         exact = train(tmp_path, data, **given)
-    bound = 2**-7  # half an ulp of bfloat16, twice: of weights and of activations
+    bound = 2**-7  # half an ulp of bfloat16 each for weights and activations
     assert losses_of(trainer) == pytest.approx(losses_of(exact), rel=bound)
     assert losses_of(trainer) != losses_of(exact)
     dist.barrier()
@@ -274,7 +280,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", ["replicas", "bfloat16 model", "flat optimizer", "units"])
 @on_ranks(2, 4)
 def test_ways_to_shard(tmp_path: Path, what: str) -> None:
-    """All take the steps that the default takes."""
+    """All ways to shard take the steps that the default takes."""
     data = hf_trainer.windows(2, dist.get_world_size())
     model = hf_trainer.build()
     sharding = {
@@ -315,7 +321,7 @@ def test_an_optimizer_that_was_there_before(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
-    """Label smoothing asks what class the model is of; a wrapper's would leave labels unshifted."""
+    """Label smoothing works. It tests the model's class; for the class of a wrapper it would not shift labels."""
     from transformers.trainer_pt_utils import LabelSmoother
 
     data = hf_trainer.windows(1, 2)
@@ -330,7 +336,7 @@ def test_label_smoothing_and_activation_checkpointing(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 @on_ranks(2)
 def test_adapters(tmp_path: Path) -> None:
-    """PEFT's LoRA: trained beside frozen weights, saved by themselves, and gone on with, compiled or not."""
+    """PEFT's LoRA trains beside frozen weights, is saved separately, and is resumed, compiled or not."""
     import peft
 
     def model() -> nn.Module:
@@ -356,7 +362,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 class Spoils(transformers.TrainerCallback):
-    """After the second step, evaluation gets worse."""
+    """Makes evaluation worse after the second step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step >= 2:
@@ -368,14 +374,14 @@ class Spoils(transformers.TrainerCallback):
 @pytest.mark.parametrize("only_model", [False, True])
 @on_ranks(2)
 def test_the_best_of_several(tmp_path: Path, only_model: bool) -> None:
-    """Evaluated, stopped early, kept, and loaded in the end: with callbacks that know nothing of shards."""
+    """The best checkpoint is kept and loaded at the end, after evaluation and early stopping by ordinary callbacks."""
     data, held_out = hf_trainer.windows(6, 2), hf_trainer.windows(1, 1)
     with trainers():
         trainer = train(
             tmp_path,
             data,
             max_steps=6,
-            eval_dataset=torch.utils.data.Subset(held_out, range(3)),  # uneven
+            eval_dataset=torch.utils.data.Subset(held_out, range(3)),  # uneven between ranks
             per_device_eval_batch_size=1,
             eval_strategy="steps",
             eval_steps=1,
@@ -404,7 +410,7 @@ def test_the_best_of_several(tmp_path: Path, only_model: bool) -> None:
 
 @on_ranks(2)
 def test_evaluation_without_training(tmp_path: Path) -> None:
-    """Compiled; and generation, in which ranks end after different numbers of tokens."""
+    """Evaluation works without training, compiled, and so does generation with different numbers of tokens per rank."""
     data = hf_trainer.windows(1, 1)
     with trainers():
         trainer = MfsdpTrainer(hf_trainer.build(), arguments(tmp_path), eval_dataset=data, sharding=COMPILED)
@@ -423,7 +429,7 @@ def test_evaluation_without_training(tmp_path: Path) -> None:
 
 
 class Wrapped(nn.Module):
-    """Not a model of transformers: its state is gathered whole."""
+    """Not a model of transformers, so its state is gathered whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,7 +440,7 @@ class Wrapped(nn.Module):
 
 
 class Full:
-    """A tokenizer for which there is no space."""
+    """A tokenizer for which there is no space on the disk."""
 
     def save_pretrained(self, folder: str) -> None:
         raise OSError(f"no space left for {folder}")
@@ -443,7 +449,7 @@ class Full:
 @pytest.mark.parametrize("build", [hf_trainer.build, Wrapped])
 @on_ranks(2, timeout=60)
 def test_errors_of_the_rank_that_writes(build: Any, tmp_path: Path) -> None:
-    """All ranks raise, and none waits in a collective; then training and saving go on."""
+    """If the rank that writes fails, all ranks raise, none waits in a collective, and training and saving continue."""
     given: dict[str, Any] = {"max_steps": 2, "train_sampling_strategy": "sequential"}
     with trainers():
         trainer = train(tmp_path, hf_trainer.windows(2, 2), model=build(), **given)
@@ -460,7 +466,7 @@ def test_errors_of_the_rank_that_writes(build: Any, tmp_path: Path) -> None:
     assert written
 
 
-# -- what cannot be ---------------------------------------------------------------------------------------------------
+# -- unsupported arguments --------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -479,7 +485,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
-    """Named before anything is done; also that one process without a process group is none to shard over."""
+    """Unsupported arguments are named before anything is done, as is one process without a process group."""
     given, why = REFUSED[name]
     args = arguments(tmp_path)
     for key, value in given.items():  # Trainer's own checks want DeepSpeed installed, and so on

@@ -1,4 +1,4 @@
-"""Which modules are units, and which parameters are whose."""
+"""Which modules are units, and which unit each parameter belongs to."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_parameters_belong_to_the_innermost_unit() -> None:
 
 def test_tied_parameters_belong_to_what_contains_all_their_places() -> None:
     names = owned(zoo.Tied(), [zoo.Block])
-    assert "blocks.0.up.weight" in names["root:among"]  # shared by two blocks: the root's
+    assert "blocks.0.up.weight" in names["root:among"]  # shared by two blocks, so the root's
     assert "enter.weight" in names["root:before"]
     assert "head.weight" not in [n for owned_names in names.values() for n in owned_names]
 
@@ -73,7 +73,7 @@ def test_auto_takes_repeated_blocks_only() -> None:
     assert repeated_blocks(zoo.Plain()) == (zoo.Block,)
     assert repeated_blocks(zoo.Plain(layers=1)) == ()
     assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == ()
-    assert repeated_blocks(zoo.Nested()) == (zoo.Nested.block,)  # not what is inside
+    assert repeated_blocks(zoo.Nested()) == (zoo.Nested.block,)  # not the modules inside
 
     class TwoTowers(nn.Module):
         def __init__(self) -> None:
@@ -85,7 +85,7 @@ def test_auto_takes_repeated_blocks_only() -> None:
 
 def test_auto_takes_blocks_and_not_what_holds_them() -> None:
     class Stage(nn.Module):
-        """T5 has two of a class: an encoder and a decoder."""
+        """T5 has two stacks of one class: an encoder and a decoder."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -98,7 +98,7 @@ def test_auto_takes_blocks_and_not_what_holds_them() -> None:
 
     assert repeated_blocks(Sides(Stage)) == (zoo.Nested.block,)
     assert repeated_blocks(Sides(zoo.Block)) == (zoo.Block,)
-    # Torchvision's ResNet; where blocks are of a class of their own, being a sequence is no reason to look inside.
+    # Torchvision's ResNet. Where blocks are of a class of their own, a sequence of them is not searched inside.
     stage = nn.Sequential(zoo.Block(), zoo.Block())
     assert repeated_blocks(Sides(lambda: nn.Sequential(zoo.Block(), zoo.Block()))) == (zoo.Block,)
     assert repeated_blocks(nn.Sequential(stage, nn.Sequential(zoo.Block(), zoo.Block()))) == (zoo.Block,)
@@ -137,11 +137,11 @@ def test_auto_without_blocks_says_so() -> None:
         owned(nn.Linear(2, 2), "auto")
 
 
-# -- joined -----------------------------------------------------------------------------------------------------------
+# -- joined units -----------------------------------------------------------------------------------------------------
 
 
 class Stack(nn.Module):
-    """An encoder and a decoder in lists of their own, then two heads beside each other, one of them in two parts."""
+    """An encoder and a decoder in separate lists, then two heads side by side, one of them in two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,13 +170,13 @@ def test_neighbours_are_of_one_list_or_parent() -> None:
         ["stages.0.0", "stages.0.1", "stages.1.0"],
         ["left", "right"],
     ]
-    # Of each block norm, up and down, through the list of blocks.
+    # For each block norm, up and down, through the list of blocks.
     linears = runs(zoo.Plain(layers=2), nn.Linear)
     assert linears == [["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]]
 
 
 def test_units_that_hold_others_are_no_neighbours() -> None:
-    """What one of them holds can be joined, what two hold cannot."""
+    """Units inside one unit can be joined, units inside two cannot."""
     nested = zoo.Nested.block
     assert runs(zoo.Nested(), [nested, zoo.Block]) == []
     inner = [[f"blocks.{i}.inner.up", f"blocks.{i}.inner.down"] for i in range(3)]
@@ -189,7 +189,7 @@ def test_joined_units_hold_what_their_members_held() -> None:
     model = zoo.Tied()
     apart = find_units(model, (zoo.Block,))
     of = {unit.name: unit for unit in apart}
-    # The first shares its matrix with the last, so that the root owns it.
+    # The first shares its matrix with the last, so the root owns it.
     joined = join(model, apart, of["blocks.1"].gathered_bytes + 1)
     assert [unit.name for unit in joined] == ["root:before", "blocks.0-1", "root:among", "blocks.2", "root:after"]
     assert joined[1].params == of["blocks.0"].params + of["blocks.1"].params
@@ -210,8 +210,8 @@ def test_groups_reach_the_size_and_no_more_than_that_takes(sizes: list[int], lea
         assert sum(own[:-1]) < least
         assert max(own) < least
         follows = sizes[group.stop] if group.stop < len(sizes) else least
-        assert sum(own) >= least or follows >= least  # nothing was left to join
-    # Whoever is alone is large enough, or has nobody to be joined with.
+        assert sum(own) >= least or follows >= least  # nothing is left to join
+    # A unit that is alone is large enough, or has no neighbor to be joined with.
     grouped = {i for group in groups for i in group}
     for i, size in enumerate(sizes):
         if i not in grouped and size < least:

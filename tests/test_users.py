@@ -1,4 +1,4 @@
-"""What users do to models and parameters besides training them: each works as in plain torch, or says why not."""
+"""What users do to models and parameters besides training: it works as in plain torch, or raises with a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = [EAGER, AOT_EAGER]
 
 
 def train_step(call: Any, number: int = 0) -> None:
-    """The model is usable. Steps of other numbers have other batches."""
+    """Assert that the model is usable, with the batch of step ``number``."""
     call(parity.batches(number + 1)[number][dist.get_rank()]).backward()
 
 
@@ -63,7 +63,7 @@ def test_shards_that_change_before_they_are_read_again() -> None:
             return self.enter(x).sum()
 
     model, call = parity.shard(parity.build(Scales), EAGER, units=[zoo.Block])
-    model.module.forward = model.module.fast_forward  # on the instance: no window of ours
+    model.module.forward = model.module.fast_forward  # on the instance, without this package's window
     x = torch.randn(4, 8)
     with torch.no_grad():
         before = call(x)
@@ -146,7 +146,7 @@ def test_state_of_scalars_is_carried_over() -> None:
     optimizer.step()
     optimizers[1].step()
     for name, param in sharded.module.named_parameters():
-        # Adam makes steps of about lr from gradients of any size: 1e-3 of one step.
+        # Adam makes steps of about lr from gradients of any size, so the bound is 1e-3 of one step.
         torch.testing.assert_close(param.full_tensor(), alone.get_parameter(name), rtol=1e-5, atol=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_nan_reaches_every_rank() -> None:
         weight = model.module.enter.weight.detach()
         if dist.get_rank() == rank and weight.to_local().numel():
             weight.to_local().view(-1)[0] = float("nan")
-        # Whichever rank holds rows of it.
+        # Any rank that holds rows of it.
         has = torch.tensor(float(dist.get_rank() == rank and weight.to_local().numel() > 0))
         dist.all_reduce(has)
         if has:
@@ -258,7 +258,7 @@ def test_gradients_of_two_backwards_may_be_mixed() -> None:
         train_step(call, number)
         kept = head.grad if number == 0 else kept
         whole.append({param: param.grad.full_tensor() for param in (head, enter)})
-    head.grad = kept  # the others keep the last backward's
+    head.grad = kept  # the others keep those of the last backward
     train_step(call, 2)
     for param, added in ((head, 1), (enter, 2)):
         assert torch.equal(param.grad.full_tensor(), whole[0][param] + whole[added][param])
@@ -267,7 +267,7 @@ def test_gradients_of_two_backwards_may_be_mixed() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_torch_distributed_checkpoint(mode: str) -> None:
-    """Rows lie where the layout says, not where ``Shard(0)`` would put them."""
+    """``torch.distributed.checkpoint`` saves and loads rows where the layout has them, not where ``Shard(0)`` would."""
     path = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(path)
     model, call = parity.shard(parity.build(zoo.Uneven), mode)
@@ -288,7 +288,7 @@ def test_torch_distributed_checkpoint(mode: str) -> None:
         assert torch.equal(
             optimizer.state[mine]["exp_avg"].full_tensor(), other_optimizer.state[its]["exp_avg"].full_tensor()
         )
-    # ... and into a model that is not sharded
+    # Also into a model that is not sharded.
     alone = parity.build(zoo.Uneven, seed=6)
     whole = {f"module.{name}": param.detach() for name, param in alone.named_parameters()}
     dcp.load({"model": whole}, checkpoint_id=path[0])
@@ -323,7 +323,7 @@ def test_compiled_blocks_inside_eager_windows_run_without_our_hooks() -> None:
 
 
 class _Watching:
-    """A context manager that notes whether hooks are active inside."""
+    """A context manager that records whether hooks are active inside."""
 
     def __init__(self, manager: Any, active: list[bool]) -> None:
         self._manager, self._active = manager, active

@@ -1,4 +1,4 @@
-"""The verifier: refuses every mutant of real graphs, by the right rule, and accepts the graphs; passes of the user's own.
+"""The verifier rejects every mutant of real graphs by the right rule, accepts the graphs, and checks the user's passes.
 
 ``pytest tests/test_verify.py -k mutant -s`` prints the table of rules and mutants.
 """
@@ -48,7 +48,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A graph that all passes have run over."""
+    """A graph after all passes."""
 
     name: str
     graph: fx.Graph
@@ -60,7 +60,7 @@ class Scheduled:
 
     @cached_property
     def counts(self) -> Counter[Callable[..., Any]]:
-        """How many mutants of each kind this graph has."""
+        """Number of mutants of each kind in this graph."""
         subject = self.copy()
         return Counter({kind: sum(1 for _ in kind(subject)) for kinds in mutants.KINDS.values() for kind in kinds})
 
@@ -68,7 +68,7 @@ class Scheduled:
 def captured(
     name: str, make: Callable[[], Any], strategy: str, dtype: torch.dtype = F32, **options: Any
 ) -> list[Scheduled]:
-    """The graphs of a training step and of inference."""
+    """Return the graphs of a training step and of inference."""
     found: list[Scheduled] = []
     finish = pipeline.finish_graph
 
@@ -120,7 +120,7 @@ def graphs() -> list[Scheduled]:
     return found
 
 
-# -- graphs as they are -----------------------------------------------------------------------------------------------
+# -- unchanged graphs -------------------------------------------------------------------------------------------------
 
 
 def test_graphs_are_accepted(graphs: list[Scheduled]) -> None:
@@ -133,7 +133,7 @@ def test_graphs_are_accepted(graphs: list[Scheduled]) -> None:
 
 
 def test_other_schedules_are_accepted(graphs: list[Scheduled]) -> None:
-    """All gathers at the top, all waits of reductions at the end: slow, and right."""
+    """Slow but correct schedules are accepted: all gathers at the top, all waits of reductions at the end."""
     for scheduled in graphs:
         s = scheduled.copy()
         for launch in reversed(s.gathers):
@@ -148,7 +148,7 @@ def test_other_schedules_are_accepted(graphs: list[Scheduled]) -> None:
 
 
 def test_buffers_that_a_pass_gives_are_accepted(graphs: list[Scheduled]) -> None:
-    """Gathers that are not in use at a time may share memory."""
+    """Gathers that are not in use at the same time may share memory that a pass gives them."""
     shared = 0
     for scheduled in graphs:
         s = scheduled.copy()
@@ -327,7 +327,7 @@ def test_refused(options: dict[str, Any], error: type[Exception], message: str) 
 
 
 def test_verify_option_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert CompileOptions.of({}, None).verify == "each"  # of conftest.py
+    assert CompileOptions.of({}, None).verify == "each"  # set by conftest.py
     monkeypatch.delenv("MFSDP_VERIFY")
     assert CompileOptions.of({}, None).verify == "once"
     assert CompileOptions.of({"verify": "each"}, None).verify == "each"
@@ -353,7 +353,7 @@ def test_passes_in_compile_caches() -> None:
     from torch._inductor.utils import fresh_cache
 
     def counted(*passes: Any) -> dict[str, int]:
-        """Of one start of a program."""
+        """Return the counts of one start of a program."""
         torch._dynamo.reset()
         counters.clear()
         _, call = parity.shard(parity.build(lambda: zoo.Plain(layers=1)), parity.INDUCTOR, passes=passes)
@@ -368,18 +368,18 @@ def test_passes_in_compile_caches() -> None:
         assert counted(again)["hit"] == 1
         assert not again.seen
         assert counted(Watches("b"))["miss"] == 1
-        for _ in range(2):  # a plain function might be another one next time
+        for _ in range(2):  # a plain function may differ next time
             seen: list[Phase] = []
             assert counted(lambda graph, context, phase, seen=seen: seen.append(phase))["bypass"] >= 1
             assert seen == [Phase.FORWARD, Phase.BACKWARD]
 
 
-# -- what it costs ----------------------------------------------------------------------------------------------------
+# -- cost of verification ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_world")
 def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """... of the quickest compilation, without Inductor."""
+    """Verification takes less than a hundredth of the fastest compilation, without Inductor."""
     spent = {"compiling": 0.0, "noting the contract": 0.0, "verifying": 0.0}
 
     def timed(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -406,7 +406,7 @@ def test_verifying_takes_less_than_a_hundredth_of_compiling(monkeypatch: pytest.
 
 
 def test_what_ranks_agree_on_tells_orders_apart(graphs: list[Scheduled]) -> None:
-    """What rule V6 leaves to ranks: the same collectives in another order."""
+    """The text that ranks compare distinguishes orders of the same collectives, which rule V6 leaves to the ranks."""
     found = set()
     for scheduled in graphs:
         s = scheduled.copy()

@@ -1,4 +1,4 @@
-"""Parameters that stay whole for a while: for generating, for exporting, for methods other than forward."""
+"""Parameters that stay whole for a while: for generation, for export, for methods other than forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def alone() -> Tensor:
 @pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 @on_ranks(2)
 def test_what_is_gathered_stays_within_its_budget(mode: str) -> None:
-    """All of it: ranks may run different numbers of forwards. A part of it: the other units are gathered as ever."""
+    """Gathered parameters stay within their budget.
+
+    If all stay, ranks may run different numbers of forwards. If some stay, the other units are gathered as usual.
+    """
     model, expected = llama(), alone()
     call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
     sizes = [bucket.plan.gathered_bytes for bucket in model.sharded.buckets]
@@ -66,7 +69,7 @@ def test_what_is_gathered_stays_within_its_budget(mode: str) -> None:
 
 @on_ranks(2)
 def test_training_goes_on_between_generations() -> None:
-    """Weights that a step has changed are gathered anew, inside and outside."""
+    """Weights that a step has changed are gathered again, inside and outside."""
     model = llama()
     reference = llama()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
@@ -111,7 +114,7 @@ def test_summoned_parameters_are_the_models(strategy: int) -> None:
     assert found == ({GATHER: 4} if strategy == 3 else {})
     assert all(a is b for a, b in zip(shards, model.parameters(), strict=True))
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens()), expected)  # what was written is lost
+        torch.testing.assert_close(model(tokens()), expected)  # written values are lost
         with model.summon_full_params():
             model.module.norm.weight.mul_(2)
             model.module.layers[1].feed_forward.down.weight.zero_()

@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node=2 torchtitan_job.py fsdp2|mfsdp folder steps spmd_backend replicas
 
-It asks for accelerators where it is imported, and for their memory; with gloo, FSDP2's reductions without division have to be asked
-for in another way. That is exchanged here. The first rank writes losses and norms of gradients to ``folder/metrics.json``.
+torchtitan looks for accelerators when it is imported, and later for their memory. With gloo, FSDP2's reductions without
+division must be requested in a different way. This program replaces these parts. The first rank writes losses and
+gradient norms to ``folder/metrics.json``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from mfsdp_compile.demo.corpus import ByteText, standard_library
 
 
 class NoMemory:
-    """Where torchtitan asks for that of a GPU."""
+    """Replaces torchtitan's query of GPU memory."""
 
     device_name = "cpu"
 
@@ -55,7 +56,7 @@ class NoMemory:
 
 
 def sum_gradients(model: torch.nn.Module) -> None:
-    """FSDP2 multiplies in the collective otherwise, which gloo does not."""
+    """Make FSDP2 sum gradients. Otherwise it multiplies in the collective, which gloo cannot."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -150,7 +151,7 @@ def config_of(system: str, folder: Path, steps: int, spmd_backend: str, replicas
 
 @torch.no_grad()
 def set_weights(model: torch.nn.Module) -> None:
-    """The same for both: FSDP2's random numbers depend on the number of ranks where there is no GPU."""
+    """Set the same weights for both. FSDP2's random numbers depend on the number of ranks where there is no GPU."""
     for number, param in enumerate(model.parameters()):
         whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(number)) * 0.02 + (param.ndim == 1)
         is_ours = type(param.data).__module__.startswith("mfsdp_compile")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 
 class Block(nn.Module):
-    """A residual MLP; what tests shard by."""
+    """A residual MLP, the unit that tests shard by."""
 
     def __init__(self, width: int = 16, hidden: int = 24) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Plain(nn.Module):
-    """Embedding-like input layer, blocks, head."""
+    """An embedding-like input layer, blocks, and a head."""
 
     block: type[nn.Module] = Block
 
@@ -45,14 +45,14 @@ class Plain(nn.Module):
 
 
 class Uneven(Plain):
-    """Prime sizes: rows, shards and alignment do not fit together."""
+    """Prime sizes, so that rows, shards and alignment do not fit together."""
 
     def __init__(self) -> None:
         super().__init__(width=13, layers=2)
 
 
 class Tied(Plain):
-    """The head's weight is the input layer's, and two blocks share a matrix across units."""
+    """The head shares the input layer's weight, and two blocks share a matrix across units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Tied(Plain):
 
 
 class FrozenParameters(Plain):
-    """Biases do not train: two buckets per unit."""
+    """Frozen biases: two buckets per unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FrozenParameters(Plain):
 
 
 class FrozenUnit(Plain):
-    """Whole blocks do not train, one of them between trainable ones."""
+    """Frozen blocks, one of them between trainable ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class FrozenUnit(Plain):
 
 
 class Unused(Plain):
-    """Parameters, and a whole unit, that no forward touches."""
+    """Parameters, and a whole unit, that no forward uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,10 @@ class Unused(Plain):
 
 
 class DeadEnd(Plain):
-    """The last block is computed, and its output is not used: LLaVA takes the output of a vision tower's last layer but one."""
+    """A last block whose output is not used.
+
+    LLaVA, for example, takes the output of a vision tower's last layer but one.
+    """
 
     def trunk(self, x: Tensor) -> Tensor:
         *blocks, last = self.blocks
@@ -104,7 +107,7 @@ class DeadEnd(Plain):
 
 
 class Norms(Plain):
-    """BatchNorm: buffers that change in forward."""
+    """BatchNorm, whose buffers change in forward."""
 
     class block(Block):
         def __init__(self, width: int = 16) -> None:
@@ -119,7 +122,7 @@ class Dropout(Plain):
 
 
 class CalledTwice(Plain):
-    """Every block runs twice, and the first again at the end."""
+    """Every block runs twice, and the first one again at the end."""
 
     def trunk(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -142,7 +145,7 @@ class CheckpointedReentrant(Plain):
 
 
 class SelectivelyCheckpointed(Plain):
-    """Matrix products are saved, and so are, if anybody lets them be seen, gathered parameters."""
+    """Selective checkpointing that saves matrix products, and gathered parameters if these are visible to it."""
 
     def trunk(self, x: Tensor) -> Tensor:
         saved = [
@@ -177,7 +180,7 @@ class Scalars(Plain):
 
 
 class MixedTypes(Plain):
-    """Norms in float64 among float32: two dtypes in one unit."""
+    """Norms in float64 among float32 parameters: two dtypes in one unit."""
 
     class block(Block):
         def __init__(self, width: int = 16) -> None:
@@ -189,7 +192,7 @@ class MixedTypes(Plain):
 
 
 class Nested(Plain):
-    """Units inside units, and a parameter of the outer one that is used around the inner."""
+    """Units inside units, and a parameter of the outer unit that is used before and after the inner ones."""
 
     class block(nn.Module):
         def __init__(self, width: int = 16) -> None:
@@ -211,7 +214,7 @@ class ReadsChild(Plain):
 
 
 class RootParameter(Plain):
-    """The model itself owns a parameter, used between the blocks."""
+    """A parameter of the model itself, used between the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +227,7 @@ class RootParameter(Plain):
 
 
 class Detached(Plain):
-    """A weight that is used without gradient too, after its own gradient is complete."""
+    """A weight that is also used without gradient, after its own gradient is complete."""
 
     class block(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -276,7 +279,7 @@ class Parametrized(Plain):
 
 
 class TransformerLayer(Plain):
-    """torch's own, which hands its weights to fused kernels by name."""
+    """torch's transformer layer, which passes its weights to fused kernels by name."""
 
     class block(nn.TransformerEncoderLayer):
         def __init__(self, width: int = 16) -> None:
@@ -287,7 +290,7 @@ class TransformerLayer(Plain):
 
 
 class SparseGradients(Plain):
-    """An embedding that asks for sparse gradients; a bucket is dense."""
+    """An embedding that asks for sparse gradients, although buckets are dense."""
 
     class block(Block):
         def __init__(self, width: int = 16) -> None:
@@ -299,7 +302,7 @@ class SparseGradients(Plain):
 
 
 class AsksForParameters(Plain):
-    """``hasattr`` and ``getattr`` on parameters: Dynamo guards on the answers."""
+    """``hasattr`` and ``getattr`` on parameters: Dynamo guards on the results."""
 
     class block(Block):
         def forward(self, x: Tensor) -> Tensor:

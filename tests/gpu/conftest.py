@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def nccl() -> Iterator[None]:
-    """This process alone, on NCCL."""
+    """Run this process alone, on NCCL."""
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -26,7 +26,7 @@ def nccl() -> Iterator[None]:
 
 @pytest.fixture
 def fake_ranks() -> Iterator[int]:
-    """Rank 0 of eight; the others do not exist, and collectives return at once with undefined content."""
+    """Make this process rank 0 of eight. The others are fake: collectives return at once with undefined content."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.cuda.set_device(0)

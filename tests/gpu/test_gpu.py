@@ -1,4 +1,4 @@
-"""What only a GPU shows: NCCL, Triton's code, streams and the CUDA allocator. Skipped without one."""
+"""Tests of what only a GPU shows: NCCL, Triton's code, streams and the CUDA allocator. Skipped without one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_rank_trains_as_without_sharding(mode: str) -> None:
             optim.step()
             optim.zero_grad()
             losses.append(loss.item())
-        # float32 matmuls of other shapes of kernels: 1e-6 per step, which AdamW amplifies.
+        # float32 matmuls with kernels of other shapes: 1e-6 per step, which AdamW amplifies.
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -61,7 +61,7 @@ def test_one_rank_trains_as_without_sharding(mode: str) -> None:
 @pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True, "capturable": True}, {"foreach": False}])
 @pytest.mark.parametrize("flat", [True, False])
 def test_optimizer_kernels(settings: dict[str, bool], flat: bool) -> None:
-    """The same elements go through the same arithmetic, in tensors of whatever length: to the bit."""
+    """Optimizer kernels give the same bits for the same elements in tensors of any length."""
     model, alone = fully_shard_model(whole(), fsdp_unit_modules=[Block]), whole()
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, **settings), flat=flat)
     alone_optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, **settings)
@@ -109,7 +109,7 @@ def test_bfloat16_with_float32_shards(mode: str) -> None:
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize("mode", MODES)
 def test_peak_memory(mode: str) -> None:
-    """Shards' gradients, two gathered units, gradients in flight, and the activations of one small batch."""
+    """Peak memory is the shards' gradients, two gathered units, gradients in flight, and one batch's activations."""
     model, call = sharded(mode, torch.bfloat16)
     x, y = tokens(batch=1, length=16)
     for _ in range(3):
@@ -125,7 +125,7 @@ def test_peak_memory(mode: str) -> None:
     unit = max(b.plan.gathered_bytes for b in buckets)
     gradients = sum(b.plan.shard_bytes for b in buckets)
     in_flight = 2 * unit if mode == "inductor" else 3 * unit
-    casts = sum(sorted(b.plan.shard_bytes for b in buckets)[-2:])  # shards in bfloat16, and their reductions
+    casts = sum(sorted(b.plan.shard_bytes for b in buckets)[-2:])  # shards in bfloat16, and results of reductions
     activations = 8 << 20
     assert peak <= gradients + 2 * unit + in_flight + casts + activations
 
@@ -146,13 +146,13 @@ def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> 
     kernel = "mm_dtype" if float32_gradients else "mm"
     outs = re.findall(rf"extern_kernels\.{kernel}\(.*out=(\w+)\)", backward)
     matrices = sum(len(slot.shape) == 2 for b in model.sharded.buckets for slot in b.plan.layout.slots)
-    assert sum(out in parts for out in outs) >= matrices - 1  # all but the embedding's
+    assert sum(out in parts for out in outs) >= matrices - 1  # all but the embedding's gradient
     assert forward.count("all_gather_into_tensor.default(") == len(model.sharded.buckets)
 
 
 @pytest.mark.usefixtures("nccl")
 def test_training_makes_no_host_synchronisation() -> None:
-    """Nothing waits for the GPU but what the user asks for."""
+    """Training never waits for the GPU unless the user asks for it."""
     model, call = sharded("inductor", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -219,7 +219,10 @@ def test_float32_gradients_are_more_exact(mode: str, dtype: torch.dtype) -> None
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("budget", [None, "40GiB"])
 def test_memory_and_time_are_as_predicted(budget: str | None) -> None:
-    """The bounds are the project's. Larger than the other tests' model, so that kernels take longer than to launch them."""
+    """Memory and time are within the project's bounds of the prediction.
+
+    The model is larger than in the other tests, so that kernels take longer than their launches.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(vocabulary=32000, width=2048, layers=8, heads=16, kv_heads=8, hidden=5632)
     model = fully_shard_model(Llama(config).to("cuda", torch.bfloat16), fsdp_unit_modules=[Block])

@@ -1,6 +1,6 @@
-"""Mutants of the product: changes that break it, each of which some test must notice.
+"""Mutants of the product: changes that break it. Some test must notice each of them.
 
-``make mutants`` makes them one by one, in a copy, and runs the tests that should fail. See docs/mutants.md.
+``make mutants`` applies them one by one, in a copy, and runs the tests that should fail. See docs/mutants.md.
 """
 
 from .checkpoint_mutants import CHECKPOINT

@@ -1,11 +1,11 @@
-"""``make mutants``: which mutants do tests notice?
+"""``make mutants``: find the mutants that no test notices.
 
     cd tests && python -m mutation [REGEX] [--jobs 2] [--write]
 
-Each mutant is one changed file in a copy of the checkout, and its tests run there until one fails. First all tests run without
-a change, where none may. Processes are forked from this one, which has imported torch, and not the package.
+Each mutant is one changed file in a copy of the checkout. Its tests run there until one fails. First, all tests run
+without a change, and none may fail. Processes are forked from this one, which has imported torch but not the package.
 
-Exits with 1 where less than 95 % are killed.
+The exit code is 1 if less than 95 % of the mutants are killed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .mutant import ROOT, Mutant
 
 WANTED = 0.95
 SECONDS = 400
-"""For the tests of one mutant at a time. One that hangs is killed: by the time-out of the test, or by this."""
+"""Time limit for one test run of a mutant. A run that hangs is ended by the test's own timeout or by this limit."""
 
 IMPORTS = (
     "pytest",
@@ -50,10 +50,10 @@ IMPORTS = (
 
 @dataclass
 class Job:
-    """Tests that run in a copy, with a change or without one.
+    """Tests that run in a copy of the checkout, with a mutant or without one.
 
     Args:
-        tests: lines of arguments; one run of pytest each, until one fails.
+        tests: Lines of arguments. Each is one run of pytest, until one fails.
     """
 
     tests: Sequence[str]
@@ -64,7 +64,7 @@ class Job:
     copy: Path = field(default_factory=Path)
     log: Path = field(default_factory=Path)
     status: int | None = None
-    """What pytest has returned, or the negative number of a signal."""
+    """Exit code of pytest, or the negative number of a signal."""
 
     @property
     def output(self) -> str:
@@ -72,7 +72,7 @@ class Job:
 
     @property
     def failed(self) -> str:
-        """The test that has failed, or what else has happened."""
+        """Name of the failed test, or what happened instead."""
         if self.status == -signal.SIGKILL:
             return f"no end after {SECONDS} s"
         found = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", self.output, flags=re.MULTILINE)
@@ -89,7 +89,7 @@ class Job:
             self._run()
 
     def _run(self) -> None:
-        """In the child."""
+        """Run the tests in the child process."""
         status = 70
         try:
             descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -119,7 +119,7 @@ class Job:
             return False
         self.status, self.seconds = os.waitstatus_to_exitcode(status), time.monotonic() - self.begun
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it may have left
+            os.killpg(self.pid, signal.SIGKILL)  # processes that it may have left
         if self.mutant is not None:
             shutil.copyfile(ROOT / self.mutant.file, self.copy / self.mutant.file)
         return True
@@ -131,8 +131,8 @@ _OWN = {ROOT, ROOT / "tests"}
 def _run_pytest(command: Sequence[str]) -> int:
     import pytest
 
-    # The server that pools of ranks are forked from would import torch again, ten seconds of CPU time for each mutant: it is
-    # forked from here, before there is a thread.
+    # The server that pools of ranks are forked from would import torch again, which takes ten seconds of CPU time for
+    # each mutant. Fork it from this process instead, before there is a thread.
     multiprocessing.util.spawnv_passfds = _fork_instead  # type: ignore[attr-defined]
     sys.path.insert(0, "tests")
     from pool import server
@@ -152,7 +152,7 @@ def _fork_instead(executable: str, arguments: Sequence[str], descriptors: Sequen
 
 
 def _in_a_child(run: Callable[[], int]) -> int:
-    """pytest cannot run twice in a process: modules of tests stay."""
+    """Run in a child process. pytest cannot run twice in one process, because test modules stay imported."""
     pid = os.fork()
     if pid == 0:
         os._exit(run())
@@ -160,7 +160,7 @@ def _in_a_child(run: Callable[[], int]) -> int:
 
 
 def run(jobs: Iterable[Job], copies: Sequence[Path]) -> Iterator[Job]:
-    """Jobs as they end; one at a time in each copy."""
+    """Run jobs, one at a time in each copy, and yield them as they end."""
     waiting, free, running = list(jobs), list(copies), list[Job]()
     while waiting or running:
         while waiting and free:

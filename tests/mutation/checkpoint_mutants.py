@@ -1,4 +1,4 @@
-"""Of ``mfsdp_compile/checkpoint/``: what is saved, what is removed, what is believed."""
+"""Mutants of ``mfsdp_compile/checkpoint/``: what is saved, what is removed, what is trusted."""
 
 from __future__ import annotations
 

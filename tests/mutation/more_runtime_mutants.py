@@ -1,4 +1,4 @@
-"""Of ``runtime/``: optimizers, the order of what ranks do, parameters that are divided already."""
+"""Mutants of ``runtime/``: optimizers, the order of collectives, parameters that are already divided."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ MORE_RUNTIME = (
         "        is_alone = True",
         ("test_order.py -k fork",),
     ),
-    # -- parameters that are divided already --------------------------------------------------------------------------
+    # -- parameters that are already divided --------------------------------------------------------------------------
     Mutant(
         "runtime/plan/partition.py",
         "a negative partition_dim is refused",

@@ -1,4 +1,4 @@
-"""What a mutant is, and where it is looked for."""
+"""The form of a mutant, and the location of the checkout that it applies to."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ class Mutant(NamedTuple):
     """One change of one file that breaks the product.
 
     Args:
-        file: relative to the checkout.
-        breaks: what goes wrong.
-        old: occurs exactly once in the file.
-        new: takes its place.
-        tests: what must fail: arguments of pytest, relative to ``tests/``; ``-k`` expressions follow after a space.
-        equivalent: why no test can fail. Such a mutant is neither run nor counted.
+        file: Path relative to the checkout.
+        breaks: What goes wrong.
+        old: Text that occurs exactly once in the file.
+        new: Text that replaces it.
+        tests: Tests that must fail, as arguments of pytest relative to ``tests/``. A ``-k`` expression follows after a
+            space.
+        equivalent: Why no test can fail. Such a mutant is neither run nor counted.
     """
 
     file: str
@@ -35,10 +36,10 @@ class Mutant(NamedTuple):
         return f"{self.file}: {self.breaks}"
 
     def source(self) -> str:
-        """The file with the change.
+        """Return the text of the file with the change.
 
         Raises:
-            ValueError: the place is not there, or not the only one.
+            ValueError: ``old`` does not occur in the file, or occurs more than once.
         """
         text = (ROOT / self.file).read_text(encoding="utf-8")
         if (found := text.count(self.old)) != 1:

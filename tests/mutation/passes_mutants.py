@@ -1,4 +1,4 @@
-"""Of ``passes/``: where collectives go, what the solver decides, what the verifier sees."""
+"""Mutants of ``passes/``: the places of collectives, the solver's decisions, the verifier's checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of ``runtime/``: layouts, buckets, gradients, parameters at rest, agreement."""
+"""Mutants of ``runtime/``: layouts, buckets, gradients, parameters at rest, agreement."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ RUNTIME = (
         "        step = shard_align",
         LAYOUT,
     ),
-    # -- gradients that wait ------------------------------------------------------------------------------------------
+    # -- deferred gradients -------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/deferred_gradients.py",
         "a gradient that is kept shares the memory of a compiled graph",
@@ -158,7 +158,7 @@ RUNTIME = (
         "            pass",
         ("test_strategies.py -k gradients_of_a_part",),
     ),
-    # -- averaged -----------------------------------------------------------------------------------------------------
+    # -- averaged gradients -------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/averaged_gradient.py",
         "gradients of penalties are summed over ranks, not averaged",
