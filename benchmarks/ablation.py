@@ -32,7 +32,7 @@ from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline
 from mfsdp_compile.passes.solver.solve import BudgetError, solve
-from mfsdp_compile.passes.solver.step_events import Plan
+from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import problem_of
 from mfsdp_compile.planning.trace_model import Trace, trace
@@ -128,7 +128,7 @@ def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     yield solved("unbounded", job, problem_of(job, traced, candidate), None)
 
 
-def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
+def solved(name: str, job: Job, problem: StepOutlines, budget: int | None) -> Way:
     try:
         timeline = solve(problem, job.optimizer, budget, up_to_budget=True).timeline
     except BudgetError as error:
@@ -137,7 +137,7 @@ def solved(name: str, job: Job, problem: Plan, budget: int | None) -> Way:
     return Way(name, timeline, timeline.peak_bytes, job.usable)
 
 
-def least_exposed(problem: Plan) -> float:
+def least_exposed(problem: StepOutlines) -> float:
     """Return the seconds exposed in any order of collectives, if buckets may stay for the backward and memory is free.
 
     Gathers run one after the other. All gathers up to a use are finished at that use. At least the part of their time

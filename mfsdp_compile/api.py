@@ -21,7 +21,7 @@ from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initialiser
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
-from mfsdp_compile.runtime.plan.experts import Experts, IsExpert, build_experts
+from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
@@ -212,7 +212,7 @@ def fully_shard_model(
         device_type=_device_type(device, module),
     )
 
-    def experts() -> Experts:
+    def experts() -> ExpertPlacement:
         assert expt_device_mesh is not None
         return build_experts(
             expt_device_mesh,

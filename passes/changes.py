@@ -19,7 +19,7 @@ from mfsdp_compile.runtime.schedule_text import ScheduleLine
 from . import roles
 from .context import Context
 
-__all__ = ["Event", "Point", "changes", "events", "points"]
+__all__ = ["Event", "SchedulePoint", "changes", "events", "points"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Event:
     operators: int
 
 
-class Point(NamedTuple):
+class SchedulePoint(NamedTuple):
     """A node where a collective starts or ends, or a bucket becomes whole without one.
 
     Args:
@@ -67,19 +67,19 @@ def events(graph: fx.Graph, context: Context) -> list[Event]:
     return found
 
 
-def points(graph: fx.Graph, context: Context) -> Iterator[Point]:
+def points(graph: fx.Graph, context: Context) -> Iterator[SchedulePoint]:
     """Of a graph with roles; gathers first, then reductions."""
     for gather in roles.gathers(graph):
         if gather.start is not None:
             number = context.buckets[gather.bucket].portion_size if gather.is_of_portions else 1
-            yield Point(gather.start, "gather", gather.bucket, number)
+            yield SchedulePoint(gather.start, "gather", gather.bucket, number)
         if gather.whole is not None:
             waits = gather.start or context.buckets[gather.bucket].has_resident
-            yield Point(gather.whole, "wait" if waits else "cast", gather.bucket)
+            yield SchedulePoint(gather.whole, "wait" if waits else "cast", gather.bucket)
     for reduction in roles.reductions(graph):
         for stage, (start, wait) in enumerate(reduction.stages, 1):
-            yield Point(start, "reduce", reduction.bucket, stage)
-            yield Point(wait, "await", reduction.bucket, stage)
+            yield SchedulePoint(start, "reduce", reduction.bucket, stage)
+            yield SchedulePoint(wait, "await", reduction.bucket, stage)
 
 
 def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:

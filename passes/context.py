@@ -19,7 +19,7 @@ from .decisions import Decisions
 __all__ = [
     "BucketInfo",
     "Context",
-    "Kind",
+    "NodeKind",
     "Phase",
     "Report",
     "Role",
@@ -208,7 +208,7 @@ class Phase(Enum):
     INFERENCE = "inference"
 
 
-class Kind(Enum):
+class NodeKind(Enum):
     """What a node is to its bucket."""
 
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
@@ -228,7 +228,7 @@ class Kind(Enum):
 class Role:
     """What a node has to do with a bucket; in ``node.meta["mfsdp"]``."""
 
-    kind: Kind
+    kind: NodeKind
     bucket: int
     index: int | None = None  # of the parameter, for shells
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from . import roles
-from .context import Context, Kind, Phase, Report, role_of
+from .context import Context, NodeKind, Phase, Report, role_of
 
 __all__ = ["apply"]
 
@@ -40,7 +40,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []
     left: Counter[str] = Counter()
     for pack in graph.find_nodes(op="call_function", target=_PACK):
-        if (role := role_of(pack)) is None or role.kind is not Kind.PACK:
+        if (role := role_of(pack)) is None or role.kind is not NodeKind.PACK:
             continue
         info = context.buckets[role.bucket]
         names = {slot.offset: slot.name for slot in info.layout.slots if slot.numel}

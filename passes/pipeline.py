@@ -27,15 +27,15 @@ from .solver.flow import Saved, flow_of
 from .solver.outline import Outline, outline_of
 from .solver.simulate import Event, OptimizerCost, events_of
 from .solver.solve import Solution, gib
-from .solver.step_events import Plan
+from .solver.step_events import StepOutlines
 from .verifier import verify
 from .verifier.analysis import Analysis
 from .verifier.contract import Contract, set_contract
 
 __all__ = [
+    "CompileRecord",
     "Observer",
     "Prediction",
-    "Record",
     "UserPass",
     "decide",
     "decide_inference",
@@ -78,7 +78,7 @@ class Prediction:
 
 
 @dataclass
-class Record:
+class CompileRecord:
     """What happened to one Dynamo graph and the graphs that came of it.
 
     A graph that came out of a compile cache went through ``unshard`` in this process, and through the other passes in
@@ -171,13 +171,13 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     return table[phase]
 
 
-def rewrite_dynamo_graph(gm: fx.GraphModule, record: Record) -> None:
+def rewrite_dynamo_graph(gm: fx.GraphModule, record: CompileRecord) -> None:
     record.show(None, gm.graph)
     report = record.run(None, unshard.apply, gm.graph)
     record.show(None, gm.graph, report)
 
 
-def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
+def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
     """Before the partition into forward and backward."""
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = [*record._agreed]
@@ -193,7 +193,7 @@ def prepare_joint(graph: fx.Graph, record: Record, user_outputs: int) -> None:
     _apply_passes(graph, Phase.JOINT, record)
 
 
-def keep_portions(forward: fx.Graph, backward: fx.Graph, record: Record) -> None:
+def keep_portions(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) -> None:
     """After the partition, where portions of what forward gathers are to stay for the backward."""
     if not any(info.portion_size for info in record.context.buckets):
         return
@@ -203,20 +203,20 @@ def keep_portions(forward: fx.Graph, backward: fx.Graph, record: Record) -> None
     record.set_decisions(replace(record.decisions, portions=kept))
 
 
-def needs_decisions(record: Record) -> bool:
+def needs_decisions(record: CompileRecord) -> bool:
     """Whether the schedule is for the solver to find; then :func:`decide` comes before :func:`prepare_joint`."""
     prediction = record.prediction
     return prediction is not None and prediction.text is None and record.context.policy.is_solved
 
 
-def tag_for_trial(joint: fx.Graph, record: Record) -> None:
+def tag_for_trial(joint: fx.Graph, record: CompileRecord) -> None:
     """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
     roles.assign(joint)
     drop_unread.apply(joint, record.context, Phase.JOINT)
     reshard.apply(joint, replace(record.context, decisions=Decisions()), Phase.JOINT)
 
 
-def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) -> None:
+def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs: int) -> None:
     """Find a schedule for graphs that are not scheduled yet.
 
     Raises:
@@ -242,7 +242,7 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
             "another one, 'memory_budget' another bound)"
         )
     problem = Problem(
-        Plan(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
+        StepOutlines(outlines_of(graphs, context, prediction.costs, user_outputs), context, prediction.costs),
         prediction.optimizer,
         budget,
         prefetch=None if policy.prefetch == "auto" else policy.prefetch,
@@ -259,7 +259,7 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: Record, user_outputs: int) 
     record.set_decisions(record.solution.decisions)
 
 
-def decide_inference(graph: fx.Graph, record: Record) -> None:
+def decide_inference(graph: fx.Graph, record: CompileRecord) -> None:
     """:func:`decide` for an inference graph, before compile caches are asked for its code; for others, nothing."""
     if needs_decisions(record) and record.solution is None and phase_of(graph) is Phase.INFERENCE:
         if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
@@ -270,7 +270,7 @@ def decide_inference(graph: fx.Graph, record: Record) -> None:
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
 
-def decision_digest(record: Record) -> str | None:
+def decision_digest(record: CompileRecord) -> str | None:
     """What compile caches must know of decisions that do not follow from the graph, since ranks have agreed on them. None: there
     are none yet."""
     if record.meeting is None or not needs_decisions(record):
@@ -299,13 +299,13 @@ def usable_budget(policy: SchedulePolicy, memory_bytes: int) -> int:
     return int((policy.memory_budget or memory_bytes) * (1 - policy.budget_reserve))
 
 
-def _from_text(record: Record, text: ScheduleText) -> Decisions:
+def _from_text(record: CompileRecord, text: ScheduleText) -> Decisions:
     buckets = record.context.buckets
     names, units = [info.name for info in buckets], [info.unit for info in buckets]
     return text.decisions(names, units, record.context.whole_model)
 
 
-def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
+def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
     """After the partition: a forward, backward or inference graph."""
     record.reports[phase] = []
     roles.assign(graph)
@@ -333,7 +333,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: Record) -> None:
     announce.apply(graph, record.context, phase)
 
 
-def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
+def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> None:
     """Raise ValueError if a schedule is not the one that a file asks for."""
     if phase not in text.lines:
         return
@@ -350,7 +350,7 @@ def _check_followed(phase: Phase, record: Record, text: ScheduleText) -> None:
             )
 
 
-def _predict(graph: fx.Graph, phase: Phase, record: Record, prediction: Prediction) -> None:
+def _predict(graph: fx.Graph, phase: Phase, record: CompileRecord, prediction: Prediction) -> None:
     """Note what the simulator needs of a graph. What is predicted changes nothing, so that it may fail."""
     try:
         saved = record._saved if phase is Phase.BACKWARD else None
@@ -361,20 +361,20 @@ def _predict(graph: fx.Graph, phase: Phase, record: Record, prediction: Predicti
         record.unpredicted[phase] = f"{type(error).__name__}: {error}"
 
 
-def _note_contract(graph: fx.Graph, phase: Phase, record: Record) -> None:
+def _note_contract(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
     found = Analysis(graph, record.context, phase)
     decisions = record.decisions
     set_contract(graph, Contract.of(found, record.user_outputs, decisions.kept, decisions.portions or frozenset()))
 
 
-def _drop_unread(graph: fx.Graph, phase: Phase, record: Record) -> None:
+def _drop_unread(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
     """Remove gathers that nobody reads, before anything is decided about gathers. Reported only if there are any."""
     report = drop_unread.apply(graph, record.context, phase)
     if report.lines:
         record.reports[phase].append(report)
 
 
-def _apply_passes(graph: fx.Graph, phase: Phase, record: Record) -> None:
+def _apply_passes(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
     for apply in passes_of(phase, record.context):
         name = apply.__module__.rpartition(".")[2]
         record.transform(phase, apply, graph, verified_as=name if record.verify_each else None)

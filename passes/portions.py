@@ -22,7 +22,7 @@ from __future__ import annotations
 from torch import fx
 
 from . import roles
-from .context import BucketInfo, Context, Kind, Report, Role, set_role
+from .context import BucketInfo, Context, NodeKind, Report, Role, set_role
 
 __all__ = ["apply"]
 
@@ -77,7 +77,7 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
     value = whole.meta["val"].new_empty(info.layout.numel // info.portion_size)
     for node in (portion, placeholder):
         node.meta |= {"val": value, "custom": {roles.MARK: again.bucket}}
-        set_role(node, Role(Kind.PORTION, again.bucket))
+        set_role(node, Role(NodeKind.PORTION, again.bucket))
     start.args = (placeholder, *ranks)
     for node in reversed(again.before):
         backward.erase_node(node)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .context import Kind, Role, role_of, set_role
+from .context import NodeKind, Role, role_of, set_role
 
 __all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "has_kind", "is_collective", "is_view", "reductions"]
 
@@ -69,7 +69,7 @@ class Gather:
     @property
     def is_of_portions(self) -> bool:
         """Whether ranks send their portions of it, and not their shards."""
-        return self.start is not None and has_kind(self.start.all_input_nodes[0], Kind.PORTION)
+        return self.start is not None and has_kind(self.start.all_input_nodes[0], NodeKind.PORTION)
 
 
 @dataclass(frozen=True)
@@ -135,41 +135,41 @@ def assign(graph: fx.Graph) -> None:
             assert source is not None
             bucket = source.bucket
         set_role(node, Role(kind, bucket))
-        for source in node.all_input_nodes if kind is not Kind.PACK else ():
-            if source.op == "placeholder" and not has_kind(source, Kind.PORTION):
-                set_role(source, Role(Kind.TOKEN if kind is Kind.START_REDUCE else Kind.SHARD, bucket))
+        for source in node.all_input_nodes if kind is not NodeKind.PACK else ():
+            if source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
+                set_role(source, Role(NodeKind.TOKEN if kind is NodeKind.START_REDUCE else NodeKind.SHARD, bucket))
 
 
 def _mark(node: fx.Node) -> int | None:
     return (node.meta.get("custom") or {}).get(MARK)
 
 
-def _kind(node: fx.Node) -> Kind | None:
+def _kind(node: fx.Node) -> NodeKind | None:
     source = node.all_input_nodes[0] if node.all_input_nodes else None
     role = role_of(source) if source is not None else None
     of = role.kind if role is not None else None
     target = node.target
     if target is torch.ops.mfsdp.pack_gradients.default and _mark(node) is not None:
-        return Kind.PACK
+        return NodeKind.PACK
     if target is PORTION and _mark(node) is not None:
-        return Kind.PORTION
-    if target in REDUCES and of in (Kind.PACK, Kind.REDUCED):
-        return Kind.START_REDUCE
-    if target is _c10d.wait_tensor.default and of is Kind.START_REDUCE:
-        return Kind.REDUCED
-    if target is _c10d.wait_tensor.default and of is Kind.START_GATHER:
-        return Kind.GATHERED
-    if is_view(node) and (of in (Kind.GATHERED, Kind.VIEW) or (_mark(node) is not None and _is_input(source))):
-        return Kind.VIEW
+        return NodeKind.PORTION
+    if target in REDUCES and of in (NodeKind.PACK, NodeKind.REDUCED):
+        return NodeKind.START_REDUCE
+    if target is _c10d.wait_tensor.default and of is NodeKind.START_REDUCE:
+        return NodeKind.REDUCED
+    if target is _c10d.wait_tensor.default and of is NodeKind.START_GATHER:
+        return NodeKind.GATHERED
+    if is_view(node) and (of in (NodeKind.GATHERED, NodeKind.VIEW) or (_mark(node) is not None and _is_input(source))):
+        return NodeKind.VIEW
     if _mark(node) is None:
         return None
     if target in GATHERS:
-        return Kind.START_GATHER
-    if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is Kind.CAST):
+        return NodeKind.START_GATHER
+    if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is NodeKind.CAST):
         feeds = any(user.target in GATHERS or user.target in CASTS for user in node.users)
-        return Kind.CAST if feeds else Kind.GATHERED
-    if of is Kind.PACK:  # scaled before it is reduced
-        return Kind.PACK
+        return NodeKind.CAST if feeds else NodeKind.GATHERED
+    if of is NodeKind.PACK:  # scaled before it is reduced
+        return NodeKind.PACK
     return None
 
 
@@ -177,7 +177,7 @@ def _is_input(node: fx.Node | None) -> bool:
     return node is not None and node.op == "placeholder"
 
 
-def _of_kind(graph: fx.Graph, *kinds: Kind) -> Iterator[tuple[fx.Node, Role]]:
+def _of_kind(graph: fx.Graph, *kinds: NodeKind) -> Iterator[tuple[fx.Node, Role]]:
     for node in graph.nodes:
         role = role_of(node)
         if role is not None and role.kind in kinds:
@@ -187,21 +187,21 @@ def _of_kind(graph: fx.Graph, *kinds: Kind) -> Iterator[tuple[fx.Node, Role]]:
 def gathers(graph: fx.Graph) -> list[Gather]:
     """All gathers of a graph with roles, in graph order."""
     found = []
-    for node, role in _of_kind(graph, Kind.START_GATHER, Kind.GATHERED, Kind.SHARD):
-        if role.kind is Kind.START_GATHER:
-            (whole,) = (user for user in node.users if has_kind(user, Kind.GATHERED))
+    for node, role in _of_kind(graph, NodeKind.START_GATHER, NodeKind.GATHERED, NodeKind.SHARD):
+        if role.kind is NodeKind.START_GATHER:
+            (whole,) = (user for user in node.users if has_kind(user, NodeKind.GATHERED))
             found.append(_gather(role.bucket, _casts_before(node), node, whole, whole))
-        elif role.kind is Kind.GATHERED:
-            if not has_kind(node.all_input_nodes[0], Kind.START_GATHER):
+        elif role.kind is NodeKind.GATHERED:
+            if not has_kind(node.all_input_nodes[0], NodeKind.START_GATHER):
                 found.append(_gather(role.bucket, _casts_before(node), None, node, node))
-        elif any(has_kind(user, Kind.VIEW) for user in node.users):
+        elif any(has_kind(user, NodeKind.VIEW) for user in node.users):
             found.append(_gather(role.bucket, (), None, None, node))
     return found
 
 
 def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
     before: list[fx.Node] = []
-    while has_kind(node := node.all_input_nodes[0], Kind.CAST):
+    while has_kind(node := node.all_input_nodes[0], NodeKind.CAST):
         before.insert(0, node)
     return tuple(before)
 
@@ -215,7 +215,7 @@ def _gather(
     while pending:
         node = pending.pop()
         for user in node.users:
-            if has_kind(user, Kind.VIEW):
+            if has_kind(user, NodeKind.VIEW):
                 if user not in views:
                     views.append(user)
                     pending.append(user)
@@ -227,15 +227,15 @@ def _gather(
 def reductions(graph: fx.Graph) -> list[Reduction]:
     """All reductions of a graph with roles, in graph order."""
     found = []
-    for pack, role in _of_kind(graph, Kind.PACK):
+    for pack, role in _of_kind(graph, NodeKind.PACK):
         if pack.target is not torch.ops.mfsdp.pack_gradients.default:
             continue
         scale: list[fx.Node] = []
         node = pack
-        while scaled := [user for user in node.users if has_kind(user, Kind.PACK)]:
+        while scaled := [user for user in node.users if has_kind(user, NodeKind.PACK)]:
             node = scaled[0]
             scale.append(node)
-        for start in [user for user in node.users if has_kind(user, Kind.START_REDUCE)]:
+        for start in [user for user in node.users if has_kind(user, NodeKind.START_REDUCE)]:
             found.append(_reduction(role.bucket, pack, tuple(scale), start))
     return found
 
@@ -245,9 +245,9 @@ def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx
     following: fx.Node | None = start
     wait = start
     while following is not None:
-        (wait,) = (user for user in following.users if has_kind(user, Kind.REDUCED))
+        (wait,) = (user for user in following.users if has_kind(user, NodeKind.REDUCED))
         stages.append((following, wait))
-        following = next((user for user in wait.users if has_kind(user, Kind.START_REDUCE)), None)
+        following = next((user for user in wait.users if has_kind(user, NodeKind.START_REDUCE)), None)
     after: list[fx.Node] = []
     pending = [wait]
     while pending:
@@ -258,6 +258,6 @@ def _reduction(bucket: int, pack: fx.Node, scale: tuple[fx.Node, ...], start: fx
     return Reduction(bucket, pack, scale, tuple(stages), tuple(sorted(after)))
 
 
-def has_kind(node: fx.Node, kind: Kind) -> bool:
+def has_kind(node: fx.Node, kind: NodeKind) -> bool:
     role = role_of(node)
     return role is not None and role.kind is kind

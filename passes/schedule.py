@@ -24,7 +24,7 @@ __all__ = ["apply"]
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GatherGroup:
     """Gathers of one unit that are first used one after the other: they start together."""
 
     gathers: tuple[roles.Gather, ...]
@@ -62,7 +62,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     return Report("schedule", lines)
 
 
-def _groups(graph: fx.Graph, context: Context) -> list[_Group]:
+def _groups(graph: fx.Graph, context: Context) -> list[_GatherGroup]:
     order = {node: position for position, node in enumerate(graph.nodes)}
     found = sorted(
         (g for g in roles.gathers(graph) if g.uses and g.start is not None),
@@ -76,7 +76,7 @@ def _groups(graph: fx.Graph, context: Context) -> list[_Group]:
         else:
             groups.append([gather])
     return [
-        _Group(
+        _GatherGroup(
             tuple(group),
             sum(context.buckets[g.bucket].gathered_bytes for g in group),
             context.buckets[group[0].bucket].unit,
@@ -93,7 +93,7 @@ def _sink(gather: roles.Gather) -> None:
             first_use.prepend(node)
 
 
-def _start_before(groups: list[_Group], i: int, ahead: Ahead, top: fx.Node) -> tuple[fx.Node, str]:
+def _start_before(groups: list[_GatherGroup], i: int, ahead: Ahead, top: fx.Node) -> tuple[fx.Node, str]:
     """The node before which group ``i`` starts."""
     if ahead.units == 0:
         detail = f": {ahead.why.detail}" if ahead.why.detail else ""

@@ -24,7 +24,7 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, Kind, Phase, Report, Role, role_of, set_role
+from .context import Context, NodeKind, Phase, Report, Role, role_of, set_role
 from .roles import MARK
 
 __all__ = ["apply", "erase_markers"]
@@ -33,7 +33,7 @@ __all__ = ["apply", "erase_markers"]
 def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
     gm = graph.owning_module
     assert gm is not None
-    shells = {node: role for node in graph.nodes if (role := role_of(node)) and role.kind is Kind.SHELL}
+    shells = {node: role for node in graph.nodes if (role := role_of(node)) and role.kind is NodeKind.SHELL}
     first_of: dict[int, fx.Node] = {}
     for node, role in shells.items():
         first_of.setdefault(role.bucket, node)
@@ -51,7 +51,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
                 placeholders.append(placeholder)
             shard, resident, token = placeholders
             assert shard is not None
-            set_role(shard, Role(Kind.SHARD, bucket))
+            set_role(shard, Role(NodeKind.SHARD, bucket))
             sources.append((shard, resident, token))
 
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]

@@ -23,7 +23,7 @@ def gather(part: Tensor, ranks: int, group: str) -> Tensor:
     Returns:
         ``[ranks * n, ...]``.
     """
-    gathered: Tensor = _Move.apply(part, True, ranks, group)
+    gathered: Tensor = _MoveFunction.apply(part, True, ranks, group)
     return gathered
 
 
@@ -32,11 +32,11 @@ def scatter(whole: Tensor, ranks: int, group: str) -> Tensor:
 
     The adjoint of :func:`gather`.
     """
-    part: Tensor = _Move.apply(whole, False, ranks, group)
+    part: Tensor = _MoveFunction.apply(whole, False, ranks, group)
     return part
 
 
-class _Move(torch.autograd.Function):
+class _MoveFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathers: bool, ranks: int, group: str) -> Tensor:
         ctx.back = not gathers, ranks, group

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import compat
-from .plan.experts import Experts
+from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan
 from .plan.partition import Partition, local_part
 from .ranks.agreement import agree, value_digest
@@ -39,7 +39,7 @@ class Membership:
 
     topology: Topology
     group: dist.ProcessGroup
-    experts: Experts | None
+    experts: ExpertPlacement | None
     partitions: Mapping[str, Partition | None]
     expert_names: frozenset[str]
     everyone: dist.ProcessGroup = field(init=False)

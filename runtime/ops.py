@@ -90,7 +90,7 @@ torch.library.register_autograd("mfsdp::unshard", _unshard_backward, lib=_librar
 # -- gather -----------------------------------------------------------------------------------------------------------
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
 
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
 def _gather(shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any) -> list[Tensor]:
-    return list(_Gather.apply(shard, resident, token, Exchange(*arguments)))
+    return list(_GatherFunction.apply(shard, resident, token, Exchange(*arguments)))
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")
@@ -162,7 +162,7 @@ def start_stage(gradient: Tensor, stage: int, exchange: Exchange, token: Tensor 
 
     Args:
         gradient: The packed bucket, or the result of the previous stage.
-        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.Pending`, if it has one.
+        token: Token of the bucket's :class:`~mfsdp_compile.runtime.memory.deferred_gradients.DeferredGradient`, if it has one.
     """
     inspected = exchange.inspected and stage == 0
     if not exchange.may_wait(stage) and not inspected:

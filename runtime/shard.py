@@ -20,7 +20,7 @@ from .membership import Membership
 from .memory.bucket import Bucket, Home
 from .model import ShardedModel
 from .plan.buckets import BucketPlanner
-from .plan.experts import Experts
+from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan, divide
 from .plan.references import move_hooks, retire
 from .plan.units import UnitClasses
@@ -64,7 +64,7 @@ class ShardingOptions:
     layout_policy: LayoutPolicy | None = None
     whole: Collection[str] = ()
     eager_policy: EagerPolicy = field(default_factory=EagerPolicy)
-    experts: Callable[[], Experts] | None = None
+    experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initialiser | None = None
 

@@ -33,8 +33,8 @@ from .ranks.agreement import announce
 __all__ = [
     "Accumulation",
     "Group",
+    "ReductionStage",
     "ShardingStrategy",
-    "Stage",
     "Topology",
 ]
 
@@ -119,7 +119,7 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReductionStage:
     """One collective of a bucket's reduction: a reduce-scatter, or an all-reduce."""
 
     scatters: bool
@@ -272,15 +272,15 @@ class Topology:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[ReductionStage, ...]:
         """The stages of a bucket's reduction, one collective each, in order."""
         if self.strategy is ShardingStrategy.NO_SHARD:
-            return (Stage(False, self.every, When.IF_DUE),)
+            return (ReductionStage(False, self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
-        inner = Stage(True, self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
+        inner = ReductionStage(True, self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
         if self.outer is None:
             return (inner,)
-        return (inner, Stage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
+        return (inner, ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
 
     # -- process groups -----------------------------------------------------------------------------------------------
 

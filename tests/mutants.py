@@ -14,8 +14,17 @@ import torch
 from torch import fx, nn
 
 from mfsdp_compile.passes import roles
-from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, role_of
-from mfsdp_compile.passes.verifier.analysis import PACK, RELEASE, WAIT, Analysis, Launch, Reduction, Whole, tensor_of
+from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, Phase, role_of
+from mfsdp_compile.passes.verifier.analysis import (
+    PACK,
+    RELEASE,
+    WAIT,
+    Analysis,
+    CollectiveNode,
+    ReductionFlow,
+    Whole,
+    tensor_of,
+)
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER_INTO = c10d.all_gather_into_tensor_out.default
@@ -221,7 +230,7 @@ def resident_released(s: Subject) -> Iterator[Change]:
 # -- V3: memory apart -------------------------------------------------------------------------------------------------
 
 
-def gather_into(launch: Launch, out: fx.Node) -> None:
+def gather_into(launch: CollectiveNode, out: fx.Node) -> None:
     node = launch.node
     node.target, node.kwargs = GATHER_INTO, {"out": out}
 
@@ -276,7 +285,7 @@ def into_another_bucket(s: Subject) -> Iterator[Change]:
 
 def into_a_shard(s: Subject) -> Iterator[Change]:
     """The gather overwrites what the optimizer holds."""
-    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
+    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is NodeKind.SHARD]
     for launch, shard in itertools.product(s.gathers, shards):
         yield lambda launch=launch, shard=shard: gather_into(launch, shard)
 
@@ -310,7 +319,7 @@ def portion_written(s: Subject) -> Iterator[Change]:
     for portion in s.portions:
         yield lambda p=portion.node: call(p, aten.mul_.Scalar, p, 2)
     for launch in s.gathers:
-        if roles.has_kind(launch.input, Kind.PORTION):
+        if roles.has_kind(launch.input, NodeKind.PORTION):
             yield lambda at=launch.node: call(at, aten.zero_.default, at.args[0], before=True)
 
 
@@ -321,7 +330,7 @@ def reduced_twice(s: Subject) -> Iterator[Change]:
     """Other ranks do not run the second collective, and it is unclear which gradient is returned."""
     for reduction in s.packs:
 
-        def change(r: Reduction = reduction) -> None:
+        def change(r: ReductionFlow = reduction) -> None:
             start, wait = renamed(r.stages[0].node), renamed(r.stages[0].waits[0])
             wait.update_arg(0, start)
             s.save(wait)
@@ -381,7 +390,7 @@ def frozen_reduced(s: Subject) -> Iterator[Change]:
                 yield lambda b=bucket, i=info, r=reduction: _reduce(s, b, i, r)
 
 
-def _reduce(s: Subject, bucket: int, info: BucketInfo, near: Reduction) -> None:
+def _reduce(s: Subject, bucket: int, info: BucketInfo, near: ReductionFlow) -> None:
     source, exchange = near.pack.args[0][0], info.exchange
     pack = call(near.pack, PACK, [source], [0], info.layout.numel, exchange.comm_dtype, bucket=bucket)
     size, group = exchange.group_sizes[0], exchange.groups[0]
@@ -392,7 +401,7 @@ def _reduce(s: Subject, bucket: int, info: BucketInfo, near: Reduction) -> None:
 # -- V5: reduced complete ---------------------------------------------------------------------------------------------
 
 
-def _sums(s: Subject) -> Iterator[tuple[Reduction, int, fx.Node]]:
+def _sums(s: Subject) -> Iterator[tuple[ReductionFlow, int, fx.Node]]:
     for reduction in s.packs:
         for i, gradient in enumerate(reduction.pack.args[0]):
             if gradient.target is aten.add.Tensor and all(isinstance(a, fx.Node) for a in gradient.args):
@@ -448,7 +457,7 @@ def gradient_replaced(s: Subject) -> Iterator[Change]:
         for i, gradient in enumerate(reduction.pack.args[0]):
             value = tensor_of(gradient)
 
-            def change(r: Reduction = reduction, i: int = i, value: Any = value) -> None:
+            def change(r: ReductionFlow = reduction, i: int = i, value: Any = value) -> None:
                 zeros = call(r.pack, aten.zeros.default, list(value.shape), before=True, dtype=value.dtype)
                 r.pack.update_arg(0, [zeros if k == i else g for k, g in enumerate(r.pack.args[0])])
 
@@ -494,7 +503,7 @@ def portion_of_another_size(s: Subject) -> Iterator[Change]:
 def portion_gathered_from_all(s: Subject) -> Iterator[Change]:
     """The portions of all ranks overlap."""
     for launch in s.gathers:
-        if roles.has_kind(launch.input, Kind.PORTION):
+        if roles.has_kind(launch.input, NodeKind.PORTION):
             exchange = s.info(launch.bucket).exchange
             whole = (launch.input, exchange.gather_size, exchange.gather_group)
             yield lambda node=launch.node, whole=whole: setattr(node, "args", whole)
@@ -522,7 +531,7 @@ def stage_lost(s: Subject) -> Iterator[Change]:
         if len(reduction.stages) > 1:
             first, second = reduction.stages
 
-            def change(first: Launch = first, second: Launch = second) -> None:
+            def change(first: CollectiveNode = first, second: CollectiveNode = second) -> None:
                 second.waits[0].replace_all_uses_with(first.waits[0])
                 for node in (second.waits[0], second.node):
                     s.graph.erase_node(node)
@@ -535,7 +544,7 @@ def stages_exchanged(s: Subject) -> Iterator[Change]:
     for reduction in s.packs:
         if len(reduction.stages) > 1:
 
-            def change(r: Reduction = reduction) -> None:
+            def change(r: ReductionFlow = reduction) -> None:
                 a, b = (stage.node for stage in r.stages)
                 i, j = _group_argument(a), _group_argument(b)
                 of_a, of_b = a.args[i], b.args[j]
@@ -549,7 +558,7 @@ def stage_added(s: Subject) -> Iterator[Change]:
     """A collective that other ranks do not run."""
     for reduction in s.packs:
 
-        def change(r: Reduction = reduction) -> None:
+        def change(r: ReductionFlow = reduction) -> None:
             last, group = r.stages[-1].waits[0], s.info(r.bucket).exchange.groups[-1]
             start = call(last, c10d.all_reduce.default, last, "sum", group, bucket=r.bucket)
             wait = call(start, WAIT, start, bucket=r.bucket)
@@ -562,7 +571,7 @@ def in_a_branch(s: Subject) -> Iterator[Change]:
     """Ranks whose data take the other branch do not gather."""
     for launch in s.gathers:
 
-        def change(launch: Launch = launch) -> None:
+        def change(launch: CollectiveNode = launch) -> None:
             body = fx.Graph()
             inner = body.create_node(
                 "call_function", c10d.all_gather_into_tensor.default, (body.placeholder("x"), 4, "0")
@@ -709,7 +718,7 @@ def portion_returned(s: Subject) -> Iterator[Change]:
 # -- V9: scaled right -------------------------------------------------------------------------------------------------
 
 
-def _stages(s: Subject) -> Iterator[tuple[Reduction, Launch]]:
+def _stages(s: Subject) -> Iterator[tuple[ReductionFlow, CollectiveNode]]:
     return ((reduction, stage) for reduction in s.packs for stage in reduction.stages)
 
 
@@ -756,7 +765,7 @@ def scaled_in_front(s: Subject) -> Iterator[Change]:
     """Gradients are also scaled in the packed bucket."""
     for reduction in s.packs:
 
-        def change(stage: Launch = reduction.stages[0]) -> None:
+        def change(stage: CollectiveNode = reduction.stages[0]) -> None:
             stage.node.update_arg(0, call(stage.input, aten.div.Scalar, stage.input, 4))
 
         yield change
@@ -767,7 +776,7 @@ def gradient_scaled(s: Subject) -> Iterator[Change]:
     for reduction in s.packs:
         for i, gradient in enumerate(reduction.pack.args[0]):
 
-            def change(r: Reduction = reduction, i: int = i, gradient: fx.Node = gradient) -> None:
+            def change(r: ReductionFlow = reduction, i: int = i, gradient: fx.Node = gradient) -> None:
                 scaled = call(r.pack, aten.mul.Scalar, gradient, 2, before=True)
                 r.pack.update_arg(0, [scaled if k == i else g for k, g in enumerate(r.pack.args[0])])
 
@@ -783,7 +792,7 @@ def never_waits(s: Subject) -> Iterator[Change]:
 
 def another_sum_reduced(s: Subject) -> Iterator[Change]:
     """The microbatches of another bucket are added."""
-    tokens = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.TOKEN]
+    tokens = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is NodeKind.TOKEN]
     for reduction, stage in _stages(s):
         for token in tokens if stage.node.target is torch.ops.mfsdp.reduce_if_due.default else ():
             if role_of(token).bucket != reduction.bucket:
@@ -795,7 +804,7 @@ def scaled_too_late(s: Subject) -> Iterator[Change]:
     for reduction in s.packs:
         if reduction.before[0] and s.info(reduction.bucket).exchange.scales_first:
 
-            def change(r: Reduction = reduction) -> None:
+            def change(r: ReductionFlow = reduction) -> None:
                 scale, last = r.before[0][0], r.stages[-1].waits[0]
                 factor = scale.args[1]
                 scale.replace_all_uses_with(scale.args[0])
@@ -834,7 +843,7 @@ def part_of_a_gradient(s: Subject) -> Iterator[Change]:
 
 def another_shard_gathered(s: Subject) -> Iterator[Change]:
     """Another unit's weights are gathered from this rank."""
-    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is Kind.SHARD]
+    shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is NodeKind.SHARD]
     for launch in s.gathers:
         source = s.memory(launch.input).root
         reader = launch.node if source in launch.node.all_input_nodes else launch.input
@@ -866,7 +875,7 @@ def portion_lost(s: Subject) -> Iterator[Change]:
 
 def another_portion_gathered(s: Subject) -> Iterator[Change]:
     """Another unit's weights are gathered."""
-    of_portions = [launch for launch in s.gathers if roles.has_kind(launch.input, Kind.PORTION)]
+    of_portions = [launch for launch in s.gathers if roles.has_kind(launch.input, NodeKind.PORTION)]
     for launch, other in itertools.permutations(of_portions, 2):
         yield replace_in(launch.node, launch.input, other.input)
 
@@ -875,7 +884,7 @@ def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
     """Twice the bytes, in a dtype that ranks did not agree on."""
     for launch in s.gathers:
 
-        def change(launch: Launch = launch) -> None:
+        def change(launch: CollectiveNode = launch) -> None:
             other = torch.float64 if tensor_of(launch.node).dtype != torch.float64 else torch.float32
             launch.node.update_arg(0, call(launch.input, aten._to_copy.default, launch.input, dtype=other))
             revalue(launch.node)

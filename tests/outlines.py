@@ -12,7 +12,7 @@ from mfsdp_compile.passes.context import BucketInfo, Context, Phase, SchedulePol
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import Hardware, Link
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Segment, Use
-from mfsdp_compile.passes.solver.step_events import Plan
+from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.runtime.exchange import Exchange, When
 from mfsdp_compile.runtime.layout import BucketLayout, Slot
 
@@ -76,7 +76,7 @@ def chain(
     policy: SchedulePolicy | None = None,
     costs: CostModel = COSTS,
     **changes: Any,
-) -> Plan:
+) -> StepOutlines:
     """Return a model of units that run one after the other, each with the given time, and twice that time in backward.
 
     Args:
@@ -111,4 +111,4 @@ def chain(
             if buckets[number].trainable
         ),
     )
-    return Plan({Phase.FORWARD: forward, Phase.BACKWARD: backward}, context(buckets, policy, **changes), costs)
+    return StepOutlines({Phase.FORWARD: forward, Phase.BACKWARD: backward}, context(buckets, policy, **changes), costs)

@@ -19,7 +19,7 @@ from mfsdp_compile.passes.decisions import Ahead, Behind, Decisions, Limit, Why
 from mfsdp_compile.passes.solver.across_ranks import Problem, Settled, effect, from_plain, plain, settle
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution
-from mfsdp_compile.passes.solver.step_events import Plan
+from mfsdp_compile.passes.solver.step_events import StepOutlines
 
 MB = 10**6
 PATIENCE = 10.0
@@ -181,7 +181,7 @@ def _lopsided(place: int) -> Problem:
         segments = list(outline.segments)
         segments[place] = replace(segments[place], rise=30 * MB)
         outlines[phase] = replace(outline, segments=tuple(segments))
-    return replace(one, plan=Plan(outlines, one.plan.context, COSTS))
+    return replace(one, plan=StepOutlines(outlines, one.plan.context, COSTS))
 
 
 def test_a_rank_that_cannot_keep_the_budget_is_named_on_all() -> None:

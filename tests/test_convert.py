@@ -28,8 +28,8 @@ from mfsdp_compile import cli
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader, CheckpointWriter, new_output
 from mfsdp_compile.convert import from_torch_dist, huggingface, inspect_checkpoint, keys, param_groups
 from mfsdp_compile.convert import stacked_tensors as blocks_module
-from mfsdp_compile.convert.conversion_plan import Plan
-from mfsdp_compile.convert.keys import Name, Part, Prefixes
+from mfsdp_compile.convert.conversion_plan import ConversionPlan
+from mfsdp_compile.convert.keys import Name, Prefixes, TensorPart
 from mfsdp_compile.convert.to_torch_dist import plan_to_torch_dist
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -38,18 +38,18 @@ ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZER = "optimizer.state.module.module.module"
 
 
-def carry_out(plan: Plan, out: Path) -> Path:
+def carry_out(plan: ConversionPlan, out: Path) -> Path:
     with new_output(out) as partial:
         plan.write(partial, lambda _: None)
     return out
 
 
 def to_fsdp(source: Path, out: Path, **options: Any) -> Path:
-    return carry_out(from_torch_dist.plan_to_fsdp(source, from_torch_dist.Options(**options)), out)
+    return carry_out(from_torch_dist.plan_to_fsdp(source, from_torch_dist.TorchDistOptions(**options)), out)
 
 
 def to_torch_dist(source: Path, out: Path, **options: Any) -> Path:
-    return carry_out(plan_to_torch_dist(source, from_torch_dist.Options(**options)), out)
+    return carry_out(plan_to_torch_dist(source, from_torch_dist.TorchDistOptions(**options)), out)
 
 
 def mfsdp(*arguments: object, status: int = 0) -> str:
@@ -97,7 +97,7 @@ def test_names_lead_there_and_back(stack: str, tail: str, state: str | None, gat
     for part in parts:
         parsed = prefixes.parse(prefixes.key(Name(part.name, state)))
         assert parsed == Name(part.name, state)
-        assert keys.compose(part.name, gated) == Part(name, part.index, part.half)
+        assert keys.compose(part.name, gated) == TensorPart(name, part.index, part.half)
     elements = sum(torch.empty(shape)[part.index].numel() // (1 if part.half is None else 2) for part in parts)
     assert elements == torch.Size(shape).numel()
 
@@ -109,9 +109,9 @@ def test_names_as_megatron_has_them() -> None:
     ]
     # Where layers differ, their index stays in the name. Experts are stacked all the same.
     (part, _) = keys.decompose("decoder.layers.7.mlp.experts.experts.linear_fc2.weight", (2, 4, 4), gated=True)
-    assert part == Part("decoder.layers.7.mlp.experts.linear_fc2.weight0", (0,))
+    assert part == TensorPart("decoder.layers.7.mlp.experts.linear_fc2.weight0", (0,))
     local = keys.compose("decoder.layers.7.mlp.experts.local_experts.1.linear_fc1.weight_v", stack_layers=False)
-    assert local == Part("decoder.layers.7.mlp.experts.experts.linear_fc1.weight", (1,), 1)
+    assert local == TensorPart("decoder.layers.7.mlp.experts.experts.linear_fc1.weight", (1,), 1)
     assert keys.modern_mtp("mtp.layers.0.transformer_layer.mlp.x") == "mtp.layers.0.mtp_model_layer.mlp.x"
     assert keys.modern_mtp("decoder.layers.0.transformer_layer.x") == "decoder.layers.0.transformer_layer.x"
     with pytest.raises(ValueError, match="3 rows"):
@@ -256,7 +256,7 @@ def test_gated_matrices_are_known(tmp_path: Path, said: bool | None, options: di
 
 def test_options_of_each_parameters_group(tmp_path: Path) -> None:
     write_torch_dist(tmp_path / "in")
-    plan = from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.Options())
+    plan = from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.TorchDistOptions())
     assert "2 groups" in plan.notes[0]
     # The map knows the model's parameters: by layer, not cut into halves.
     named = [key for key in expected_fsdp({k: torch.empty(p.shape) for k, p in dense_params().items()}, False)]
@@ -378,7 +378,7 @@ def test_an_optimizer_stored_by_buckets_is_refused(tmp_path: Path) -> None:
     writer.value(0, "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_state", [1])
     writer.close()
     with pytest.raises(CheckpointError, match="by communication buckets"):
-        from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.Options())
+        from_torch_dist.plan_to_fsdp(tmp_path / "in", from_torch_dist.TorchDistOptions())
 
 
 def test_common_pt_of_a_stranger_runs_nothing(tmp_path: Path) -> None:
@@ -502,13 +502,15 @@ def logits(model: nn.Module) -> Tensor:
 def test_hugging_face_there_and_back(tmp_path: Path, tied: bool, shard: str) -> None:
     model = save_llama(tmp_path / "hf", tied, shard)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1 or shard == "20KB"
-    there = carry_out(huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.Options()), tmp_path / "fsdp")
+    there = carry_out(
+        huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.HuggingFaceOptions()), tmp_path / "fsdp"
+    )
     fresh = transformers.LlamaForCausalLM(model.config).eval()
     state = {f"model.module.{name}": torch.zeros_like(value) for name, value in fresh.state_dict().items()}
     dcp.load(state, checkpoint_id=there, no_dist=True)
     fresh.load_state_dict({key.removeprefix("model.module."): value for key, value in state.items()})
     assert torch.equal(logits(fresh), logits(model))
-    options = huggingface.Options(max_shard_bytes=20_000 if shard == "20KB" else 1 << 30)
+    options = huggingface.HuggingFaceOptions(max_shard_bytes=20_000 if shard == "20KB" else 1 << 30)
     back = carry_out(huggingface.plan_to_huggingface(there, options), tmp_path / "back")
     assert (back / "model.safetensors.index.json").exists() == (shard == "20KB")
     assert (back / "tokenizer_config.json").exists()
@@ -528,33 +530,37 @@ def test_single_file_and_dtype(tmp_path: Path) -> None:
 
     model = save_llama(tmp_path / "hf", tied=False)
     source = tmp_path / "hf" / "model.safetensors"
-    there = carry_out(huggingface.plan_from_huggingface(source, huggingface.Options()), tmp_path / "fsdp")
-    options = huggingface.Options(dtype=torch.bfloat16)
+    there = carry_out(huggingface.plan_from_huggingface(source, huggingface.HuggingFaceOptions()), tmp_path / "fsdp")
+    options = huggingface.HuggingFaceOptions(dtype=torch.bfloat16)
     out = carry_out(huggingface.plan_to_huggingface(there, options, single_file=True), tmp_path / "out.safetensors")
     found = load_file(out)
     assert_equal(found, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
-    there = carry_out(huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.Options()), tmp_path / "with")
+    there = carry_out(
+        huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.HuggingFaceOptions()), tmp_path / "with"
+    )
     folder = carry_out(huggingface.plan_to_huggingface(there, options), tmp_path / "folder")
     assert transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
 
 
 def test_tied_weights_that_differ_are_an_error(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf", tied=True)
-    there = carry_out(huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.Options()), tmp_path / "fsdp")
+    there = carry_out(
+        huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.HuggingFaceOptions()), tmp_path / "fsdp"
+    )
     writer, reader = CheckpointWriter(tmp_path / "apart"), CheckpointReader(there)
     for key in reader:
         writer.add(key, reader.tensor(key) + ("lm_head" in key))
     writer.close()
     shutil.copytree(there / "huggingface", tmp_path / "apart" / "huggingface")
     with pytest.raises(CheckpointError, match=r"tied, but they differ.*--no-tied"):
-        huggingface.plan_to_huggingface(tmp_path / "apart", huggingface.Options())
-    plan = huggingface.plan_to_huggingface(tmp_path / "apart", huggingface.Options(tied=[]))
+        huggingface.plan_to_huggingface(tmp_path / "apart", huggingface.HuggingFaceOptions())
+    plan = huggingface.plan_to_huggingface(tmp_path / "apart", huggingface.HuggingFaceOptions(tied=[]))
     assert any("lm_head.weight" in move.target for move in plan.moves)
 
 
 def test_damaged_safetensors_are_named(tmp_path: Path) -> None:
     save_llama(tmp_path / "hf", tied=False, shard="20KB")
-    options = huggingface.Options()
+    options = huggingface.HuggingFaceOptions()
     for file in [*(tmp_path / "hf").glob("*.safetensors")][:2]:
         content = file.read_bytes()
         for damaged in (content[:-1], content[:100], b""):
@@ -575,7 +581,7 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path: Path, monk
     save_llama(tmp_path / "hf", tied=False)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(CheckpointError, match=r"pip install 'mfsdp-compile\[models\]'"):
-        huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.Options())
+        huggingface.plan_from_huggingface(tmp_path / "hf", huggingface.HuggingFaceOptions())
 
 
 # -- groups, inspection, editing --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mfsdp_compile.runtime.init import deferred_fill
-from mfsdp_compile.runtime.init.deferred_fill import Drawing
+from mfsdp_compile.runtime.init.deferred_fill import DeferredFills
 from mfsdp_compile.runtime.init.mersenne import skipped
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.memory.tensor import RowSplit
@@ -61,7 +61,7 @@ def filled(
         param = nn.Parameter(torch.empty(shape, dtype=dtype).fill_(math.nan))
         split = RowSplit(layout, 0)
         part = torch.empty(split.local_shape(rank), dtype=dtype)
-        taking = Drawing([param])
+        taking = DeferredFills([param])
         with torch.no_grad(), taking:
             fill(param)
         with torch.no_grad():

@@ -256,7 +256,7 @@ def test_it_runs_first_and_only_if_asked_for() -> None:
     for asked in (True, False):
         build = Builder()
         graph, ctx = build.finish(build.matmul()), replace(context((OUT, IN)), float32_gradients=asked)
-        record = pipeline.Record(ctx)
+        record = pipeline.CompileRecord(ctx)
         pipeline.finish_graph(graph, Phase.BACKWARD, record)
         names = [report.name for report in record.reports[Phase.BACKWARD]]
         assert names == ["float32_gradients"] * asked + ["reduce", "schedule", "verify"]
@@ -375,7 +375,7 @@ def traced_backward(name: str) -> tuple[fx.Graph, Context]:
     caught: list[tuple[fx.Graph, Context]] = []
     finish = pipeline.finish_graph
 
-    def spy(graph: fx.Graph, phase: Phase, record: pipeline.Record) -> None:
+    def spy(graph: fx.Graph, phase: Phase, record: pipeline.CompileRecord) -> None:
         if phase is Phase.BACKWARD:
             caught.append((copy.deepcopy(graph), record.context))
         finish(graph, phase, record)
@@ -467,7 +467,7 @@ def test_traced_backward(name: str) -> None:
     expected = [name for name in matrices if "embedding" not in name]
     assert sorted(written) == sorted(expected), report
     assert targets(graph).count(aten.mm.dtype) == len(expected) >= MODELS[name][2]
-    pipeline.finish_graph(graph, Phase.BACKWARD, pipeline.Record(ctx))  # later passes accept it
+    pipeline.finish_graph(graph, Phase.BACKWARD, pipeline.CompileRecord(ctx))  # later passes accept it
 
     default, wide, exact = (gradients(kind, g) for kind, g in ((OnCPU, before), (OnCPU, graph), (Exact, graph)))
     for packs in zip(default, wide, exact, strict=True):

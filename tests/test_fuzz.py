@@ -154,7 +154,7 @@ def test_json(count: int, tmp_path: Path) -> None:
         elif path == "map.json":
             read_map(tmp_path / path)
         else:
-            huggingface.plan_from_huggingface(tmp_path, huggingface.Options())
+            huggingface.plan_from_huggingface(tmp_path, huggingface.HuggingFaceOptions())
 
     good: dict[str, Any] = {
         "manifest.json": manifest,
@@ -214,7 +214,7 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
                     assert name.isprintable()
                     reader.tensor(name)
                     reader.part(name, ())
-                huggingface.plan_from_huggingface(tmp_path, huggingface.Options())
+                huggingface.plan_from_huggingface(tmp_path, huggingface.HuggingFaceOptions())
         except CheckpointError as error:
             assert str(tmp_path) in str(error)
 

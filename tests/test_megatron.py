@@ -41,7 +41,7 @@ from mfsdp_compile.megatron import (
     config_from_arguments,
     validate,
 )
-from mfsdp_compile.megatron.settings import Kind, known, setting_of
+from mfsdp_compile.megatron.settings import Treatment, known, setting_of
 from mfsdp_compile.megatron.translation import sharding_arguments
 from mfsdp_compile.megatron.validation import SECTIONS
 from mfsdp_compile.runtime.topology import ShardingStrategy
@@ -232,7 +232,9 @@ IDLE = {
 
 
 def test_settings_without_effect_say_so(logged: list[str]) -> None:
-    paths = [f"{s}.{of.name}" for s, cls in SECTIONS.items() for of in fields(cls) if setting_of(of).kind is Kind.IDLE]
+    paths = [
+        f"{s}.{of.name}" for s, cls in SECTIONS.items() for of in fields(cls) if setting_of(of).kind is Treatment.IDLE
+    ]
     assert sorted(IDLE) == sorted(paths)
     adjusted = container(IDLE).validate()
     assert {each.setting: each.after for each in adjusted} == IDLE
@@ -393,7 +395,7 @@ def test_errors(row: Row) -> None:
 
 
 def test_every_refused_setting_has_a_row() -> None:
-    refused = {of.name for cls in SECTIONS.values() for of in fields(cls) if setting_of(of).kind is Kind.REFUSED}
+    refused = {of.name for cls in SECTIONS.values() for of in fields(cls) if setting_of(of).kind is Treatment.REFUSED}
     assert refused <= {name.split(".")[1] for each in ERRORS for name in each.values[0].given}
 
 
@@ -792,7 +794,7 @@ def test_table_of_settings() -> None:
     for section, cls in SECTIONS.items():
         for name, of in known(cls).items():
             setting, default = setting_of(of), of.default
-            here = {Kind.REFUSED: "raises NotImplementedError: ", Kind.IDLE: "no effect: "}.get(
+            here = {Treatment.REFUSED: "raises NotImplementedError: ", Treatment.IDLE: "no effect: "}.get(
                 setting.kind, ""
             ) + setting.here
             argument = "maxpool_double_buffer" if "maxpool" in here else name.removeprefix("megatron_fsdp_")

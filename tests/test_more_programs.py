@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import gradients
-from mfsdp_compile.runtime.memory.deferred_gradients import Pending
+from mfsdp_compile.runtime.memory.deferred_gradients import DeferredGradient
 
 
 class Heads(zoo.Plain):
@@ -196,7 +196,7 @@ def test_a_gradient_that_waits_is_a_copy() -> None:
             pass
 
     bucket = Bucket()
-    pending, gradient = Pending(bucket, torch.float32), torch.ones(4)  # type: ignore[arg-type]
+    pending, gradient = DeferredGradient(bucket, torch.float32), torch.ones(4)  # type: ignore[arg-type]
     assert pending.exchange(gradient) is None
     gradient.zero_()
     assert torch.equal(pending.total, torch.ones(4))

@@ -19,7 +19,7 @@ from test_failures import short_mesh, values
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime.ranks.collective_order import AT_REST, Order, Phase, Series
+from mfsdp_compile.runtime.ranks.collective_order import AT_REST, Order, Series, StepPhase
 
 
 class Branches(nn.Module):
@@ -275,9 +275,9 @@ def test_models_that_look_alike(mode: str, known: bool) -> None:
 # -- the tree of what followed what ------------------------------------------------------------------------------------
 
 FORWARD, EVALUATION, BACKWARD = (
-    Phase("forward with gradients", "the model"),
-    Phase("forward without gradients", "the model"),
-    Phase("backward"),
+    StepPhase("forward with gradients", "the model"),
+    StepPhase("forward without gradients", "the model"),
+    StepPhase("backward"),
 )
 
 
@@ -296,9 +296,9 @@ class Store:
             raise RuntimeError("rank 7 did not come")
 
 
-def go(order: Order, store: Store, *steps: str | Phase) -> None:
+def go(order: Order, store: Store, *steps: str | StepPhase) -> None:
     for step in steps:
-        if isinstance(step, Phase):
+        if isinstance(step, StepPhase):
             order.enter(step, store)
         else:
             order.start(step, store)
@@ -348,7 +348,7 @@ def test_what_is_known_and_not_expected_is_asked_for() -> None:
         go(order, store, FORWARD)
 
 
-NORM = Phase(AT_REST, "a sum over 'w'")
+NORM = StepPhase(AT_REST, "a sum over 'w'")
 
 
 def test_operations_on_parameters_at_rest() -> None:
@@ -442,7 +442,7 @@ def step_of(layers: int) -> list[Any]:
 def asked_by(order: Order, steps: Sequence[Any]) -> list[str]:
     store = Store()
     for step in steps:
-        if isinstance(step, Phase):
+        if isinstance(step, StepPhase):
             order.enter(step, store)
         else:
             order.start(step[0], store, series=step[1])
@@ -458,7 +458,7 @@ def test_layers_that_go_on_as_the_last_one_are_free() -> None:
     order = Order()
     asked_by(order, [*step_of(8), FORWARD, *numbered("gather 0", "gather 1")])
     assert asked_by(order, numbered("gather 3"))  # expected after this one, but new at this place
-    order, norms = Order(), [Phase(AT_REST, f"a norm of {i}") for i in range(50)]
+    order, norms = Order(), [StepPhase(AT_REST, f"a norm of {i}") for i in range(50)]
     store = Store()
     for number, norm in enumerate(norms):
         order.enter(norm, store, series=("norm", number))
@@ -485,7 +485,7 @@ def test_two_ranks_with_layers_never_part_without_asking(history: Any, ways: Any
     done = []
     for way, kind in zip(ways, kinds, strict=True):
         order, unasked = Order(), []
-        backward = Phase(f"backward{kind}", "M")
+        backward = StepPhase(f"backward{kind}", "M")
         for earlier in history:
             asked_by(order, [FORWARD, *numbered(*(f"{what} {n}" for what, n in earlier)), backward])
         for step in (FORWARD, *numbered(*(f"{what} {n}" for what, n in way))):

@@ -14,7 +14,16 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.passes import drop_unread, pipeline, reduce, reshard, roles, schedule
-from mfsdp_compile.passes.context import BucketInfo, Context, Kind, Phase, SchedulePolicy, phase_of, role_of, set_phase
+from mfsdp_compile.passes.context import (
+    BucketInfo,
+    Context,
+    NodeKind,
+    Phase,
+    SchedulePolicy,
+    phase_of,
+    role_of,
+    set_phase,
+)
 from mfsdp_compile.passes.verifier import verify
 from mfsdp_compile.passes.verifier.analysis import Analysis
 from mfsdp_compile.passes.verifier.contract import Contract, set_contract
@@ -104,10 +113,10 @@ def set_phase_of(graph: fx.Graph, outputs: tuple[fx.Node, ...], phase: Phase) ->
 def events(graph: fx.Graph, ctx: Context) -> list[str]:
     """Return ``gather 0``, ``wait 0``, ``compute``, ``reduce 0``, ``await 0`` in graph order."""
     names = {
-        Kind.START_GATHER: "gather",
-        Kind.GATHERED: "wait",
-        Kind.START_REDUCE: "reduce",
-        Kind.REDUCED: "await",
+        NodeKind.START_GATHER: "gather",
+        NodeKind.GATHERED: "wait",
+        NodeKind.START_REDUCE: "reduce",
+        NodeKind.REDUCED: "await",
     }
     found = []
     for node in graph.nodes:
@@ -257,35 +266,35 @@ def test_scheduled_graphs_pass() -> None:
         assert "all rules hold" in report.lines[0]
 
 
-def find(graph: fx.Graph, kind: Kind, bucket: int) -> fx.Node:
+def find(graph: fx.Graph, kind: NodeKind, bucket: int) -> fx.Node:
     return next(n for n in graph.nodes if (r := role_of(n)) and r.kind is kind and r.bucket == bucket)
 
 
 def read_before_wait(graph: fx.Graph) -> None:
-    start, view = find(graph, Kind.START_GATHER, 1), find(graph, Kind.VIEW, 1)
-    view.replace_input_with(find(graph, Kind.GATHERED, 1), start)
+    start, view = find(graph, NodeKind.START_GATHER, 1), find(graph, NodeKind.VIEW, 1)
+    view.replace_input_with(find(graph, NodeKind.GATHERED, 1), start)
 
 
 def gather_twice(graph: fx.Graph) -> None:
-    start = find(graph, Kind.START_GATHER, 1)
+    start = find(graph, NodeKind.START_GATHER, 1)
     with graph.inserting_before(start):
         again = graph.node_copy(start)
-        wait = graph.node_copy(find(graph, Kind.GATHERED, 1), lambda _: again)
+        wait = graph.node_copy(find(graph, NodeKind.GATHERED, 1), lambda _: again)
         assert role_of(wait)
 
 
 def save_parameter(graph: fx.Graph) -> None:
     output = graph.output_node()
-    output.args = ((*output.args[0], find(graph, Kind.VIEW, 0)),)  # type: ignore[misc]
+    output.args = ((*output.args[0], find(graph, NodeKind.VIEW, 0)),)  # type: ignore[misc]
 
 
 def save_bucket(graph: fx.Graph) -> None:
     output = graph.output_node()
-    output.args = ((*output.args[0], find(graph, Kind.GATHERED, 0)),)  # type: ignore[misc]
+    output.args = ((*output.args[0], find(graph, NodeKind.GATHERED, 0)),)  # type: ignore[misc]
 
 
 def reduce_twice(graph: fx.Graph) -> None:
-    start, wait = find(graph, Kind.START_REDUCE, 1), find(graph, Kind.REDUCED, 1)
+    start, wait = find(graph, NodeKind.START_REDUCE, 1), find(graph, NodeKind.REDUCED, 1)
     with graph.inserting_after(wait):
         again = graph.node_copy(start)
     with graph.inserting_after(again):
@@ -295,29 +304,29 @@ def reduce_twice(graph: fx.Graph) -> None:
 
 
 def wrong_offset(graph: fx.Graph) -> None:
-    pack = find(graph, Kind.PACK, 1)
+    pack = find(graph, NodeKind.PACK, 1)
     pack.args = (pack.args[0], [4], *pack.args[2:])
 
 
 def wrong_size(graph: fx.Graph) -> None:
-    pack = find(graph, Kind.PACK, 1)
+    pack = find(graph, NodeKind.PACK, 1)
     pack.args = (*pack.args[:2], 32, *pack.args[3:])
 
 
 def sum_for_mean(graph: fx.Graph) -> None:
-    start = find(graph, Kind.START_REDUCE, 1)
+    start = find(graph, NodeKind.START_REDUCE, 1)
     start.args = (start.args[0], "sum", *start.args[2:])
 
 
 def lose_gradient(graph: fx.Graph) -> None:
-    wait = find(graph, Kind.REDUCED, 1)
+    wait = find(graph, NodeKind.REDUCED, 1)
     output = graph.output_node()
     output.args = (tuple(None if a is wait else a for a in output.args[0]),)  # type: ignore[misc,union-attr]
 
 
 def do_not_reduce(graph: fx.Graph) -> None:
     lose_gradient(graph)
-    for kind in (Kind.REDUCED, Kind.START_REDUCE, Kind.PACK):
+    for kind in (NodeKind.REDUCED, NodeKind.START_REDUCE, NodeKind.PACK):
         graph.erase_node(find(graph, kind, 1))
 
 
@@ -417,7 +426,7 @@ def test_only_whole_models_keep_what_forward_used_last() -> None:
 # -- real graphs ------------------------------------------------------------------------------------------------------
 
 
-def compiled_record(factory: Callable[[], nn.Module], **options: Any) -> pipeline.Record:
+def compiled_record(factory: Callable[[], nn.Module], **options: Any) -> pipeline.CompileRecord:
     model, call = parity.shard(parity.build(factory), parity.AOT_EAGER, **options)
     call(torch.randn(6, 8)).backward()
     (record,) = model.sharded.compiled_graphs
@@ -489,7 +498,7 @@ def test_no_gradients_are_computed_for_what_was_frozen_since() -> None:
     packs = [
         node
         for node in seen[0].nodes
-        if (r := role_of(node)) and r.kind is Kind.PACK and r.bucket == model.sharded.buckets.index(bucket)
+        if (r := role_of(node)) and r.kind is NodeKind.PACK and r.bucket == model.sharded.buckets.index(bucket)
     ]
     assert [offset in pack.args[1] for pack in packs] == [False]
 
@@ -515,7 +524,7 @@ def test_rewritten_graph_runs_by_itself() -> None:
     """The graph that ``unshard`` leaves is valid Python and computes."""
     seen: list[str] = []
 
-    def spy(gm: fx.GraphModule, record: pipeline.Record) -> None:
+    def spy(gm: fx.GraphModule, record: pipeline.CompileRecord) -> None:
         original(gm, record)
         seen.append(gm.print_readable(print_output=False))
 

@@ -40,7 +40,7 @@ from mfsdp_compile.passes.solver.simulate import (
 )
 from mfsdp_compile.report import (
     PassRow,
-    Report,
+    StepReport,
     Table,
     UnitTime,
     bytes_text,
@@ -131,7 +131,7 @@ def step(layers: int = 4, prefix: str = "layers.", width: int = 64, compute: flo
     return context, replace(timeline, exposures=reasons)
 
 
-def report(layers: int = 4, **changes: Any) -> Report:
+def report(layers: int = 4, **changes: Any) -> StepReport:
     made_for = {name: changes.pop(name) for name in ("prefix", "width", "compute") if name in changes}
     context, timeline = step(layers, **made_for)
     names = [info.name for info in context.buckets]
@@ -166,7 +166,7 @@ def report(layers: int = 4, **changes: Any) -> Report:
         *headline(timeline, given["budget_bytes"]),
         ("tokens", "1,024,000 a step, 8 sequences of a rank"),
     ]
-    return Report(timeline=timeline, **(given | changes))
+    return StepReport(timeline=timeline, **(given | changes))
 
 
 def words(text: str) -> str:
@@ -204,7 +204,7 @@ def cells(found: Sequence[Table]) -> list[str]:
     return [cell for table in found for row in (table.header, *table.rows) for cell in row if cell]
 
 
-def table(title: str, of: Report) -> Table:
+def table(title: str, of: StepReport) -> Table:
     return next(table for table in tables(of) if table.title == title)
 
 
@@ -337,7 +337,7 @@ def test_a_terminal_sees_streams_and_memory() -> None:
 def test_a_step_without_details_has_no_drawing() -> None:
     context, _ = step()
     timeline = simulate({Stage.FORWARD: [Enter(0), Compute(1.0, 0.0)]}, context, COSTS, {}, None, details=False)
-    made = Report("sums alone", headline(timeline), timeline)
+    made = StepReport("sums alone", headline(timeline), timeline)
     assert "<svg" not in to_html(made)
     assert "timeline" not in to_text(made)
     assert Page(to_html(made)).cells == cells(tables(made))

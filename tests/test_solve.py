@@ -43,7 +43,7 @@ from mfsdp_compile.passes.solver.simulate import (
     simulate,
 )
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, solve
-from mfsdp_compile.passes.solver.step_events import STAGES, Plan
+from mfsdp_compile.passes.solver.step_events import STAGES, StepOutlines
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
@@ -63,12 +63,12 @@ def buckets(*numels: int, **changes: Any) -> list[Any]:
     return [bucket(f"u{i}", numel, **changes) for i, numel in enumerate(numels)]
 
 
-def even(units: int = 5, numel: int = MB, seconds: float = 1e-3, **changes: Any) -> Plan:
+def even(units: int = 5, numel: int = MB, seconds: float = 1e-3, **changes: Any) -> StepOutlines:
     """Return equal units. Gathers and reductions take 43 us, so a unit's computation hides many of them."""
     return chain(buckets(*[numel] * units), [seconds] * units, **changes)
 
 
-def smallest_peak(plan: Plan, **options: Any) -> int:
+def smallest_peak(plan: StepOutlines, **options: Any) -> int:
     """Return the least memory that a schedule needs."""
     with pytest.raises(BudgetError) as caught:
         solve(plan, ADAMW, 0, **options)
@@ -80,7 +80,7 @@ def units_of(decisions: Decisions, phase: Phase) -> list[int]:
     return [ahead.units for _, ahead in sorted(decisions.gathers[phase].items())]
 
 
-def simulated(plan: Plan, decisions: Decisions) -> Timeline:
+def simulated(plan: StepOutlines, decisions: Decisions) -> Timeline:
     resting = resting_memory(plan.context.buckets, ADAMW, plan.context.other_bytes)
     return simulate(plan.events(decisions), plan.context, plan.costs, resting, ADAMW)
 
@@ -114,7 +114,7 @@ def test_gathers_that_take_longer_start_earlier() -> None:
 def test_what_only_backward_gathers_is_not_kept() -> None:
     plan = even()
     forward = replace(plan.outlines[FORWARD], uses=plan.outlines[FORWARD].uses[1:])
-    found = solve(Plan({**plan.outlines, FORWARD: forward}, plan.context, COSTS), ADAMW)
+    found = solve(StepOutlines({**plan.outlines, FORWARD: forward}, plan.context, COSTS), ADAMW)
     assert found.decisions.kept == {1, 2, 3, 4}
     assert set(found.decisions.gathers[BACKWARD]) == {0}
 
@@ -303,7 +303,7 @@ def test_reasons_of_plenty() -> None:
     assert found.decisions.why_not_kept == {}
 
 
-def reasons(plan: Plan, decisions: Decisions) -> dict[str, str]:
+def reasons(plan: StepOutlines, decisions: Decisions) -> dict[str, str]:
     phases = {Stage.FORWARD: FORWARD, Stage.BACKWARD: BACKWARD}
     shown = explained(simulated(plan, decisions), decisions, phases)
     return {e.name: e.reason for e in shown.exposures if e.what == "reduce" and e.exposed}
@@ -316,7 +316,9 @@ def test_reasons_of_reductions_name_their_own_options() -> None:
     one = reasons(slow, slow.decisions_by_policy())
     assert any("the option reductions_in_flight" in reason for reason in one.values()), one
     policy = replace(policy, reduction_bytes=1)
-    tight = reasons(slow, Plan(slow.outlines, replace(slow.context, policy=policy), COSTS).decisions_by_policy())
+    tight = reasons(
+        slow, StepOutlines(slow.outlines, replace(slow.context, policy=policy), COSTS).decisions_by_policy()
+    )
     assert any("limited by reduction_bytes" in reason for reason in tight.values()), tight
     assert not any("prefetch" in reason for reason in (*one.values(), *tight.values()))
     solved = solve(slow, ADAMW, smallest_peak(slow))
@@ -349,7 +351,7 @@ SECONDS = st.sampled_from([0.0, 1e-6, 20e-6, 100e-6, 1e-3])
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> StepOutlines:
     """Draw one to eight units of one or two buckets, some of them frozen, on one or two networks."""
     infos = []
     count = draw(st.integers(1, 8))
@@ -368,7 +370,7 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
-def in_order(plan: Plan, decisions: Decisions) -> Iterator[tuple[list[int], list[int]]]:
+def in_order(plan: StepOutlines, decisions: Decisions) -> Iterator[tuple[list[int], list[int]]]:
     """Yield by graph the buckets whose gathers start, and those whose gathers are awaited, in order."""
     for events in plan.events(decisions).values():
         started, awaited = (
@@ -378,7 +380,7 @@ def in_order(plan: Plan, decisions: Decisions) -> Iterator[tuple[list[int], list
         yield started, awaited
 
 
-def check(plan: Plan, found: Solution, budget: int | None) -> None:
+def check(plan: StepOutlines, found: Solution, budget: int | None) -> None:
     """Check what must hold for every schedule of the solver."""
     assert budget is None or found.timeline.peak_bytes <= budget
     again = simulated(plan, found.decisions)
@@ -395,7 +397,7 @@ def check(plan: Plan, found: Solution, budget: int | None) -> None:
 
 @settings(max_examples=25)
 @given(plans())
-def test_budgets_are_kept_and_more_memory_never_costs_time(plan: Plan) -> None:
+def test_budgets_are_kept_and_more_memory_never_costs_time(plan: StepOutlines) -> None:
     least = smallest_peak(plan)
     largest = solve(plan, ADAMW)
     check(plan, largest, None)
@@ -411,7 +413,7 @@ def test_budgets_are_kept_and_more_memory_never_costs_time(plan: Plan) -> None:
 
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([1, 3]))
-def test_nothing_is_faster_than_where_memory_is_no_matter(plan: Plan, bounds: int) -> None:
+def test_nothing_is_faster_than_where_memory_is_no_matter(plan: StepOutlines, bounds: int) -> None:
     """No schedule within a budget is faster than the one with unlimited memory."""
     free = solve(plan, ADAMW, bounds=bounds)
     least = smallest_peak(plan)
@@ -425,7 +427,7 @@ def test_nothing_is_faster_than_where_memory_is_no_matter(plan: Plan, bounds: in
 
 @settings(max_examples=25)
 @given(plans())
-def test_memory_returns_to_rest(plan: Plan) -> None:
+def test_memory_returns_to_rest(plan: StepOutlines) -> None:
     """A step frees everything that it allocates, except for gradients."""
     for found in (solve(plan, ADAMW), solve(plan, ADAMW, smallest_peak(plan))):
         memory = simulated(plan, found.decisions).memory
@@ -437,7 +439,7 @@ def test_memory_returns_to_rest(plan: Plan) -> None:
 
 @settings(max_examples=25)
 @given(plans(), st.sampled_from([0, 1, 2, 7]), st.sampled_from([None, True, False]))
-def test_options_bound_what_is_chosen(plan: Plan, prefetch: int, reshard: bool | None) -> None:
+def test_options_bound_what_is_chosen(plan: StepOutlines, prefetch: int, reshard: bool | None) -> None:
     least = smallest_peak(plan, prefetch=prefetch, reshard=reshard)
     free = smallest_peak(plan)
     assert least >= free or reshard is not None
@@ -451,18 +453,18 @@ def test_options_bound_what_is_chosen(plan: Plan, prefetch: int, reshard: bool |
 
 @settings(max_examples=25)
 @given(plans(), st.integers(0, 10))
-def test_decisions_do_not_depend_on_the_order_of_what_they_are_made_of(plan: Plan, step: int) -> None:
+def test_decisions_do_not_depend_on_the_order_of_what_they_are_made_of(plan: StepOutlines, step: int) -> None:
     budget = smallest_peak(plan) + step * MB
     found = solve(plan, ADAMW, budget)
     turned = {phase: plan.outlines[phase] for phase in reversed(list(plan.outlines))}
-    other = solve(Plan(turned, plan.context, plan.costs), ADAMW, budget)
+    other = solve(StepOutlines(turned, plan.context, plan.costs), ADAMW, budget)
     assert repr(other.decisions) == repr(found.decisions)
     assert other.timeline.seconds == found.timeline.seconds
 
 
 @settings(max_examples=25)
 @given(plans())
-def test_text_says_what_was_decided(plan: Plan) -> None:
+def test_text_says_what_was_decided(plan: StepOutlines) -> None:
     """A saved and reloaded schedule has the same starts and waits in the same order."""
     found = solve(plan, ADAMW, smallest_peak(plan) + 3 * MB).decisions
     text = ScheduleText.of(plan.lines(found))
@@ -509,7 +511,7 @@ def test_decisions_do_not_depend_on_hashes(capsys: pytest.CaptureFixture[str]) -
 # -- units of several buckets -----------------------------------------------------------------------------------------
 
 
-def two_in_a_unit() -> Plan:
+def two_in_a_unit() -> StepOutlines:
     infos = [bucket(name, MB, name[:2]) for name in ("u0", "u1#0", "u1#1", "u2")]
     return chain(infos, [100e-6] * 3)
 
@@ -541,16 +543,16 @@ def test_buckets_of_a_unit_start_together_and_are_awaited_where_they_are_used() 
         (2, [(3, 2, 2)]),
     ]
     forward = replace(plan.outlines[FORWARD], uses=tuple(uses))
-    events = Plan({FORWARD: forward}, plan.context, COSTS).events(Decisions())[Stage.FORWARD]
+    events = StepOutlines({FORWARD: forward}, plan.context, COSTS).events(Decisions())[Stage.FORWARD]
     order = [(type(e), e.collective.bucket) if isinstance(e, (Start, Wait)) else type(e) for e in events]
     expected = [(Start, 0), (Start, 1), (Start, 2), (Wait, 0), Compute]
     expected += [(Start, 3), (Wait, 1), Compute, (Wait, 2), (Wait, 3), Compute]
     assert [what for what in order if what is Compute or isinstance(what, tuple)] == expected
 
 
-def later(plan: Plan, in_flight: int) -> list[tuple[str, int]]:
+def later(plan: StepOutlines, in_flight: int) -> list[tuple[str, int]]:
     """Return for each bucket, in the order in which reductions start, after how many later ones it is awaited."""
-    decisions = Plan(
+    decisions = StepOutlines(
         plan.outlines, replace(plan.context, policy=SchedulePolicy(reductions_in_flight=in_flight)), COSTS
     ).decisions_by_policy()
     return [(plan.context.buckets[b].name, behind.later) for b, behind in decisions.reductions.items()]
@@ -599,7 +601,7 @@ An outline does not record where in a segment memory rises. Times are equal up t
 """
 
 
-def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
+def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.CompileRecord:
     torch._dynamo.reset()
     arguments = {"zero_dp_strategy": int(strategy)} if strategy.isdigit() else mesh_arguments(strategy)
     model: nn.Module = fully_shard_model(parity.build(factory), fsdp_unit_modules=[factory.block], **arguments)
@@ -612,7 +614,7 @@ def compiled(factory: Any, strategy: str, **options: Any) -> pipeline.Record:
     return record
 
 
-def of_graphs(record: pipeline.Record) -> Timeline:
+def of_graphs(record: pipeline.CompileRecord) -> Timeline:
     """Simulate the finished graphs."""
     assert record.prediction is not None
     events = {STAGES[phase]: found for phase, found in record.events.items()}
@@ -654,9 +656,9 @@ def test_graphs_do_what_their_outlines_say(
 
     This holds with a tight budget, without one, and for a policy without a solver.
     """
-    plans: list[Plan] = []
+    plans: list[StepOutlines] = []
 
-    def spy(plan: Plan, *args: Any, **kwargs: Any) -> Solution:
+    def spy(plan: StepOutlines, *args: Any, **kwargs: Any) -> Solution:
         plans.append(plan)
         return solve(plan, *args, **kwargs)
 
@@ -679,7 +681,7 @@ def test_graphs_do_what_their_outlines_say(
 
     plain = compiled(factory, strategy, **options)
     assert plain.solution is None
-    by_policy = Plan(plan.outlines, plain.context, plan.costs)
+    by_policy = StepOutlines(plan.outlines, plain.context, plan.costs)
     decisions = by_policy.decisions_by_policy()
     assert decisions.kept == plain.decisions.kept
     assert decisions.portions == (plain.decisions.portions or frozenset())

@@ -458,7 +458,7 @@ def test_hostile_folders_of_hugging_face(tmp_path: Path) -> None:
     (secret / "key.json").write_text("secret")
     write_safetensors(source / "model.safetensors", '{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}')
     write_safetensors(secret / "model.safetensors", '{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}')
-    options = huggingface.Options()
+    options = huggingface.HuggingFaceOptions()
     huggingface.plan_from_huggingface(source, options)
     for name in ("tokenizer.json", "config.json", "model.safetensors", INDEX):
         kept = (source / name).read_bytes() if (source / name).exists() else None

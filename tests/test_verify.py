@@ -72,7 +72,7 @@ def captured(
     found: list[Scheduled] = []
     finish = pipeline.finish_graph
 
-    def spy(graph: fx.Graph, phase: Phase, record: pipeline.Record) -> None:
+    def spy(graph: fx.Graph, phase: Phase, record: pipeline.CompileRecord) -> None:
         finish(graph, phase, record)
         found.append(Scheduled(f"{name}, {strategy}, {phase.value}", copy.deepcopy(graph), record.context, phase))
 

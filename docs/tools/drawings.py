@@ -225,7 +225,7 @@ def _launches(strategy: str) -> Mapping[str, Sequence[str]]:
     with ranks(RANKS):
         sharding = doctor.mesh_arguments("optim_grads_params" if strategy == "once" else strategy)
         torch.manual_seed(0)
-        model = fully_shard_model(doctor.Model(), fsdp_unit_modules=[doctor.Block], **sharding)
+        model = fully_shard_model(doctor.ResidualModel(), fsdp_unit_modules=[doctor.ResidualBlock], **sharding)
         if strategy == "once":
             model.set_accumulation(whole_gradients=True, keep_gathered=True)
         optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))

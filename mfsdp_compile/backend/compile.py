@@ -23,7 +23,7 @@ from mfsdp_compile.passes import pipeline
 from mfsdp_compile.passes.context import (
     BucketInfo,
     Context,
-    Kind,
+    NodeKind,
     Phase,
     Role,
     SchedulePolicy,
@@ -108,7 +108,7 @@ def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 def prepare(
     gm: fx.GraphModule, example_inputs: Sequence[Any], shells: Mapping[int, Home], chosen: CompileOptions
-) -> tuple[pipeline.Record, _Call, list[Any]]:
+) -> tuple[pipeline.CompileRecord, _Call, list[Any]]:
     """Rewrite Dynamo's graph so that it takes shards and gathers them.
 
     Returns:
@@ -142,14 +142,14 @@ def prepare(
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:
-            set_role(node, Role(Kind.SHELL, buckets.index(home.bucket), home.index))
+            set_role(node, Role(NodeKind.SHELL, buckets.index(home.bucket), home.index))
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].flat.device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
     units = (unit for owner in owners for unit in owner.eager.units)
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
-    record = pipeline.Record(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
+    record = pipeline.CompileRecord(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
     call = _Call(shells, buckets)
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in owners:
@@ -387,7 +387,7 @@ def _is_whole_model(buckets: Sequence[Bucket]) -> bool:
 
 
 def _compile_inner(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.Record | None
+    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, record: pipeline.CompileRecord | None
 ) -> Callable[..., Any]:
     def partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         if record is not None:
@@ -431,7 +431,7 @@ def _compile_inner(
     return compat.compile_with_inductor(gm, inputs, patches)
 
 
-def _cache_key(options: CompileOptions, record: pipeline.Record | None) -> str | None:
+def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -> str | None:
     """Return what compile caches must know in addition to the graph, or None to disable caching.
 
     The key covers the passes, their options, what controls their decisions, and the decisions themselves where ranks

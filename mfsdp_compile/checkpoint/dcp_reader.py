@@ -83,7 +83,7 @@ class SafeReader(FileSystemReader):
                     for index in (item.storage_index for item in items):
                         info = self.storage_data[index]
                         if not info.transform_descriptors:
-                            window = io.BufferedReader(_Window(file, info.offset, info.length))
+                            window = io.BufferedReader(_FileRange(file, info.offset, info.length))
                             check_sums(window, f"entry {index.fqn!r}", contents=False)
                 super().read_data(dataclasses.replace(plan, items=items), planner)
             except (CheckpointError, FileRefused) as error:
@@ -326,7 +326,7 @@ class CheckpointReader:
     @contextlib.contextmanager
     def _open(self, info: Any, key: str) -> Iterator[IO[bytes]]:
         with open_regular(self._check_length(info, key)) as file:
-            yield io.BufferedReader(_Window(file, info.offset, info.length))
+            yield io.BufferedReader(_FileRange(file, info.offset, info.length))
 
     def _check_length(self, info: Any, key: str) -> Path:
         """Return the file that contains an entry, after checking that it is long enough."""
@@ -347,7 +347,7 @@ class CheckpointReader:
         return path
 
 
-class _Window(io.RawIOBase):
+class _FileRange(io.RawIOBase):
     """A part of a file, as a file object."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:

@@ -123,7 +123,7 @@ def load(
     model = unwrapped(model, "load")
     sharded = model.sharded
     rank, world_size = dist.get_rank(sharded.everyone), dist.get_world_size(sharded.everyone)
-    plan: list[_Plan] = []
+    plan: list[_LoadPlan] = []
 
     def describe() -> list[str]:
         manifest = _manifest_of(directory, verify)
@@ -150,7 +150,9 @@ def load(
                 "loaded."
             )
         try:
-            plan.append(_Plan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None))
+            plan.append(
+                _LoadPlan(CheckpointReader(directory), model, optimizer, _Allowed(*patterns), manifest is not None)
+            )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise CheckpointError(
                 f"{directory} is not laid out as its .metadata says ({type(error).__name__}: {error}). Nothing was loaded."
@@ -211,7 +213,7 @@ class _Allowed:
     cast: Sequence[str]
 
 
-class _Plan:
+class _LoadPlan:
     """Which stored key goes where. Made without communication, from information that is the same on all ranks.
 
     Raises:

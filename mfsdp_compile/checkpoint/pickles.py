@@ -61,13 +61,13 @@ MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _NamedClass:
     """Stands for a class that a pickle names."""
 
     name: str
 
 
-class _Record:
+class _InertObject:
     """Stands for an object of a pickle: the name of its class, its constructor arguments, and its state."""
 
     __slots__ = ("arguments", "kind", "state")
@@ -83,7 +83,7 @@ def _make(kind: Any, arguments: Any) -> Any:
     Raises:
         ValueError: If it is not a class, or metadata never calls it with such arguments.
     """
-    if not isinstance(kind, _Kind) or type(arguments) is not tuple:
+    if not isinstance(kind, _NamedClass) or type(arguments) is not tuple:
         raise ValueError("the pickle calls what is no class")
     if kind.name == "Size":
         (numbers,) = arguments
@@ -101,10 +101,10 @@ def _make(kind: Any, arguments: Any) -> Any:
         return _LAYOUTS[_text(name)]
     if kind.name in _PATHS:
         return "/".join(map(_text, arguments))
-    return _Record(kind.name, arguments)
+    return _InertObject(kind.name, arguments)
 
 
-def _refuse(kind: _Kind) -> Any:
+def _refuse(kind: _NamedClass) -> Any:
     raise ValueError(f"{kind.name} is called with what it never is in metadata")
 
 
@@ -112,7 +112,7 @@ def _as_key(key: Any) -> Any:
     """Check a key of a dictionary or an element of a set. Hashing a million nested tuples would crash the process."""
     if type(key) is tuple and all(type(item) in (int, str) for item in key):
         return key
-    if type(key) not in (str, int, bool, float, bytes, _Record, type(None)):
+    if type(key) not in (str, int, bool, float, bytes, _InertObject, type(None)):
         raise ValueError(f"a {type(key).__name__} is the key of a dictionary or in a set")
     return key
 
@@ -143,7 +143,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if module in _METADATA_MODULES and name in _METADATA_NAMES:
-            return _Kind(name)
+            return _NamedClass(name)
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
             return found
         if (module, name) in {
@@ -154,7 +154,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
             ("collections", "OrderedDict"),
             ("torch.serialization", "_get_layout"),
         } or (module in ("pathlib", "pathlib._local") and name in _PATHS):
-            return _Kind(name)
+            return _NamedClass(name)
         raise CheckpointError(
             f"{self._path} asks for the class {module}.{name}, which no checkpoint's metadata needs. Unpickling it could "
             "run any code, so it was not loaded. Do not use this checkpoint unless you know who wrote it."
@@ -172,7 +172,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
     def _build(self) -> None:
         state = self.stack.pop()
-        if type(self.stack[-1]) is not _Record:
+        if type(self.stack[-1]) is not _InertObject:
             raise ValueError(f"the pickle sets the state of a {type(self.stack[-1]).__name__}")
         self.stack[-1].state = state
 
@@ -292,7 +292,7 @@ def _metadata(top: Any) -> Metadata:
 
 
 def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if isinstance(record, _Record) and record.kind == "BytesStorageMetadata":
+    if isinstance(record, _InertObject) and record.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = _state(record, "TensorStorageMetadata")
     # The length of this tuple depends on the version of torch: 2.15 appends strides, which older versions cannot read.
@@ -356,7 +356,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _state(record: Any, kind: str, of: type = dict) -> Any:
-    if not isinstance(record, _Record) or record.kind != kind or type(record.state) is not of:
+    if not isinstance(record, _InertObject) or record.kind != kind or type(record.state) is not of:
         raise ValueError(f"expected a {kind}, found {getattr(record, 'kind', '') or type(record).__name__}")
     return record.state
 

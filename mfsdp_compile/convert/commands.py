@@ -16,7 +16,7 @@ from mfsdp_compile.checkpoint.manifest import damaged_files, read_manifest, seal
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_json, typed
 
 from . import from_torch_dist, huggingface, inspect_checkpoint
-from .conversion_plan import Plan
+from .conversion_plan import ConversionPlan
 from .keys import Prefixes
 from .param_groups import FILE_NAME, map_from_dcp, read_map, write_map
 from .to_torch_dist import plan_to_torch_dist
@@ -160,7 +160,7 @@ def _convert(given: argparse.Namespace) -> int:
     return _carry_out(plan, given)
 
 
-def _plan(given: argparse.Namespace) -> Plan:
+def _plan(given: argparse.Namespace) -> ConversionPlan:
     source: Path = given.source
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
@@ -171,7 +171,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         prefixes = Prefixes(given.model_prefix, given.optimizer_prefix, given.groups_prefix)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    megatron = from_torch_dist.Options(
+    megatron = from_torch_dist.TorchDistOptions(
         prefixes=prefixes,
         swiglu=given.swiglu,
         swiglu_modules=tuple(name for name in given.swiglu_modules.split(",") if name),
@@ -181,7 +181,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         group_map=read_map(given.param_to_param_group_map_json) if given.param_to_param_group_map_json else None,
     )
     tied = [] if given.no_tied else given.tie
-    hub = huggingface.Options(prefixes, tied, given.dtype, given.max_shard_size, given.files_from)
+    hub = huggingface.HuggingFaceOptions(prefixes, tied, given.dtype, given.max_shard_size, given.files_from)
     if (came, to) == ("torch_dist", "fsdp_dtensor"):
         return from_torch_dist.plan_to_fsdp(source, megatron)
     if (came, to) == ("fsdp_dtensor", "torch_dist"):
@@ -217,7 +217,7 @@ def _says_torch_dist(source: Path) -> bool:
         return False
 
 
-def _carry_out(plan: Plan, given: argparse.Namespace) -> int:
+def _carry_out(plan: ConversionPlan, given: argparse.Namespace) -> int:
     source, out = given.source.resolve(), given.out.resolve()
     if source == out or source in out.parents or out in source.parents:
         raise CheckpointError(f"IN and OUT lie in each other: {given.source}, {given.out}. Write to another place.")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Move", "Plan"]
+__all__ = ["ConversionPlan", "OutputEntry"]
 
 
 @dataclass(frozen=True)
-class Move:
+class OutputEntry:
     """An entry of the output, and where it comes from.
 
     Args:
@@ -39,7 +39,7 @@ class Move:
 
 
 @dataclass
-class Plan:
+class ConversionPlan:
     """A conversion, planned from names and shapes alone.
 
     Args:
@@ -50,7 +50,7 @@ class Plan:
             written.
     """
 
-    moves: list[Move] = field(default_factory=list)
+    moves: list[OutputEntry] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     write: Callable[[Path, Callable[[int], None]], None] = lambda out, advance: None

@@ -28,12 +28,12 @@ from mfsdp_compile.checkpoint.pickles import load_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, open_regular
 
 from . import keys
-from .conversion_plan import Move, Plan
-from .keys import Name, Part, Prefixes
+from .conversion_plan import ConversionPlan, OutputEntry
+from .keys import Name, Prefixes, TensorPart
 from .param_groups import find_groups, group_of
-from .stacked_tensors import Stored
+from .stacked_tensors import StoredTensor
 
-__all__ = ["CARRIED", "Options", "load_common", "plan_to_fsdp"]
+__all__ = ["CARRIED", "TorchDistOptions", "load_common", "plan_to_fsdp"]
 
 CARRIED = "torch_dist"
 """Subfolder of an fsdp_dtensor checkpoint for what only torch_dist needs."""
@@ -45,7 +45,7 @@ CHECKPOINT_VERSION = 3.0
 
 
 @dataclass(frozen=True)
-class Options:
+class TorchDistOptions:
     """How to convert.
 
     Args:
@@ -90,25 +90,25 @@ def load_common(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Output:
+class _OutputTensor:
     """A tensor of fsdp_dtensor: the part of a stored tensor that it is, its name, and its key."""
 
-    part: Part
+    part: TensorPart
     name: Name
     key: str
 
 
-def plan_to_fsdp(source: Path, options: Options) -> Plan:
+def plan_to_fsdp(source: Path, options: TorchDistOptions) -> ConversionPlan:
     """Plan the conversion of a torch_dist checkpoint to fsdp_dtensor.
 
     Raises:
         CheckpointError: If ``source`` is not readable or not organized by parameters, if it is unclear whether MLPs are
             gated, or if a parameter is missing from the map of groups.
     """
-    reader, plan = CheckpointReader(source), Plan()
+    reader, plan = CheckpointReader(source), ConversionPlan()
     common = load_common(source / "common.pt") or _common_entry(reader)
     kept = [key for key in reader if _stays(key, plan)]
-    tensors = [Stored.of(reader, key) for key in kept if reader.is_tensor(key)]
+    tensors = [StoredTensor.of(reader, key) for key in kept if reader.is_tensor(key)]
     raw = [key for key in kept if not reader.is_tensor(key)]
     gated = _gated(tensors, common, options)
     has_old_mtp = any(keys.modern_mtp(stored.name.name) != stored.name.name for stored in tensors)
@@ -119,10 +119,10 @@ def plan_to_fsdp(source: Path, options: Options) -> Plan:
             shape = list(stored.shape[len(out.part.index) :])
             if out.part.half is not None:
                 shape[0] //= 2
-            plan.moves.append(Move(out.key, (_shown(stored.key, out.part),), tuple(shape), stored.dtype))
+            plan.moves.append(OutputEntry(out.key, (_shown(stored.key, out.part),), tuple(shape), stored.dtype))
     values = list(_values(reader, common, jobs, options, plan))
-    plan.moves += [Move(key, (key,)) for key in raw]
-    plan.moves += [Move(key, (origin,)) for key, origin, _ in values]
+    plan.moves += [OutputEntry(key, (key,)) for key in raw]
+    plan.moves += [OutputEntry(key, (origin,)) for key, origin, _ in values]
     layout = {
         "stacked": _stacks(jobs),
         "mtp_renamed": rename and has_old_mtp,
@@ -164,7 +164,7 @@ def _common_entry(reader: CheckpointReader) -> dict[str, Any]:
     return {}
 
 
-def _stays(key: str, plan: Plan) -> bool:
+def _stays(key: str, plan: ConversionPlan) -> bool:
     """Return whether an entry is converted. If not, the reason is noted in the plan."""
     if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
@@ -184,7 +184,7 @@ def _stays(key: str, plan: Plan) -> bool:
     return not key.startswith("rerun_state_machine_state")
 
 
-def _gated(tensors: Iterable[Stored], common: Mapping[str, Any], options: Options) -> bool:
+def _gated(tensors: Iterable[StoredTensor], common: Mapping[str, Any], options: TorchDistOptions) -> bool:
     """Return whether MLPs are gated, according to the user, the training arguments, or the shapes."""
     if options.swiglu is not None:
         return options.swiglu
@@ -206,17 +206,19 @@ def _gated(tensors: Iterable[Stored], common: Mapping[str, Any], options: Option
     return seen == {True}
 
 
-def _outputs(stored: Stored, gated: bool, rename: bool, options: Options, source: Path) -> Iterator[_Output]:
+def _outputs(
+    stored: StoredTensor, gated: bool, rename: bool, options: TorchDistOptions, source: Path
+) -> Iterator[_OutputTensor]:
     try:
         parts = keys.decompose(stored.name.name, stored.shape, gated, options.swiglu_modules)
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from error
     for part in parts:
         name = Name(keys.modern_mtp(part.name) if rename else part.name, stored.name.state)
-        yield _Output(part, name, options.prefixes.key(name))
+        yield _OutputTensor(part, name, options.prefixes.key(name))
 
 
-def _stacks(jobs: Iterable[tuple[Stored, list[_Output]]]) -> dict[str, bool]:
+def _stacks(jobs: Iterable[tuple[StoredTensor, list[_OutputTensor]]]) -> dict[str, bool]:
     """Return, for each list of layers, whether its layers were stored as one tensor."""
     stacked = {}
     for stored, outputs in jobs:
@@ -226,7 +228,7 @@ def _stacks(jobs: Iterable[tuple[Stored, list[_Output]]]) -> dict[str, bool]:
     return stacked
 
 
-def _shown(key: str, part: Part) -> str:
+def _shown(key: str, part: TensorPart) -> str:
     index = f"[{', '.join(map(str, part.index))}]" if part.index else ""
     return key + index + ("" if part.half is None else (" first half", " second half")[part.half])
 
@@ -234,9 +236,9 @@ def _shown(key: str, part: Part) -> str:
 def _values(
     reader: CheckpointReader,
     common: dict[str, Any],
-    jobs: Iterable[tuple[Stored, list[_Output]]],
-    options: Options,
-    plan: Plan,
+    jobs: Iterable[tuple[StoredTensor, list[_OutputTensor]]],
+    options: TorchDistOptions,
+    plan: ConversionPlan,
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield key, origin and value of everything that is neither a parameter nor a state."""
     reruns = [key for key in reader if key.startswith("rerun_state_machine_state")]
@@ -257,7 +259,10 @@ def _values(
 
 
 def _group_values(
-    common: dict[str, Any], jobs: Iterable[tuple[Stored, list[_Output]]], options: Options, plan: Plan
+    common: dict[str, Any],
+    jobs: Iterable[tuple[StoredTensor, list[_OutputTensor]]],
+    options: TorchDistOptions,
+    plan: ConversionPlan,
 ) -> Iterator[tuple[str, str, Any]]:
     """Yield the group options of every parameter."""
     groups = find_groups(common)

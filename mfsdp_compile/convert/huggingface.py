@@ -32,11 +32,11 @@ from mfsdp_compile.runtime.untrusted_files import (
     typed,
 )
 
-from .conversion_plan import Move, Plan
+from .conversion_plan import ConversionPlan, OutputEntry
 from .keys import Prefixes
 from .safetensors_files import Layout, SafetensorsReader, split_into_files, write_file, write_index
 
-__all__ = ["CARRIED", "Options", "plan_from_huggingface", "plan_to_huggingface"]
+__all__ = ["CARRIED", "HuggingFaceOptions", "plan_from_huggingface", "plan_to_huggingface"]
 
 CARRIED = "huggingface"
 """Subfolder of an fsdp_dtensor checkpoint for the files that are not weights."""
@@ -50,7 +50,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", "
 
 
 @dataclass(frozen=True)
-class Options:
+class HuggingFaceOptions:
     """How to convert.
 
     Args:
@@ -68,13 +68,13 @@ class Options:
     files_from: Path | None = None
 
 
-def plan_from_huggingface(source: Path, options: Options) -> Plan:
+def plan_from_huggingface(source: Path, options: HuggingFaceOptions) -> ConversionPlan:
     """Plan the conversion of a .safetensors file, or of a folder of such files, to an fsdp_dtensor checkpoint.
 
     Raises:
         CheckpointError: If safetensors is not installed, or ``source`` is not readable.
     """
-    reader, plan = SafetensorsReader(source), Plan()
+    reader, plan = SafetensorsReader(source), ConversionPlan()
     extras = _extras(source)
     tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
     for name, other in tied:
@@ -83,10 +83,10 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
     names = sorted(reader.layouts)
     for name in names:
         layout = reader.layouts[name]
-        plan.moves.append(Move(f"{options.prefixes.model}.{name}", (name,), layout.shape, layout.dtype))
+        plan.moves.append(OutputEntry(f"{options.prefixes.model}.{name}", (name,), layout.shape, layout.dtype))
     for name, other in tied:
-        plan.moves.append(Move(f"{options.prefixes.model}.{name}", (f"{other} (tied)",)))
-    plan.moves += [Move(f"{CARRIED}/{path.name}", (path.name,)) for path in extras]
+        plan.moves.append(OutputEntry(f"{options.prefixes.model}.{name}", (f"{other} (tied)",)))
+    plan.moves += [OutputEntry(f"{CARRIED}/{path.name}", (path.name,)) for path in extras]
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
         writer = CheckpointWriter(out)
@@ -105,7 +105,7 @@ def plan_from_huggingface(source: Path, options: Options) -> Plan:
     return plan
 
 
-def plan_to_huggingface(source: Path, options: Options, single_file: bool = False) -> Plan:
+def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: bool = False) -> ConversionPlan:
     """Plan the conversion of an fsdp_dtensor checkpoint to a Hugging Face folder or one .safetensors file.
 
     ``from_pretrained`` loads the folder.
@@ -113,7 +113,7 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
     Raises:
         CheckpointError: If ``source`` is not readable or contains no model, or parameters that should be tied differ.
     """
-    reader, plan = CheckpointReader(source), Plan()
+    reader, plan = CheckpointReader(source), ConversionPlan()
     keys = {}
     for key in reader:
         parsed = options.prefixes.parse(key)
@@ -143,10 +143,12 @@ def plan_to_huggingface(source: Path, options: Options, single_file: bool = Fals
             "the model's folder is."
         )
     for file, names in files.items():
-        moves = [Move(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names]
+        moves = [
+            OutputEntry(f"{file}: {name}", (keys[name],), layouts[name].shape, layouts[name].dtype) for name in names
+        ]
         plan.moves += moves
     if not single_file:
-        plan.moves += [Move(path.name, (str(path),)) for path in extras]
+        plan.moves += [OutputEntry(path.name, (str(path),)) for path in extras]
 
     def write(out: Path, advance: Callable[[int], None]) -> None:
         def read(name: str) -> Tensor:
@@ -205,7 +207,7 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _tied(options: Options, config: dict[str, Any], names: Any) -> list[tuple[str, str]]:
+def _tied(options: HuggingFaceOptions, config: dict[str, Any], names: Any) -> list[tuple[str, str]]:
     """Return pairs of a name and the name whose data it shares.
 
     They are those that the user gives; otherwise, the output is tied to the embedding as transformers does.

@@ -13,7 +13,7 @@ from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReade
 from mfsdp_compile.checkpoint.manifest import MANIFEST
 from mfsdp_compile.runtime.untrusted_files import FileRefused, copy_inside, inside, links_inside, read_json
 
-from .conversion_plan import Move, Plan
+from .conversion_plan import ConversionPlan, OutputEntry
 from .from_torch_dist import load_common
 
 __all__ = ["compare", "describe", "parse_index", "plan_edit", "show"]
@@ -157,7 +157,7 @@ def _difference(a: CheckpointReader, b: CheckpointReader, key: str, atol: float,
         yield f"{key}: {many} of {x.numel()} elements differ, by at most {largest:.6g}{nans}"
 
 
-def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequence[str] = ()) -> Plan:
+def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequence[str] = ()) -> ConversionPlan:
     """Plan a copy of a checkpoint with keys renamed or entries removed. Data is copied chunk by chunk, as it is stored.
 
     Args:
@@ -168,7 +168,7 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
     Raises:
         CheckpointError: If two keys would become the same, or a pattern is not a regular expression or matches no key.
     """
-    reader, plan = CheckpointReader(source), Plan()
+    reader, plan = CheckpointReader(source), ConversionPlan()
     try:
         removing = [re.compile(pattern) for pattern in remove]
         renaming = [(re.compile(pattern), replacement) for pattern, replacement in rename]
@@ -189,7 +189,7 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
     for new, key in kept.items():
         tensor = reader.is_tensor(key)
         shape, dtype = (tuple(reader.shape(key)), reader.dtype(key)) if tensor else (None, None)
-        plan.moves.append(Move(new, (key,), shape, dtype))
+        plan.moves.append(OutputEntry(new, (key,), shape, dtype))
 
     try:
         extras = {

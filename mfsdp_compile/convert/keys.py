@@ -33,8 +33,8 @@ from typing import Any
 
 __all__ = [
     "Name",
-    "Part",
     "Prefixes",
+    "TensorPart",
     "compose",
     "decompose",
     "flatten",
@@ -59,7 +59,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """``tensor[index]``, or the first or second half of its rows, and the name of this part."""
 
     name: str
@@ -157,7 +157,7 @@ def stacked_dimensions(name: str) -> int:
     return is_layer_stacked(name) + (_STACKED_EXPERTS in name)
 
 
-def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[str] = ()) -> list[Part]:
+def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[str] = ()) -> list[TensorPart]:
     """Return the fsdp_dtensor parameters that a torch_dist tensor contains, in the order in which it stores them.
 
     Args:
@@ -183,13 +183,13 @@ def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[st
         if gated and is_gated(single, modules) and len(shape) > depth:
             if shape[depth] % 2:
                 raise ValueError(f"{name} cannot be two halves: it has {shape[depth]} rows, shape {tuple(shape)}")
-            parts += [Part(f"{single}_w", index, 0), Part(f"{single}_v", index, 1)]
+            parts += [TensorPart(f"{single}_w", index, 0), TensorPart(f"{single}_v", index, 1)]
         else:
-            parts.append(Part(single, index))
+            parts.append(TensorPart(single, index))
     return parts
 
 
-def compose(name: str, gated: bool = True, stack_layers: bool = True) -> Part:
+def compose(name: str, gated: bool = True, stack_layers: bool = True) -> TensorPart:
     """Return an fsdp_dtensor parameter's location in torch_dist: the (stacked) name, the index in it, and which half.
 
     Args:
@@ -211,7 +211,7 @@ def compose(name: str, gated: bool = True, stack_layers: bool = True) -> Part:
     if stack_layers and (match := _LAYER.search(name)):
         index.insert(0, int(match[2]))
         name = _LAYER.sub(r"\1layers.", name, count=1)
-    return Part(name, tuple(index), half)
+    return TensorPart(name, tuple(index), half)
 
 
 def layer_stack(name: str) -> str | None:

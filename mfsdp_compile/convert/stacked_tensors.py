@@ -13,9 +13,9 @@ from torch import Tensor
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError, CheckpointReader
 
 from . import keys
-from .keys import Name, Part
+from .keys import Name, TensorPart
 
-__all__ = ["RESHAPED", "Stored", "flatten_blocks", "unflatten_blocks"]
+__all__ = ["RESHAPED", "StoredTensor", "flatten_blocks", "unflatten_blocks"]
 
 RESHAPED = "nd_reformulated_orig_global_shape"
 """Key in ``mcore_data`` for the shape of a tensor before it was flattened."""
@@ -44,7 +44,7 @@ def flatten_blocks(tensor: Tensor, grid: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a torch_dist checkpoint.
 
     Args:
@@ -62,7 +62,7 @@ class Stored:
     grid: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, reader: CheckpointReader, key: str) -> Stored:
+    def of(cls, reader: CheckpointReader, key: str) -> StoredTensor:
         """Describe a tensor of a checkpoint.
 
         Raises:
@@ -78,7 +78,7 @@ class Stored:
                 raise CheckpointError(f"{reader.directory}: {key}: {error}") from error
         return cls(key, keys.parse_torch_dist(key), original, reader.dtype(key), grid)
 
-    def read(self, reader: CheckpointReader, part: Part) -> Tensor:
+    def read(self, reader: CheckpointReader, part: TensorPart) -> Tensor:
         """Read a part of the tensor, in the shape of its parameter."""
         depth = len(part.index)
         if self.grid is None:

@@ -18,8 +18,8 @@ from mfsdp_compile.checkpoint.pickles import dump_object
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_bytes, read_json, safe_name, typed, whole
 
 from . import keys
-from .conversion_plan import Move, Plan
-from .from_torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, Options
+from .conversion_plan import ConversionPlan, OutputEntry
+from .from_torch_dist import CARRIED, CHECKPOINT_VERSION, COMMON_ENTRY, TorchDistOptions
 from .keys import Name
 from .param_groups import groups_from_options
 from .stacked_tensors import RESHAPED, flatten_blocks
@@ -74,7 +74,7 @@ class _Target:
             yield (*index, *([0] * tensor.dim())), tensor.reshape((1,) * depth + tuple(tensor.shape))
 
 
-def plan_to_torch_dist(source: Path, options: Options) -> Plan:
+def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPlan:
     """Plan the conversion of an fsdp_dtensor checkpoint to torch_dist.
 
     If the checkpoint was once converted from torch_dist, the layout of that checkpoint is restored.
@@ -83,7 +83,7 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
         CheckpointError: If ``source`` is not readable, layers that are to be stacked differ, or half of a matrix is
             missing.
     """
-    reader, plan = CheckpointReader(source), Plan()
+    reader, plan = CheckpointReader(source), ConversionPlan()
     layout = _layout(source)
     named, others = _parameters(reader, options)
     if not named:
@@ -97,16 +97,16 @@ def plan_to_torch_dist(source: Path, options: Options) -> Plan:
     ]
     for target in targets:
         shown = tuple(itertools.chain.from_iterable(target.sources.values()))
-        plan.moves.append(Move(target.key, shown, target.stored_shape, target.dtype))
+        plan.moves.append(OutputEntry(target.key, shown, target.stored_shape, target.dtype))
     raw = [key for key in layout["values"] if key in reader]
-    plan.moves += [Move(key, (key,)) for key in raw]
+    plan.moves += [OutputEntry(key, (key,)) for key in raw]
     content, known = (_carried_bytes(source, name) for name in ("common.pt", "metadata.json"))
     if content is not None:
-        plan.moves.append(Move("common.pt", (f"{CARRIED}/common.pt",)))
+        plan.moves.append(OutputEntry("common.pt", (f"{CARRIED}/common.pt",)))
     elif not any(key.startswith(COMMON_ENTRY) for key in raw):
         leaves = [key for key in others if key not in raw and options.prefixes.parse_group(key) is None]
         content = dump_object(_common(reader, leaves, options))
-        plan.moves.append(Move("common.pt", tuple(leaves) or ("(default)",)))
+        plan.moves.append(OutputEntry("common.pt", tuple(leaves) or ("(default)",)))
     plan.left_out += [
         (key, "state of the rerun state machine, of one rank") for key in others if _is_rerun(key) and key not in raw
     ]
@@ -165,7 +165,7 @@ def _layout(source: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
 
 
-def _parameters(reader: CheckpointReader, options: Options) -> tuple[dict[str, Name], list[str]]:
+def _parameters(reader: CheckpointReader, options: TorchDistOptions) -> tuple[dict[str, Name], list[str]]:
     """Separate tensors that are parameters or states from all other keys."""
     named, others = {}, []
     for key in reader:
@@ -181,7 +181,7 @@ _Parts = dict[tuple[int, ...], dict[int | None, str]]
 
 
 def _grouped(
-    reader: CheckpointReader, named: dict[str, Name], layout: dict[str, Any], options: Options
+    reader: CheckpointReader, named: dict[str, Name], layout: dict[str, Any], options: TorchDistOptions
 ) -> dict[Name, _Parts]:
     """For each tensor of torch_dist, return the keys that it comes from, by index and half."""
     rename = layout["mtp_renamed"] if options.rename_mtp is None else options.rename_mtp
@@ -203,7 +203,9 @@ def _grouped(
     return grouped
 
 
-def _target(reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[str, Any], options: Options) -> _Target:
+def _target(
+    reader: CheckpointReader, name: Name, parts: _Parts, layout: dict[str, Any], options: TorchDistOptions
+) -> _Target:
     plain = keys.torch_dist_key(name)
     key = layout["chained"].get(plain, plain)
     depth = keys.stacked_dimensions(name.name)
@@ -244,7 +246,7 @@ def _differing(reader: CheckpointReader, name: Name, what: str, counts: tuple[in
 
 
 def _grid(
-    key: str, name: Name, shape: tuple[int, ...], gated: bool, layout: dict[str, Any], options: Options
+    key: str, name: Name, shape: tuple[int, ...], gated: bool, layout: dict[str, Any], options: TorchDistOptions
 ) -> tuple[int, ...] | None:
     if key in layout["flattened"]:
         try:
@@ -264,7 +266,7 @@ def _is_rerun(key: str) -> bool:
     return key.startswith("rerun_state_machine.")
 
 
-def _common(reader: CheckpointReader, leaves: list[str], options: Options) -> dict[str, Any]:
+def _common(reader: CheckpointReader, leaves: list[str], options: TorchDistOptions) -> dict[str, Any]:
     """Build the contents of ``common.pt`` from the dotted keys of fsdp_dtensor."""
     held = {
         key: reader.tensor(key) if reader.is_tensor(key) else reader.value(key) for key in leaves if not _is_rerun(key)

@@ -62,7 +62,7 @@ def mesh_arguments(strategy: str) -> dict[str, Any]:
     }
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual MLP with sizes that are not divisible by the number of shards."""
 
     def __init__(self) -> None:
@@ -75,20 +75,20 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
+class ResidualModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(8, 13)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.blocks = nn.Sequential(ResidualBlock(), ResidualBlock())
         self.head = nn.Linear(13, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(self.enter(x))).pow(2).mean()
 
 
-def _model() -> Model:
+def _model() -> ResidualModel:
     torch.manual_seed(0)
-    return Model()
+    return ResidualModel()
 
 
 # -- ways of accumulating ---------------------------------------------------------------------------------------------
@@ -181,7 +181,9 @@ class Cell:
 
 def cells(strategy: str, mode: str, scaling: str) -> list[Cell]:
     """Test all ways of accumulating on one model, with two optimizer steps each."""
-    model = fully_shard_model(_model(), fsdp_unit_modules=[Block], **mesh_arguments(strategy), **SCALINGS[scaling])
+    model = fully_shard_model(
+        _model(), fsdp_unit_modules=[ResidualBlock], **mesh_arguments(strategy), **SCALINGS[scaling]
+    )
     call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
     alone = _model()
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))

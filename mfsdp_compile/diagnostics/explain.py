@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.passes.context import Phase, Report
-from mfsdp_compile.passes.pipeline import Record
+from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime import compat
 
 from ..backend.verify_step import unchanged
@@ -108,7 +108,7 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     before = len(sharded.sharded.compiled_graphs)
     with unchanged(sharded), _collected_breaks() as breaks:
         compiled(*args, **kwargs)
-    records: list[Record] = sharded.sharded.compiled_graphs[before:]
+    records: list[CompileRecord] = sharded.sharded.compiled_graphs[before:]
     graphs = tuple(
         GraphExplanation(
             tuple(dict.fromkeys(bucket.unit for bucket in record.context.buckets)),

@@ -27,14 +27,14 @@ __all__ = ["JobConfig", "load", "parse"]
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSection:
     """``dump_folder``: where everything is written."""
 
     dump_folder: str = "outputs"
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSection:
     """``flavor``: name of a set of sizes."""
 
     flavor: str = "debugmodel"
@@ -113,8 +113,8 @@ class Checkpoint:
 class JobConfig:
     """All sections."""
 
-    job: Job = field(default_factory=Job)
-    model: Model = field(default_factory=Model)
+    job: JobSection = field(default_factory=JobSection)
+    model: ModelSection = field(default_factory=ModelSection)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)

@@ -142,7 +142,9 @@ class Pretrained(Initialisation):
         if model is not None:
             self._sources, unexpected = _converted_sources(model, self._names[model], self._reader)
         else:
-            self._sources = {name: _Stored(name, layout.shape) for name, layout in self._reader.layouts.items()}
+            self._sources = {
+                name: _StoredParameter(name, layout.shape) for name, layout in self._reader.layouts.items()
+            }
             unexpected = []
         wanted = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         unexpected += [name for name in self._sources if name not in wanted]
@@ -181,7 +183,7 @@ class Pretrained(Initialisation):
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         source = self._sources[name]
-        if isinstance(source, _Stored):
+        if isinstance(source, _StoredParameter):
             return self._reader.part(source.key, index)
         if index and (some := source.only(index[0])) is not None:
             return self._convert(some)[name][(slice(None), *index[1:])]
@@ -199,7 +201,7 @@ class Pretrained(Initialisation):
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredParameter:
     """A parameter that the folder stores unchanged.
 
     Args:
@@ -247,7 +249,7 @@ class _Conversion:
         return _Conversion(self.converter, self.target, tuple(keys), self.model)
 
 
-_Source = _Stored | _Conversion
+_Source = _StoredParameter | _Conversion
 
 
 def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tuple[dict[str, _Source], list[str]]:
@@ -275,7 +277,7 @@ def _converted_sources(model: Any, path: str, reader: SafetensorsReader) -> tupl
         if name not in wanted:
             unexpected.append(key)
         elif pattern is None:
-            sources[prefix + name] = _Stored(key, reader.layouts[key].shape)
+            sources[prefix + name] = _StoredParameter(key, reader.layouts[key].shape)
         else:
             converted.setdefault(name, []).append((pattern, key))
     for name, keys in converted.items():

@@ -2,7 +2,7 @@
 
 Programs with Megatron's own configuration objects pass those; they are read by attribute. The classes here are for
 programs without Megatron, and define which attributes are read. Every field says what it does here
-(``docs/megatron.md`` is generated from that), and has a :class:`Kind`. Defaults are Megatron's, except for settings
+(``docs/megatron.md`` is generated from that), and has a :class:`Treatment`. Defaults are Megatron's, except for settings
 that Megatron-FSDP always overrides: those default to the value that it sets.
 """
 
@@ -19,16 +19,16 @@ __all__ = [
     "DistributedDataParallelConfig",
     "DistributedInitConfig",
     "Flag",
-    "Kind",
     "OptimizerConfig",
     "Setting",
     "TransformerConfig",
+    "Treatment",
     "known",
     "setting_of",
 ]
 
 
-class Kind(Enum):
+class Treatment(Enum):
     """How a setting is treated."""
 
     USED = "used"
@@ -68,7 +68,7 @@ class Setting:
     """
 
     here: str
-    kind: Kind = Kind.USED
+    kind: Treatment = Treatment.USED
     flag: Flag | None = None
 
 
@@ -84,7 +84,7 @@ def known(section: type) -> dict[str, Field[Any]]:
 
 
 def _said(
-    here: str, flag: str | None = None, *, kind: Kind = Kind.USED, dest: str | None = None, **how: Any
+    here: str, flag: str | None = None, *, kind: Treatment = Treatment.USED, dest: str | None = None, **how: Any
 ) -> dict[str, Setting]:
     of_flag = None
     if flag is not None:
@@ -260,7 +260,7 @@ class DistributedDataParallelConfig:
             "gradients are scaled after the reduction, in the graph where the model is compiled",
             "--no-gradient-reduce-div-fusion",
             dest="gradient_reduce_div_fusion",
-            kind=Kind.IDLE,
+            kind=Treatment.IDLE,
         ),
     )
     check_for_nan_in_grad: bool = field(
@@ -280,7 +280,7 @@ class DistributedDataParallelConfig:
             "parts large ones",
             "--ddp-bucket-size",
             type=int,
-            kind=Kind.IDLE,
+            kind=Treatment.IDLE,
         ),
     )
     suggested_communication_unit_size: int | None = field(
@@ -290,7 +290,7 @@ class DistributedDataParallelConfig:
             "how much is gathered ahead",
             "--suggested-communication-unit-size",
             type=int,
-            kind=Kind.REFUSED,
+            kind=Treatment.REFUSED,
         ),
     )
     fsdp_double_buffer: bool = field(
@@ -319,7 +319,7 @@ class DistributedDataParallelConfig:
     )
     fsdp_manual_registration: bool = field(
         default=False,
-        metadata=_said("buffers are never registered by hand", "--fsdp-manual-registration", kind=Kind.REFUSED),
+        metadata=_said("buffers are never registered by hand", "--fsdp-manual-registration", kind=Treatment.REFUSED),
     )
     keep_fp8_transpose_cache: bool = field(
         default=False, metadata=_said("fully_shard_model's argument", "--keep-fp8-transpose-cache")
@@ -329,7 +329,7 @@ class DistributedDataParallelConfig:
         metadata=_said(
             "there are no fp8 parameters yet",
             "--fp8-param-gather",
-            kind=Kind.REFUSED,
+            kind=Treatment.REFUSED,
         ),
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = field(
@@ -351,16 +351,18 @@ class DistributedDataParallelConfig:
     )
     fsdp_all_gather_in_start_param_sync: bool = field(
         default=True,
-        metadata=_said("start_param_sync gathers what the strategy keeps gathered, and nothing else", kind=Kind.IDLE),
+        metadata=_said(
+            "start_param_sync gathers what the strategy keeps gathered, and nothing else", kind=Treatment.IDLE
+        ),
     )
     align_param_gather: bool = field(
-        default=False, metadata=_said("each pipeline stage gathers when it needs to", kind=Kind.IDLE)
+        default=False, metadata=_said("each pipeline stage gathers when it needs to", kind=Treatment.IDLE)
     )
     megatron_fsdp_version: int = field(
-        default=1, metadata=_said("there is one engine here", "--megatron-fsdp-version", type=int, kind=Kind.IDLE)
+        default=1, metadata=_said("there is one engine here", "--megatron-fsdp-version", type=int, kind=Treatment.IDLE)
     )
     use_custom_fsdp: bool = field(
-        default=False, metadata=_said("the older name of use_megatron_fsdp, which is what is read", kind=Kind.IDLE)
+        default=False, metadata=_said("the older name of use_megatron_fsdp, which is what is read", kind=Treatment.IDLE)
     )
 
 

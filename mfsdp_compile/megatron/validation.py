@@ -18,9 +18,9 @@ from .settings import (
     CheckpointConfig,
     DistributedDataParallelConfig,
     DistributedInitConfig,
-    Kind,
     OptimizerConfig,
     TransformerConfig,
+    Treatment,
     known,
     setting_of,
 )
@@ -140,7 +140,7 @@ class _Settings:
             setattr(held, name, after)
             self.adjustments.append(Adjustment(path, before, after, reason))
 
-    def of_kind(self, kind: Kind) -> Iterator[tuple[str, Any, Any, str]]:
+    def of_kind(self, kind: Treatment) -> Iterator[tuple[str, Any, Any, str]]:
         """Yield path, value, default and meaning of the settings of a kind that differ from their defaults."""
         for section, cls in SECTIONS.items():
             for name, of in known(cls).items():
@@ -219,7 +219,7 @@ def _check(settings: _Settings) -> None:
 
 
 def _refuse(settings: _Settings) -> None:
-    for path, value, default, here in settings.of_kind(Kind.REFUSED):
+    for path, value, default, here in settings.of_kind(Treatment.REFUSED):
         raise NotImplementedError(f"{path}={value!r} is not implemented: {here}. Leave it at {default!r}.")
     ddp = settings.section("ddp")
     if not dataclasses.is_dataclass(ddp):
@@ -264,5 +264,5 @@ def _adjust(settings: _Settings) -> None:
         settings.adjust("ddp.overlap_grad_reduce", True, f"{strategy.name.lower()} reduces gradients within backward")
     if strategy is ShardingStrategy.OPTIM_GRADS_PARAMS:
         settings.adjust("ddp.overlap_param_gather", True, f"{strategy.name.lower()} gathers parameters within forward")
-    for path, value, _, here in settings.of_kind(Kind.IDLE):
+    for path, value, _, here in settings.of_kind(Treatment.IDLE):
         settings.adjustments.append(Adjustment(path, value, value, here))

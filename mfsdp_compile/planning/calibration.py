@@ -319,7 +319,7 @@ def _rounded(value: float) -> float:
 def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    clock = _Clock(device, effort)
+    clock = _OperationTimer(device, effort)
     matmul = {}
     for each in (torch.float32, torch.bfloat16, torch.float16):
         dist.barrier()
@@ -356,7 +356,7 @@ def _measure(rank: int, say: Callable[[Measured], None], effort: Effort) -> None
 
 
 @dataclass(frozen=True)
-class _Clock:
+class _OperationTimer:
     """Times operations on a device. On CUDA it uses events, so the CPU does not wait between operations."""
 
     device: torch.device
@@ -388,7 +388,7 @@ class _Clock:
         return min(self.once(run, calls) for _ in range(self.effort.rounds)) / calls
 
 
-def _matmul(clock: _Clock, dtype: torch.dtype) -> tuple[float, ...]:
+def _matmul(clock: _OperationTimer, dtype: torch.dtype) -> tuple[float, ...]:
     """Return floating-point operations per second of each matrix product that is not skipped."""
     rates: list[float] = []
     for rows, inner, columns in clock.effort.matmul:
@@ -406,7 +406,7 @@ def _matmul(clock: _Clock, dtype: torch.dtype) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def _attention(clock: _Clock, dtype: torch.dtype) -> float:
+def _attention(clock: _OperationTimer, dtype: torch.dtype) -> float:
     """Return floating-point operations per second of causal attention.
 
     It counts two products in forward and five in backward, each of them half because of the mask.
@@ -426,7 +426,7 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
     return 3.5 * 4 * batch * heads * length**2 * width / 2 / clock.seconds(run)
 
 
-def _memory(clock: _Clock) -> dict[str, float]:
+def _memory(clock: _OperationTimer) -> dict[str, float]:
     """Return bytes read and written per second by large operations."""
     one, two, out = (torch.zeros(clock.effort.memory_bytes // 4, device=clock.device) for _ in range(3))
     operations: dict[str, tuple[int, Callable[[], object]]] = {
@@ -444,7 +444,7 @@ def _smallest(device: torch.device) -> Callable[[], object]:
     return lambda: number.add_(1.0)
 
 
-def _collectives(clock: _Clock, group: dist.ProcessGroup, size: int) -> list[Timing]:
+def _collectives(clock: _OperationTimer, group: dist.ProcessGroup, size: int) -> list[Timing]:
     ranks = group.size()
     numel = max(1, size // 4 // ranks)
     shard, whole = torch.ones(numel, device=clock.device), torch.ones(numel * ranks, device=clock.device)
@@ -457,7 +457,7 @@ def _collectives(clock: _Clock, group: dist.ProcessGroup, size: int) -> list[Tim
     ]
 
 
-def _slowdown(clock: _Clock, dtype: torch.dtype, gather_seconds: float) -> float:
+def _slowdown(clock: _OperationTimer, dtype: torch.dtype, gather_seconds: float) -> float:
     """Return the fraction by which the last matrix product takes longer while all-gathers run.
 
     Enough all-gathers are started to outlast the product.

@@ -18,7 +18,7 @@ from rich.table import Table
 from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
-from mfsdp_compile.report import Report, bytes_text, headline, percent_text, to_text, write
+from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 
 from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, workload
@@ -294,7 +294,7 @@ def _portions(row: Planned) -> str:
     return f" + {len(found)}/{row.portion_size}" if found else ""
 
 
-def report_of(forecast: Forecast, row: Planned) -> Report:
+def report_of(forecast: Forecast, row: Planned) -> StepReport:
     """Return the report of one of a forecast's rows, with its full timeline."""
     job, traced = forecast.job, forecast.trace_of(row)
     assert row.timeline is not None
@@ -314,7 +314,7 @@ def report_of(forecast: Forecast, row: Planned) -> Report:
         numbers.append(("idle", f"{percent_text(row.idle, row.timeline.seconds)} of the step (predicted)"))
     lines = problem_of(job, traced, row.candidate).lines(row.decisions)
     source = dict(job.hardware.sources)
-    return Report(
+    return StepReport(
         f"Plan of {job.work.name} on {row.candidate.world:,} ranks of {job.hardware.name}",
         [*headline(row.timeline, job.usable), *numbers],
         row.timeline,

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from mfsdp_compile.passes.context import Context, Phase
-from mfsdp_compile.passes.pipeline import Prediction, Record
+from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, resting_memory, simulate
 from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
 
-from ..report import PassRow, Report, UnitTime, headline, write
+from ..report import PassRow, StepReport, UnitTime, headline, write
 from ..wrapper import unwrapped
 
 __all__ = ["Measurement", "measure", "predicted", "report", "schedule_of"]
@@ -49,7 +49,7 @@ class _Compiled:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = unwrapped(model, "report")
-        records: list[Record] = self.model.sharded.compiled_graphs
+        records: list[CompileRecord] = self.model.sharded.compiled_graphs
         wanted = set(PHASES.values())
         whole = [r for r in records if r.context.whole_model and wanted <= r.events.keys()]
         if not whole:
@@ -65,7 +65,7 @@ class _Compiled:
         self.timeline = explained(found, self.record.decisions, PHASES)
 
 
-def _why_nothing(records: Sequence[Record]) -> str:
+def _why_nothing(records: Sequence[CompileRecord]) -> str:
     start = "There is nothing to report on: "
     if not records:
         return f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training step."
@@ -214,7 +214,7 @@ def report(
     measured: Sequence[Measurement] = (),
     title: str = "Training step",
     name: str = "report",
-) -> Report:
+) -> StepReport:
     """Report what a compiled model's training step is predicted to do, why, and how that compares with measurements.
 
     Args:
@@ -246,7 +246,7 @@ def report(
         for r in reports
     ]
     verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
-    made = Report(
+    made = StepReport(
         title,
         headline(timeline, context.policy.memory_budget),
         timeline,

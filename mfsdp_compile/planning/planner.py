@@ -23,13 +23,13 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, grouped
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simulate
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
-from mfsdp_compile.passes.solver.step_events import PHASES, Plan
+from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.bucket import Site
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
-from mfsdp_compile.runtime.plan.experts import Experts, is_expert
+from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
 from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy
 from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
@@ -98,12 +98,12 @@ class Candidate:
         """
         return self._topology(1, portions)
 
-    def experts(self, portions: int = 0) -> Experts | None:
+    def experts(self, portions: int = 0) -> ExpertPlacement | None:
         """Return the ranks that share experts, or None if all ranks do."""
         if self.degrees.expert == 1:
             return None
         mesh: Any = None
-        return Experts(mesh, self._topology(self.degrees.expert, portions), is_expert, True, None)
+        return ExpertPlacement(mesh, self._topology(self.degrees.expert, portions), is_expert, True, None)
 
     def _topology(self, apart: int, portions: int) -> Topology:
         """Return the topology of every ``apart``-th rank."""
@@ -488,7 +488,7 @@ def planned(
     return Planned(candidate, problem.context, timeline, decisions, timeline.peak_bytes)
 
 
-def _solved(job: Job, problem: Plan, usable: int, reshard: bool | int | None) -> Solution:
+def _solved(job: Job, problem: StepOutlines, usable: int, reshard: bool | int | None) -> Solution:
     """Return the best schedule within ``usable`` bytes.
 
     Raises:
@@ -552,7 +552,7 @@ class _Pipelined:
         """For each stage, the first stage of the same kind, which has the most microbatches in memory."""
 
     def planned(self, wanted: int | None, details: bool) -> Planned:
-        found: dict[int, tuple[Plan, Decisions, Timeline]] = {}
+        found: dict[int, tuple[StepOutlines, Decisions, Timeline]] = {}
         for stage in dict.fromkeys(self.kinds):
             problem = problem_of(self.job, self.stages[stage], self.candidate)
             by_policy = problem.decisions_by_policy()
@@ -590,7 +590,7 @@ class _Pipelined:
     def simulated(
         self,
         stage: int,
-        problem: Plan,
+        problem: StepOutlines,
         decisions: Decisions,
         begins: Sequence[float] | None = None,
         details: bool = False,
@@ -621,7 +621,7 @@ class _Pipelined:
 # -- a model on other ranks -------------------------------------------------------------------------------------------
 
 
-def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
+def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     """Return the scheduling problem of the traced model, with its buckets laid out for a candidate's ranks."""
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
@@ -653,7 +653,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> Plan:
         messages = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
     context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes + messages)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
-    return Plan(outlines, context, CostModel(job.hardware, job.fused))
+    return StepOutlines(outlines, context, CostModel(job.hardware, job.fused))
 
 
 def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:

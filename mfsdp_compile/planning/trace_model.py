@@ -36,7 +36,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
 from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbours, repeated_blocks, resolve_unit_classes
 
-from .workloads import UNDIVIDED, Degrees, Divided, Inputs, Part, Workload
+from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload
 
 __all__ = ["Trace", "TracedBucket", "trace"]
 
@@ -148,7 +148,7 @@ def _trace(
         context = ContextParallel(mesh["cp"]) if degrees.context > 1 else None
         if context is not None:
             context.positions(work.length)  # creates masks, which fails where tensors have no values
-        part = Part(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
+        part = ModelPart(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
         stack.enter_context(compat.fake_mode())
         stack.enter_context(compat.quiet())
         with _default_dtype(work.dtype), _NoValues():
@@ -312,7 +312,7 @@ def _outlines(
     outlines: dict[Phase, Outline] = {}
     readers: dict[str, set[str]] = {}
     outputs: list[Tensor] = []
-    found: list[pipeline.Record] = []
+    found: list[pipeline.CompileRecord] = []
     costs = CostModel(hardware, fused, groups=known_rings())
     options = CompileOptions(hardware=hardware)
 
@@ -420,7 +420,7 @@ def _save_some() -> Any:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _EqualUnits:
     """Consecutive equal units.
 
     Args:
@@ -448,7 +448,7 @@ class _NotAlikeError(RuntimeError):
 
 def _shorten(
     model: nn.Module, classes: Sequence[type[nn.Module]], left: int, stack: contextlib.ExitStack
-) -> tuple[list[_Run], dict[str, str]]:
+) -> tuple[list[_EqualUnits], dict[str, str]]:
     """Remove equal units from lists of modules, so that ``left`` of each run remain.
 
     Args:
@@ -457,7 +457,7 @@ def _shorten(
     Returns:
         The runs, and the original names of the remaining units, by their current names.
     """
-    runs: list[_Run] = []
+    runs: list[_EqualUnits] = []
     names: dict[str, str] = {}
     for name, owner in list(model.named_modules()):
         if not isinstance(owner, nn.ModuleList):
@@ -470,7 +470,7 @@ def _shorten(
             if stop - start > left:
                 last = stop - left + 3
                 middle = tuple(f"{name}.{i}" for i in range(start + 2, last))
-                runs.append(_Run(middle, f"{name}.{start + 1}", f"{name}.{last}"))
+                runs.append(_EqualUnits(middle, f"{name}.{start + 1}", f"{name}.{last}"))
                 kept += [start, start + 1, start + 2, *range(last, stop)]
             else:
                 kept += range(start, stop)
@@ -534,7 +534,7 @@ def _kind(module: nn.Module) -> tuple[Any, dict[tuple[str, str], Any]]:
 
 
 def _stretch(
-    outlines: Mapping[Phase, Outline], buckets: Sequence[TracedBucket], run: _Run
+    outlines: Mapping[Phase, Outline], buckets: Sequence[TracedBucket], run: _EqualUnits
 ) -> tuple[dict[Phase, Outline], list[TracedBucket]]:
     """Extend outlines as if all units of a run had been traced."""
     own = [number for number, bucket in enumerate(buckets) if bucket.unit == run.names[0]]
@@ -556,7 +556,7 @@ def _left(outlines: Mapping[Phase, Outline]) -> int:
     return segments - sum(gradients.elsewhere for outline in outlines.values() for gradients in outline.gradients)
 
 
-def _repeat(outline: Outline, run: _Run, numbers: Mapping[tuple[int, int], int], backwards: bool) -> Outline:
+def _repeat(outline: Outline, run: _EqualUnits, numbers: Mapping[tuple[int, int], int], backwards: bool) -> Outline:
     """Repeat the segments of the representative for each unit of the run. In a backward, the last unit comes first."""
     places = [i for i, unit in enumerate(outline.units) if unit == run.names[0]]
     if not places:

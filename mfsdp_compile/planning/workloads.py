@@ -22,7 +22,7 @@ from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.untrusted_files import read_json, safe_name, typed
 
-__all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "Part", "Workload", "workload"]
+__all__ = ["SHAPES", "UNDIVIDED", "Degrees", "Divided", "ModelPart", "Workload", "workload"]
 
 Inputs = tuple[Sequence[Any], Mapping[str, Any]]
 
@@ -56,7 +56,7 @@ UNDIVIDED = Degrees()
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """What a rank holds of a divided model, before sharding.
 
     Args:
@@ -89,8 +89,8 @@ class Divided:
     """
 
     by: frozenset[str]
-    build: Callable[[Part], nn.Module]
-    inputs: Callable[[Part, int, int], Inputs] | None = None
+    build: Callable[[ModelPart], nn.Module]
+    inputs: Callable[[ModelPart, int, int], Inputs] | None = None
     parallelize: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None
     alike: Callable[[int], Sequence[int]] | None = None
 
@@ -227,11 +227,11 @@ def divided_llama(config: LlamaConfig, dtype: torch.dtype) -> Divided:
         dtype: Dtype of the activations between stages of a pipeline.
     """
 
-    def build(part: Part) -> nn.Module:
+    def build(part: ModelPart) -> nn.Module:
         attend = {"attend": part.context.attention} if part.context is not None else {}
         return Llama(config, **attend, stage=part.stage, stages=part.degrees.pipeline)
 
-    def inputs(part: Part, batch: int, length: int) -> Inputs:
+    def inputs(part: ModelPart, batch: int, length: int) -> Inputs:
         of_rank = length // part.degrees.context
         tokens = [torch.zeros(batch, of_rank, dtype=torch.int64) for _ in range(2)]
         positions = part.context.positions(length) if part.context is not None else torch.arange(length)

@@ -3,13 +3,13 @@
 from .html import to_html
 from .numbers import bytes_text, exposure_text, flops_text, percent_text, seconds_text
 from .perfetto import to_chrome_trace
-from .step_report import PassRow, Report, Table, UnitTime, headline, peak_text, tables
+from .step_report import PassRow, StepReport, Table, UnitTime, headline, peak_text, tables
 from .text import to_text
 from .write_files import write
 
 __all__ = [
     "PassRow",
-    "Report",
+    "StepReport",
     "Table",
     "UnitTime",
     "bytes_text",

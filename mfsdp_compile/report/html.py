@@ -17,7 +17,7 @@ from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.simulate import Exposure, Span, Timeline
 
 from .numbers import BYTES, SECONDS, bytes_text, called, exposure_text, overlap_text, seconds_text
-from .step_report import Report, Table, peak_text, tables
+from .step_report import StepReport, Table, peak_text, tables
 from .timeline import exposure_of, extent, lanes, peak_of, points, stages
 
 __all__ = ["to_html"]
@@ -41,7 +41,7 @@ _CATEGORIES = {
 """Color of each category, as a CSS class: where possible, that of the kind of work that creates it."""
 
 
-def to_html(report: Report) -> str:
+def to_html(report: StepReport) -> str:
     """Return a report as the text of an HTML file."""
     summary, *others = tables(report)
     drawn = report.timeline.spans or report.timeline.memory is not None
@@ -124,7 +124,7 @@ def _table(table: Table) -> str:
 # -- the drawing ------------------------------------------------------------------------------------------------------
 
 
-def _figure(report: Report) -> Iterator[str]:
+def _figure(report: StepReport) -> Iterator[str]:
     timeline = report.timeline
     kinds = {span.kind for span in timeline.spans}
     buttons = ['<button data-view="-1">whole step</button>']
@@ -158,7 +158,7 @@ def _json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: StepReport) -> dict[str, Any]:
     """Return the data that the script draws."""
     timeline = report.timeline
     unit_of = {info.name: info.unit for info in report.buckets}

@@ -13,7 +13,7 @@ from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline
 
 from .numbers import bytes_text, called, change_text, flops_text, is_exposed, percent_text, reason_text, seconds_text
 
-__all__ = ["PassRow", "Report", "Table", "UnitTime", "headline", "peak_text", "tables"]
+__all__ = ["PassRow", "StepReport", "Table", "UnitTime", "headline", "peak_text", "tables"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class UnitTime:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """A training step, and how its schedule was decided.
 
     Args:
@@ -151,7 +151,7 @@ def _peak_place(timeline: Timeline) -> str:
     return f"{place}, at {timeline.peak_at}" if timeline.peak_at else place
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: StepReport) -> list[Table]:
     """Return all tables of a report. The first one is the headline. Empty tables are left out."""
     found = [
         _peak(report.timeline, report.budget_bytes),
@@ -218,7 +218,7 @@ def _exposures(exposures: Sequence[Exposure]) -> Table:
     return Table("exposed communication", header, tuple(rows), about, total=True, detail=len(rows) > _MANY)
 
 
-def _units(report: Report) -> Table:
+def _units(report: StepReport) -> Table:
     rows: dict[tuple[Stage, str], tuple[float, float | None]] = {
         key: (seconds, None)
         for key, seconds in report.timeline.units.items()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from mfsdp_compile.passes.solver.simulate import Memory, Span, Stage, Timeline
+from mfsdp_compile.passes.solver.simulate import MemoryCurve, Span, Stage, Timeline
 
 from .numbers import bytes_text, seconds_text
-from .step_report import Report, Table, peak_text, tables
-from .timeline import Point, extent, peak_of, points, stages, streams
+from .step_report import StepReport, Table, peak_text, tables
+from .timeline import MemorySample, extent, peak_of, points, stages, streams
 
 __all__ = ["to_text"]
 
@@ -21,7 +21,7 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _CURVE_ROWS = 4
 
 
-def to_text(report: Report, width: int = 100) -> str:
+def to_text(report: StepReport, width: int = 100) -> str:
     """Return a report as plain text.
 
     Args:
@@ -119,7 +119,7 @@ def _row(spans: Sequence[Span], seconds: float, columns: int) -> str:
     return "".join(max(marks, key=marks.__getitem__) if sum(marks.values()) >= step / 4 else "." for marks in filled)
 
 
-def _memory(timeline: Timeline, memory: Memory, seconds: float, columns: int, label: int) -> Iterator[str]:
+def _memory(timeline: Timeline, memory: MemoryCurve, seconds: float, columns: int, label: int) -> Iterator[str]:
     """Draw the maximum memory in each column's time, as blocks from 0 to the peak."""
     levels = _levels(points(memory), seconds, columns)
     eighths = [round(8 * _CURVE_ROWS * level / max(timeline.peak_bytes, 1)) for level in levels]
@@ -131,7 +131,7 @@ def _memory(timeline: Timeline, memory: Memory, seconds: float, columns: int, la
     yield f"  {''.ljust(label)}  " + " " * column + "^"
 
 
-def _levels(found: Sequence[Point], seconds: float, columns: int) -> list[int]:
+def _levels(found: Sequence[MemorySample], seconds: float, columns: int) -> list[int]:
     levels = [0] * columns
     for number, point in enumerate(found):
         until = found[number + 1].seconds if number + 1 < len(found) else seconds

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import Exposure, Memory, Span, Stage, Timeline
+from mfsdp_compile.passes.solver.simulate import Exposure, MemoryCurve, Span, Stage, Timeline
 
 from .numbers import is_exposed
 
-__all__ = ["Lane", "Point", "exposure_of", "extent", "lanes", "peak_of", "points", "stages", "streams"]
+__all__ = ["Lane", "MemorySample", "exposure_of", "extent", "lanes", "peak_of", "points", "stages", "streams"]
 
 STREAMS = ("compute", "gather", "reduce")
 """Streams from top to bottom. Others follow."""
@@ -39,7 +39,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Point:
+class MemorySample:
     """Memory in use from a point in time on.
 
     Args:
@@ -104,7 +104,7 @@ def exposure_of(timeline: Timeline) -> Mapping[Span, Exposure]:
     return found
 
 
-def points(memory: Memory, most: int = 20_000) -> list[Point]:
+def points(memory: MemoryCurve, most: int = 20_000) -> list[MemorySample]:
     """Return memory over time: for each interval, its highest and its last level.
 
     Args:
@@ -116,12 +116,12 @@ def points(memory: Memory, most: int = 20_000) -> list[Point]:
     return found
 
 
-def _moments(memory: Memory, width: float) -> Iterator[Point]:
+def _moments(memory: MemoryCurve, width: float) -> Iterator[MemorySample]:
     """Yield points for intervals of ``width`` seconds."""
-    highest: Point | None = None
-    last: Point | None = None
+    highest: MemorySample | None = None
+    last: MemorySample | None = None
     for seconds, *parts in zip(memory.seconds, *_parts(memory), strict=True):
-        point = Point(seconds, tuple(parts))
+        point = MemorySample(seconds, tuple(parts))
         if highest is not None and last is not None and _moment(seconds, width) != _moment(highest.seconds, width):
             yield from (highest, last) if highest is not last else (last,)
             highest = None
@@ -135,12 +135,12 @@ def _moment(seconds: float, width: float) -> float:
     return seconds // width if width else seconds
 
 
-def _parts(memory: Memory) -> list[Sequence[int]]:
+def _parts(memory: MemoryCurve) -> list[Sequence[int]]:
     nothing = [0] * len(memory.seconds)
     return [memory.parts.get(category, nothing) for category in Category]
 
 
-def peak_of(memory: Memory) -> float:
+def peak_of(memory: MemoryCurve) -> float:
     """Return the first time at which memory is at its peak, in seconds."""
     totals = memory.totals
     return memory.seconds[totals.index(max(totals))]

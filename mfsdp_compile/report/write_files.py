@@ -9,13 +9,13 @@ from pathlib import Path
 
 from .html import to_html
 from .perfetto import to_chrome_trace
-from .step_report import Report
+from .step_report import StepReport
 from .text import to_text
 
 __all__ = ["write"]
 
 
-def write(report: Report, folder: Path | str, name: str) -> dict[str, Path]:
+def write(report: StepReport, folder: Path | str, name: str) -> dict[str, Path]:
     """Write ``name.html``, ``name.txt`` and ``name.trace.json`` to a folder, which is created if necessary.
 
     Each file is written completely or not at all. The files of an earlier report stay until all new ones are written.

@@ -30,7 +30,7 @@ from typing import Any, Protocol, Union
 from ..decisions import Decisions
 from .simulate import OptimizerCost, Timeline
 from .solve import BudgetError, Solution, excess, smallest, solve
-from .step_events import Plan
+from .step_events import StepOutlines
 
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]
 
@@ -49,7 +49,7 @@ class Problem:
         prefetch, reshard, refusal: as in :func:`.solve.solve`.
     """
 
-    plan: Plan
+    plan: StepOutlines
     optimizer: OptimizerCost
     budget: int
     prefetch: int | None = None

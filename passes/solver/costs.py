@@ -32,7 +32,7 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.exchange import stride_of
 
 from .. import roles
-from ..context import BucketInfo, Kind, role_of
+from ..context import BucketInfo, NodeKind, role_of
 from .hardware import Hardware
 
 __all__ = [
@@ -323,7 +323,14 @@ def is_compute(node: fx.Node) -> bool:
     return node.target not in _NOTHING and not isinstance(node.target, type(len))
 
 
-_OF_COLLECTIVES = (Kind.CAST, Kind.START_GATHER, Kind.GATHERED, Kind.PACK, Kind.START_REDUCE, Kind.REDUCED)
+_OF_COLLECTIVES = (
+    NodeKind.CAST,
+    NodeKind.START_GATHER,
+    NodeKind.GATHERED,
+    NodeKind.PACK,
+    NodeKind.START_REDUCE,
+    NodeKind.REDUCED,
+)
 _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from mfsdp_compile.runtime import compat
 
 from .. import roles
-from ..context import BucketInfo, Context, Kind, role_of
+from ..context import BucketInfo, Context, NodeKind, role_of
 from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
@@ -380,11 +380,11 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
 
 
 _CATEGORIES = {
-    Kind.CAST: Category.GATHERED,
-    Kind.START_GATHER: Category.GATHERED,
-    Kind.GATHERED: Category.GATHERED,
-    Kind.PORTION: Category.GATHERED,
-    Kind.PACK: Category.GRADIENTS,
-    Kind.START_REDUCE: Category.GRADIENTS,
-    Kind.REDUCED: Category.GRADIENTS,
+    NodeKind.CAST: Category.GATHERED,
+    NodeKind.START_GATHER: Category.GATHERED,
+    NodeKind.GATHERED: Category.GATHERED,
+    NodeKind.PORTION: Category.GATHERED,
+    NodeKind.PACK: Category.GRADIENTS,
+    NodeKind.START_REDUCE: Category.GRADIENTS,
+    NodeKind.REDUCED: Category.GRADIENTS,
 }

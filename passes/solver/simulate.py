@@ -24,7 +24,7 @@ __all__ = [
     "Event",
     "Exposure",
     "Free",
-    "Memory",
+    "MemoryCurve",
     "OptimizerCost",
     "Span",
     "Stage",
@@ -122,7 +122,7 @@ class Exposure:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryCurve:
     """Bytes in memory over a step; after each change.
 
     Args:
@@ -161,7 +161,7 @@ class Timeline:
     flops: float
     spans: Sequence[Span]
     exposures: Sequence[Exposure]
-    memory: Memory | None
+    memory: MemoryCurve | None
     peak_bytes: int
     peak_parts: Mapping[Category, int]
     peak_stage: Stage
@@ -475,7 +475,7 @@ class _Clock:
         self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
 
     def timeline(self) -> Timeline:
-        memory = Memory(self.times, self.parts) if self.details else None
+        memory = MemoryCurve(self.times, self.parts) if self.details else None
         return Timeline(
             self.now,
             self.computed,

@@ -34,7 +34,7 @@ from ..decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
 from .flow import Category
 from .outline import Outline, Use
 from .simulate import Exposure, OptimizerCost, Stage, Timeline
-from .step_events import STAGES, Plan, gathered_bytes
+from .step_events import STAGES, StepOutlines, gathered_bytes
 
 __all__ = ["BudgetError", "Solution", "excess", "explained", "gib", "smallest", "solve"]
 
@@ -70,7 +70,7 @@ class Solution:
 
 
 def solve(
-    plan: Plan,
+    plan: StepOutlines,
     optimizer: OptimizerCost,
     budget: int | None = None,
     *,
@@ -100,7 +100,7 @@ def solve(
 
 
 def smallest(
-    plan: Plan, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | int | None = None
+    plan: StepOutlines, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | int | None = None
 ) -> Solution:
     """The schedule that takes the least memory; of any batch the same, since nothing of it depends on times."""
     return _Solver(plan, optimizer, prefetch, reshard)._smallest()
@@ -119,7 +119,9 @@ def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
 
 
 class _Solver:
-    def __init__(self, plan: Plan, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None) -> None:
+    def __init__(
+        self, plan: StepOutlines, optimizer: OptimizerCost, prefetch: int | None, reshard: bool | int | None
+    ) -> None:
         self.plan, self.optimizer, self.prefetch, self.reshard = plan, optimizer, prefetch, reshard
         self.context = plan.context
         self.resting = sum(plan.resting(optimizer).values())

@@ -28,7 +28,7 @@ from .simulate import (
     simulate,
 )
 
-__all__ = ["PHASES", "STAGES", "Plan", "gathered_bytes"]
+__all__ = ["PHASES", "STAGES", "StepOutlines", "gathered_bytes"]
 
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
@@ -44,7 +44,7 @@ def gathered_bytes(use: Use, context: Context) -> int:
     return sum(context.buckets[bucket].gathered_bytes for bucket in use.buckets)
 
 
-class Plan:
+class StepOutlines:
     """Outlines of the graphs of a step, what their collectives cost, and what was decided.
 
     Args:

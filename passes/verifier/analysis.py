@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from .. import roles
-from ..context import BucketInfo, Context, Kind, Phase, role_of
+from ..context import BucketInfo, Context, NodeKind, Phase, role_of
 from ..roles import GATHERS, REDUCES
 
-__all__ = ["Analysis", "Launch", "Memory", "Portion", "Reduction", "Whole", "arguments", "tensor_of"]
+__all__ = ["Analysis", "CollectiveNode", "Portion", "ReductionFlow", "StorageRange", "Whole", "arguments", "tensor_of"]
 
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -29,19 +29,19 @@ RELEASE = torch.ops.inductor.resize_storage_bytes_.default
 _COPIES = (*roles.CASTS, _aten.clone.default, _aten.contiguous.default)
 
 
-class Memory(NamedTuple):
+class StorageRange(NamedTuple):
     """The elements ``[start, stop)`` of what ``root`` allocates, or is given."""
 
     root: fx.Node
     start: float = 0
     stop: float = math.inf
 
-    def overlaps(self, other: Memory) -> bool:
+    def overlaps(self, other: StorageRange) -> bool:
         return self.root is other.root and self.start < other.stop and other.start < self.stop
 
 
 @dataclass(frozen=True, eq=False)
-class Launch:
+class CollectiveNode:
     """A collective of ours.
 
     Args:
@@ -79,7 +79,7 @@ class Whole:
 
     bucket: int
     node: fx.Node
-    launch: Launch | None
+    launch: CollectiveNode | None
     aliases: tuple[fx.Node, ...]
     casts: tuple[fx.Node, ...]
     copies: tuple[fx.Node, ...]
@@ -108,7 +108,7 @@ class Portion:
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class ReductionFlow:
     """The reduction of a bucket's gradients.
 
     Args:
@@ -121,7 +121,7 @@ class Reduction:
 
     bucket: int
     pack: fx.Node | None
-    stages: tuple[Launch, ...]
+    stages: tuple[CollectiveNode, ...]
     before: tuple[tuple[fx.Node, ...], ...]
     returned: tuple[tuple[int, tuple[fx.Node, ...]], ...]
 
@@ -170,7 +170,7 @@ class Analysis:
         return max((self.in_flight(self._launch_of[n])[1] for n in portion.users if n in self._launch_of), default=0)
 
     @cached_property
-    def writes(self) -> list[tuple[fx.Node, Memory]]:
+    def writes(self) -> list[tuple[fx.Node, StorageRange]]:
         """What is written to, and by what; gathers that write where they are told are none."""
         return [
             (node, self.memory(target))
@@ -179,7 +179,7 @@ class Analysis:
             for target in _written(node)
         ]
 
-    def memory(self, node: fx.Node) -> Memory:
+    def memory(self, node: fx.Node) -> StorageRange:
         """Where a node's value lies."""
         start, stop = 0.0, math.inf  # of the node at hand
         while node.op == "call_function":
@@ -195,9 +195,9 @@ class Analysis:
             if source is None:
                 break
             node = source
-        return Memory(node, start, stop)
+        return StorageRange(node, start, stop)
 
-    def in_flight(self, launch: Launch) -> tuple[int, int]:
+    def in_flight(self, launch: CollectiveNode) -> tuple[int, int]:
         """Positions of the start of a collective and of its end."""
         start = self.order[launch.node]
         return start, max((self.order[wait] for wait in launch.waits), default=len(self.order))
@@ -226,7 +226,7 @@ class Analysis:
 
     # -- how it is found ----------------------------------------------------------------------------------------------
 
-    def _launches(self) -> Iterator[Launch]:
+    def _launches(self) -> Iterator[CollectiveNode]:
         for node in self.graph.nodes:
             if node.op != "call_function" or (node.target not in GATHERS and node.target not in REDUCES):
                 continue
@@ -235,21 +235,21 @@ class Analysis:
                 continue
             waits = tuple(user for user in node.users if user.target is WAIT)
             readers = tuple(user for user in node.users if user.target is not WAIT)
-            yield Launch(node, bucket, node.target in GATHERS, waits, readers)
+            yield CollectiveNode(node, bucket, node.target in GATHERS, waits, readers)
 
     def _wholes(self) -> Iterator[Whole]:
         for node in self.graph.nodes:
             role = role_of(node)
             launch = self._launch_of.get(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
             if node.op == "placeholder":
-                if role is not None and any(roles.has_kind(user, Kind.VIEW) for user in node.users):
+                if role is not None and any(roles.has_kind(user, NodeKind.VIEW) for user in node.users):
                     yield self._whole(role.bucket, node, None)
-            elif role is not None and role.kind is Kind.GATHERED:
+            elif role is not None and role.kind is NodeKind.GATHERED:
                 yield self._whole(role.bucket, node, launch)
             elif launch is not None and launch.gathers:
                 yield self._whole(launch.bucket, node, launch)
 
-    def _whole(self, bucket: int, root: fx.Node, launch: Launch | None) -> Whole:
+    def _whole(self, bucket: int, root: fx.Node, launch: CollectiveNode | None) -> Whole:
         aliases: dict[fx.Node, None] = {} if root.op == "placeholder" else {root: None}
         casts: dict[fx.Node, None] = {}
         copies: dict[fx.Node, None] = {}
@@ -270,7 +270,7 @@ class Analysis:
                     pending.append(user)
         return Whole(bucket, root, launch, tuple(aliases), tuple(casts), tuple(copies), tuple(uses))
 
-    def _reductions(self) -> Iterator[Reduction]:
+    def _reductions(self) -> Iterator[ReductionFlow]:
         """One for each collective that no other one goes on from."""
         launches = {launch.node: launch for launch in self.launches if not launch.gathers}
         if not launches:
@@ -278,7 +278,7 @@ class Analysis:
         sources = {launch: _climb(launch.input) for launch in launches.values()}
         previous = {launch: launches.get(_awaited(root)) for launch, (root, _) in sources.items()}
         continued = set(previous.values())
-        returned: dict[Launch | None, list[tuple[int, tuple[fx.Node, ...]]]] = {}
+        returned: dict[CollectiveNode | None, list[tuple[int, tuple[fx.Node, ...]]]] = {}
         for position, value in enumerate(self.outputs):
             if isinstance(value, fx.Node):
                 root, passed = _climb(value)
@@ -292,7 +292,7 @@ class Analysis:
             root = sources[stages[0]][0]
             pack = root if root is not None and root.target is PACK else None
             passed = tuple(sources[stage][1] for stage in stages)
-            yield Reduction(launch.bucket, pack, tuple(stages), passed, tuple(returned.get(launch, ())))
+            yield ReductionFlow(launch.bucket, pack, tuple(stages), passed, tuple(returned.get(launch, ())))
 
 
 def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
@@ -325,7 +325,11 @@ def _bucket_of(node: fx.Node) -> int | None:
     while source is not None and source.op == "call_function" and source.target in (*roles.CASTS, WAIT):
         source = source.all_input_nodes[0]
     role = role_of(source) if source is not None else None
-    return role.bucket if role is not None and role.kind in (Kind.SHARD, Kind.PACK, Kind.START_REDUCE) else None
+    return (
+        role.bucket
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.PACK, NodeKind.START_REDUCE)
+        else None
+    )
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

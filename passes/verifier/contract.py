@@ -24,24 +24,24 @@ from .. import roles
 from ..context import role_of
 from .analysis import PACK, Analysis, tensor_of
 
-__all__ = ["Contract", "Gradient", "Output", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
+__all__ = ["Contract", "Gradient", "GraphOutput", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
 
 _aten = torch.ops.aten
 # Where contributions of several uses of a parameter are summed, and which arguments are terms.
 _SUMS = {_aten.add.Tensor: (0, 1), _aten.addmm.default: (0,), _aten.baddbmm.default: (0,)}
 
 
-class Output(NamedTuple):
+class GraphOutput(NamedTuple):
     """What a graph returns at some position: a node's name, None for what is no node, and its dtype and shape."""
 
     name: str | None
     value: str
 
     @staticmethod
-    def of(node: Any) -> Output:
+    def of(node: Any) -> GraphOutput:
         value = tensor_of(node)
         described = f"{value.dtype} {list(value.shape)}" if value is not None else ""
-        return Output(node.name if isinstance(node, fx.Node) else None, described)
+        return GraphOutput(node.name if isinstance(node, fx.Node) else None, described)
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Contract:
 
     user_outputs: int
     inputs: tuple[str, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[GraphOutput, ...]
     returned: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, Mapping[int, Gradient]] = field(default_factory=dict)
     reads: Mapping[int, Counter[tuple[int, int]]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Contract:
         return Contract(
             user_outputs,
             tuple(node.name for node in found.graph.nodes if node.op == "placeholder"),
-            tuple(Output.of(node) for node in found.outputs),
+            tuple(GraphOutput.of(node) for node in found.outputs),
             {reduction.bucket: reduction.returned[0][0] for reduction in found.reductions if reduction.returned},
             gradients_of(found),
             reads_of(found),

@@ -17,9 +17,9 @@ from torch import fx
 from mfsdp_compile.runtime.exchange import When
 
 from .. import roles
-from ..context import Kind, Phase, role_of
-from .analysis import RELEASE, Analysis, Launch, Memory, Reduction, arguments, tensor_of
-from .contract import Contract, Output, gradients_of, packed, reads_of
+from ..context import NodeKind, Phase, role_of
+from .analysis import RELEASE, Analysis, CollectiveNode, ReductionFlow, StorageRange, arguments, tensor_of
+from .contract import Contract, GraphOutput, gradients_of, packed, reads_of
 
 __all__ = ["RULES", "Breach", "Rule"]
 
@@ -72,7 +72,7 @@ class Rule:
             yield Breach(self.number, *finding)
 
 
-def _gathers(found: Analysis) -> Iterator[Launch]:
+def _gathers(found: Analysis) -> Iterator[CollectiveNode]:
     return (launch for launch in found.launches if launch.gathers)
 
 
@@ -115,16 +115,16 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
     for node in found.graph.nodes:
         if (role := role_of(node)) is None:
             continue
-        if role.kind is Kind.SHELL:
+        if role.kind is NodeKind.SHELL:
             yield "a shell is left in the graph", node, role.bucket
-        if role.kind is Kind.SHARD and found.info(role.bucket).has_resident:
+        if role.kind is NodeKind.SHARD and found.info(role.bucket).has_resident:
             for user in node.users:
                 if roles.is_view(user) and user not in found.whole_of:
                     yield f"{user} reads what stays gathered unawaited", user, role.bucket
-        if role.kind is Kind.VIEW:
+        if role.kind is NodeKind.VIEW:
             source = node.all_input_nodes[0]
             of, its = found.whole_of.get(source), role_of(source)
-            if of is None and its is not None and its.kind in (Kind.VIEW, Kind.START_GATHER):
+            if of is None and its is not None and its.kind in (NodeKind.VIEW, NodeKind.START_GATHER):
                 continue  # said already
             if of is None:
                 yield f"{node} is a view of {source}, which is not gathered", node, role.bucket
@@ -185,12 +185,12 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     for launch in _gathers(found):
         out = arguments(launch.node).get("out")
         role = role_of(found.memory(out).root) if out is not None else None
-        if role is not None and role.kind is Kind.SHARD:
+        if role is not None and role.kind is NodeKind.SHARD:
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
     for node, memory in found.writes:
         at = found.order[node]
         role = role_of(memory.root)
-        if role is not None and role.kind is Kind.PORTION and at < found.needed_until(memory.root):
+        if role is not None and role.kind is NodeKind.PORTION and at < found.needed_until(memory.root):
             yield f"{node} writes to the portion of it", node, role.bucket
         for place in by_root.get(memory.root, ()):
             if place[0].overlaps(memory) and found.order[place[3].node] < at and at <= place[2]:
@@ -327,11 +327,11 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
                 break
 
 
-def _of_portions(found: Analysis, contract: Contract | None, launch: Launch) -> bool:
+def _of_portions(found: Analysis, contract: Contract | None, launch: CollectiveNode) -> bool:
     """Whether a bucket is to be gathered from portions; of graphs made by hand, whether it is."""
     if contract is not None:
         return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
-    return launch.input is not None and roles.has_kind(launch.input, Kind.PORTION)
+    return launch.input is not None and roles.has_kind(launch.input, NodeKind.PORTION)
 
 
 def _group(size: Any, name: Any) -> str:
@@ -356,7 +356,7 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
     Collectives run on streams of their own; their wait is what orders them against computation and against each other.
     A reduction reads no unawaited result of another one.
     """
-    flights: dict[fx.Node, list[tuple[Memory, Launch, tuple[int, int]]]] = {}
+    flights: dict[fx.Node, list[tuple[StorageRange, CollectiveNode, tuple[int, int]]]] = {}
     for launch in found.launches:
         flight = found.in_flight(launch)
         for node in (launch.input, launch.node):
@@ -443,7 +443,7 @@ def _scaled(found: Analysis, contract: Contract | None) -> Findings:
                 yield f"{gradient} is {factor} times the gradient {node}", gradient, bucket, name
 
 
-def _factors(found: Analysis, reduction: Reduction, after: tuple[fx.Node, ...]) -> Findings:
+def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:
     exchange = found.info(reduction.bucket).exchange
     first, total = 1.0, 1.0
     for node in (*reduction.before[0], None, *(n for nodes in reduction.before[1:] for n in nodes), *after):
@@ -484,10 +484,10 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role = role_of(found.memory(_source(launch)).root)
-        if role is not None and role.kind in (Kind.SHARD, Kind.PORTION) and role.bucket != launch.bucket:
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.PORTION) and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket
-        elif role is not None and (role.kind is Kind.PORTION) != _of_portions(found, contract, launch):
+        elif role is not None and (role.kind is NodeKind.PORTION) != _of_portions(found, contract, launch):
             yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
         if value is not None and (value.dtype, value.numel()) != (info.exchange.dtype, info.layout.numel):
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of "
@@ -525,7 +525,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         yield from _outputs(found, contract)
 
 
-def _source(launch: Launch) -> fx.Node:
+def _source(launch: CollectiveNode) -> fx.Node:
     """What a gather casts and sends."""
     node = launch.node
     while node.op == "call_function" and node.all_input_nodes and (node is launch.node or node.target in roles.CASTS):
@@ -544,7 +544,7 @@ def _outputs(found: Analysis, contract: Contract) -> Findings:
     returned = {position: r.bucket for r in found.reductions for position, _ in r.returned}
     names = {node.name for node in found.graph.nodes}
     for position, (value, was) in enumerate(zip(found.outputs, contract.outputs, strict=False)):
-        now, node = Output.of(value), value if isinstance(value, fx.Node) else end
+        now, node = GraphOutput.of(value), value if isinstance(value, fx.Node) else end
         bucket = buckets.get(position)
         if returned.get(position) != bucket and position in returned:
             place = f"for the shard of {found.info(bucket).name!r}" if bucket is not None else f"as output {position}"

@@ -110,7 +110,7 @@ class _Gathered:
 
 
 @dataclass(frozen=True, eq=False)
-class _Reduction:
+class _RunningReduction:
     """One running stage of a bucket's reduction."""
 
     bucket: Bucket
@@ -228,7 +228,7 @@ class EagerRuntime:
         self._last_read: EagerUnit | None = None
         self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
         self._windows_of: dict[EagerUnit | Bucket, set[Window]] = {}
-        self._reductions: deque[_Reduction] = deque()
+        self._reductions: deque[_RunningReduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
@@ -603,7 +603,7 @@ class EagerRuntime:
         self._announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
         started = start_stage(gradient, stage, bucket.exchange, token)
-        self._reductions.append(_Reduction(bucket, stage, started, used))
+        self._reductions.append(_RunningReduction(bucket, stage, started, used))
 
     def _take_in(self) -> None:
         """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""

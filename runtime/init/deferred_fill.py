@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import compat
 from .mersenne import skipped
 
-__all__ = ["Drawing"]
+__all__ = ["DeferredFills"]
 
 aten = torch.ops.aten
 
@@ -57,7 +57,7 @@ class _Fill:
         self.function(self.tensor, *self.args, **self.kwargs)
 
 
-class Drawing:
+class DeferredFills:
     """Context that defers fills of ``params`` where possible.
 
     Args:
@@ -70,7 +70,7 @@ class Drawing:
         self._waiting: dict[int, _Fill] = {}
         self._modes = (_Operators(self), _Reads(self))
 
-    def __enter__(self) -> Drawing:
+    def __enter__(self) -> DeferredFills:
         if self._watched:
             for mode in self._modes:
                 mode.__enter__()
@@ -116,7 +116,7 @@ class Drawing:
 
 
 class _Operators(compat.TorchDispatchMode):
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: DeferredFills) -> None:
         super().__init__()
         self._drawing = drawing
 
@@ -134,7 +134,7 @@ class _Operators(compat.TorchDispatchMode):
 class _Reads(compat.TorchFunctionMode):
     """Catches functions that are not operators but may read memory: ``numpy()``, ``data_ptr()``, ``tolist()``."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: DeferredFills) -> None:
         super().__init__()
         self._drawing = drawing
 

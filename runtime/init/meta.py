@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory.tensor import RowSplit
-from .deferred_fill import Drawing
+from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, Home
@@ -155,10 +155,10 @@ def initialise(
         NotImplementedError: Values of experts that differ between ranks should be read.
         ValueError: An initializer has replaced a parameter.
     """
-    _Run(module, homes, originals, device, initialiser).run()
+    _Initialization(module, homes, originals, device, initialiser).run()
 
 
-class _Run:
+class _Initialization:
     """One initialization. The arguments are those of :func:`initialise`."""
 
     def __init__(
@@ -244,7 +244,7 @@ class _Run:
         for name in buffers:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self._device)
         try:
-            drawing = Drawing([param for name in own if (param := owner._parameters[name]) is not None])
+            drawing = DeferredFills([param for name in own if (param := owner._parameters[name]) is not None])
             with drawing:
                 self._initialiser(owner)
             for name, home in own.items():

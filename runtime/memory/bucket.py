@@ -31,7 +31,7 @@ from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
 from ..topology import Topology
-from .deferred_gradients import Pending
+from .deferred_gradients import DeferredGradient
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Home:
     index: int
 
 
-class Place(NamedTuple):
+class ShardRange(NamedTuple):
     """The part ``[start, stop)`` of a rank's shard that holds its rows of one parameter, and their shape."""
 
     start: int
@@ -200,7 +200,7 @@ class Bucket:
         """Indices of parameters that this rank has used since gradients were last settled; see :mod:`.gradients`."""
         self.clean: set[int] = set()
         """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
-        self.pending: Pending | None = None
+        self.pending: DeferredGradient | None = None
         self.set_plan(plan)
 
     def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
@@ -222,7 +222,7 @@ class Bucket:
         if not self.exchange.needs_token:
             self.pending = None
         elif plan.requires_grad and self.pending is None:  # a bucket frozen meanwhile keeps its sum
-            self.pending = Pending(self, plan.grad_dtype)
+            self.pending = DeferredGradient(self, plan.grad_dtype)
         if self.pending is not None:
             self.pending.asked = None  # a failed backward may have left it set
 
@@ -243,11 +243,11 @@ class Bucket:
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
 
-    def _place(self, index: int) -> Place:
+    def _place(self, index: int) -> ShardRange:
         layout = self.plan.layout
         start = layout.shard_offset(index, self.topology.shard)
         numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
-        return Place(start, start + numel, self.splits[index].local_shape(self.topology.shard))
+        return ShardRange(start, start + numel, self.splits[index].local_shape(self.topology.shard))
 
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from .bucket import Bucket
     from .gradients import Asked
 
-__all__ = ["Pending", "pending_of"]
+__all__ = ["DeferredGradient", "pending_of"]
 
 _numbers = itertools.count(1)
-_all: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+_all: weakref.WeakValueDictionary[int, DeferredGradient] = weakref.WeakValueDictionary()
 
 
-class Pending:
+class DeferredGradient:
     """The sum of one bucket's gradients since the last reduction.
 
     Args:
@@ -97,5 +97,5 @@ class Pending:
         return total.to(dtype)
 
 
-def pending_of(token: Tensor) -> Pending:
+def pending_of(token: Tensor) -> DeferredGradient:
     return _all[int(token)]

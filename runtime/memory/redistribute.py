@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..topology import Topology
     from .tensor import RowSplit
 
-__all__ = ["Move", "all_gather_rows", "move_rows", "same_ranks", "take_rows"]
+__all__ = ["RowMove", "all_gather_rows", "move_rows", "same_ranks", "take_rows"]
 
 
 def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
@@ -59,7 +59,7 @@ def same_ranks(mine: Topology, its: Topology) -> bool:
 
 
 @dataclass(frozen=True)
-class Move:
+class RowMove:
     """Rows of one tensor that are to be placed like those of another tensor of the same shape and partition.
 
     Args:
@@ -99,7 +99,7 @@ class Move:
         return self.finish(part.reshape(-1)[rows.start * row_numel : rows.stop * row_numel].clone())
 
 
-def move_rows(moves: Sequence[Move]) -> list[Tensor]:
+def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
     """Return this rank's rows of each target, as contiguous copies. A collective: every rank passes the same moves."""
     found: dict[int, Tensor] = {}
     together: dict[Any, list[int]] = {}
@@ -114,7 +114,7 @@ def move_rows(moves: Sequence[Move]) -> list[Tensor]:
     return [found[number] for number in range(len(moves))]
 
 
-def _exchange(moves: Sequence[Move]) -> list[Tensor]:
+def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     group = moves[0].group
     more = f" and {len(moves) - 1} more" if len(moves) > 1 else ""
     moves[0].over.announce(f"an exchange of rows of {moves[0].source.name!r}{more}", moves[0].source.name)

@@ -32,7 +32,7 @@ from ..layout import BucketLayout
 from ..plan.partition import Partition, whole_tensor
 from ..topology import Group, Topology
 from .averaged_gradient import AveragedGradient
-from .redistribute import Move, all_gather_rows, move_rows, same_ranks, take_rows
+from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_rows
 
 __all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "like_rows", "refuse_unreduced"]
 
@@ -661,10 +661,10 @@ def _lie_alike(mine: RowShardedTensor, its: RowShardedTensor) -> bool:
     return mine.split == its.split and same_ranks(mine.topology, its.topology)
 
 
-def _move(func: Any, value: RowShardedTensor, reference: RowShardedTensor) -> Move:
+def _move(func: Any, value: RowShardedTensor, reference: RowShardedTensor) -> RowMove:
     if value.shape != reference.shape or value.split.partition != reference.split.partition:
         raise _mismatch(func, [reference, value])
-    return Move(value._local_tensor, value.split, value.topology, reference.split, reference.topology)
+    return RowMove(value._local_tensor, value.split, value.topology, reference.split, reference.topology)
 
 
 def like_rows(value: RowShardedTensor, reference: RowShardedTensor) -> RowShardedTensor:

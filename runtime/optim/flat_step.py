@@ -32,7 +32,7 @@ _NOT_ELEMENTWISE = (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, 
 
 
 @dataclass(eq=False)
-class _Run:
+class _AdjacentParams:
     """Adjacent parameters of a bucket, beginning with number ``first``.
 
     Args:
@@ -95,7 +95,7 @@ class FlatStep:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         check_elementwise(optimizer)
         self._optimizer = optimizer
-        self._runs: dict[tuple[int, ...], list[_Run]] = {}
+        self._runs: dict[tuple[int, ...], list[_AdjacentParams]] = {}
         optimizer.register_state_dict_pre_hook(self._check_state_by_parameter)
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
@@ -111,7 +111,7 @@ class FlatStep:
     @contextlib.contextmanager
     def _over_runs(self) -> Iterator[None]:
         state = self._optimizer.state
-        taken: list[_Run] = []
+        taken: list[_AdjacentParams] = []
         given = [group["params"] for group in self._optimizer.param_groups]
         try:
             for group in self._optimizer.param_groups:
@@ -133,14 +133,14 @@ class FlatStep:
             for run in taken:
                 self._give_back(run)
 
-    def _runs_of(self, params: list[Any]) -> list[_Run]:
+    def _runs_of(self, params: list[Any]) -> list[_AdjacentParams]:
         key = tuple(id(param) for param in params)
         if key not in self._runs:
             self._runs[key] = _find_runs(params)
         return self._runs[key]
 
     @torch.no_grad()
-    def _take(self, run: _Run) -> bool:
+    def _take(self, run: _AdjacentParams) -> bool:
         """Prepare a run for the step. Return False if its parameters must be stepped one by one."""
         gradient = gradients.flat_gradient(run.bucket)
         if gradient is None or not self._collect_state(run):
@@ -149,7 +149,7 @@ class FlatStep:
         setattr(run.flat, run.bucket.plan.grad_attribute, mine)
         return True
 
-    def _collect_state(self, run: _Run) -> bool:
+    def _collect_state(self, run: _AdjacentParams) -> bool:
         state = self._optimizer.state
         held = [state.get(param) or {} for param in run.params]
         if run.shown and all(_same_objects(mine, its) for mine, its in zip(run.shown, held, strict=True)):
@@ -181,7 +181,7 @@ class FlatStep:
         return True
 
     @torch.no_grad()
-    def _give_back(self, run: _Run) -> None:
+    def _give_back(self, run: _AdjacentParams) -> None:
         """Restore state by parameter after the step."""
         setattr(run.flat, run.bucket.plan.grad_attribute, None)
         # Fused kernels, and kernels that take addresses, do not increment the version when they write.
@@ -204,7 +204,7 @@ class FlatStep:
             if shown:
                 state[param] = dict(shown)
 
-    def _give_up(self, run: _Run) -> None:
+    def _give_up(self, run: _AdjacentParams) -> None:
         """Prepare the parameters of a run for separate steps, in which each counts its own steps."""
         for param in run.params:
             its = self._optimizer.state.get(param) or {}
@@ -233,7 +233,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _find_runs(params: list[Any]) -> list[_Run]:
+def _find_runs(params: list[Any]) -> list[_AdjacentParams]:
     """Return the runs of one group's parameters, in the order of their buckets."""
     members: dict[Bucket, list[int]] = {}
     for param in params:
@@ -250,15 +250,19 @@ def _find_runs(params: list[Any]) -> list[_Run]:
     return runs
 
 
-def _run(bucket: Bucket, first: int, last: int) -> _Run:
+def _run(bucket: Bucket, first: int, last: int) -> _AdjacentParams:
     """Make a run that includes the padding up to the next parameter, so that an optimizer's last block is complete."""
     params = bucket.params[first : last + 1]
     held = [place for place in bucket.places[first : last + 1] if place.stop > place.start]
     if not held:
-        return _Run(bucket, params, first, 0, torch.zeros_like(bucket.flat[:1], requires_grad=True), is_here=False)
+        return _AdjacentParams(
+            bucket, params, first, 0, torch.zeros_like(bucket.flat[:1], requires_grad=True), is_here=False
+        )
     later = [place.start for place in bucket.places[last + 1 :] if place.stop > place.start]
     start, stop = held[0].start, min([*later, bucket.flat.numel()])
-    return _Run(bucket, params, first, start, bucket.flat.detach()[start:stop].requires_grad_(), is_here=True)
+    return _AdjacentParams(
+        bucket, params, first, start, bucket.flat.detach()[start:stop].requires_grad_(), is_here=True
+    )
 
 
 def _same_objects(mine: dict[str, Any], its: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layou
 from ..memory.bucket import BucketPlan
 from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from ..topology import Topology
-from .experts import Experts
+from .experts import ExpertPlacement
 from .partition import local_part
 from .units import Unit
 
@@ -35,7 +35,7 @@ class BucketPlanner:
     gradient_policy: GradientPolicy
     layout_policy: LayoutPolicy | None
     whole: frozenset[str]
-    experts: Experts | None = None
+    experts: ExpertPlacement | None = None
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
         """Plan the buckets of a unit: one for each dtype, ``requires_grad`` and topology, or more if padding or

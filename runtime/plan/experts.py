@@ -38,7 +38,7 @@ from ..topology import ShardingStrategy, Topology
 from .meshes import EXPERT_ARGUMENTS, build_topology
 from .partition import Partition, Peers
 
-__all__ = ["Experts", "IsExpert", "build_experts", "is_expert", "marked"]
+__all__ = ["ExpertPlacement", "IsExpert", "build_experts", "is_expert", "marked"]
 
 IsExpert = Callable[[str, nn.Parameter], bool]
 """Function of a parameter's name in the model, and the parameter."""
@@ -58,7 +58,7 @@ def marked(param: nn.Parameter) -> bool:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertPlacement:
     """Which parameters are experts, and which ranks hold them.
 
     Args:
@@ -88,7 +88,7 @@ class Experts:
         return tuple(sorted(dist.get_process_group_ranks(group)))
 
     @compat.on_values
-    def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> Experts:
+    def known_to_all(self, names: Sequence[str], every: dist.ProcessGroup) -> ExpertPlacement:
         """Return a copy completed with what other ranks know. A collective.
 
         Args:
@@ -173,7 +173,7 @@ def build_experts(
     recognise: IsExpert | None,
     dense: Topology,
     every: dist.ProcessGroup,
-) -> Experts:
+) -> ExpertPlacement:
     """Interpret the arguments of ``fully_shard_model`` about experts. Does not communicate.
 
     Args:
@@ -203,7 +203,7 @@ def build_experts(
     told = [ranks for ranks in _slices(mesh, topology.mesh) if set(data_parallel).issuperset(ranks.flatten().tolist())]
     tells_all = sum(ranks.numel() for ranks in told) >= len(data_parallel)
     holders = check_holders(told, data_parallel) if tells_all else None
-    return Experts(mesh, topology, recognise or is_expert, recognise is None, holders)
+    return ExpertPlacement(mesh, topology, recognise or is_expert, recognise is None, holders)
 
 
 def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tensor:

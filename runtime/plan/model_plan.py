@@ -14,7 +14,7 @@ from .. import compat
 from ..memory.bucket import BucketPlan
 from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
-from .experts import Experts, marked
+from .experts import ExpertPlacement, marked
 from .partition import Partition, Partitioner, local_part
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
@@ -35,7 +35,7 @@ class ModelPlan:
 
     module: nn.Module
     units: tuple[tuple[Unit, tuple[BucketPlan, ...]], ...]
-    experts: Experts | None
+    experts: ExpertPlacement | None
     partitions: dict[str, Partition | None]
 
     @classmethod

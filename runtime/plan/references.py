@@ -88,7 +88,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class _Span:
+class _MemoryRange:
     """Memory ``[start, end)`` of a tensor, and the tensor's role in the model."""
 
     start: int
@@ -98,7 +98,7 @@ class _Span:
     is_param: bool
 
     @classmethod
-    def of(cls, tensor: Tensor, what: str, is_param: bool = False) -> _Span | None:
+    def of(cls, tensor: Tensor, what: str, is_param: bool = False) -> _MemoryRange | None:
         part = local_part(tensor)
         if type(part) not in (Tensor, nn.Parameter) or part.is_meta or part.layout is not torch.strided:
             return None  # no memory of its own, or hidden
@@ -111,7 +111,7 @@ class _Span:
     def is_dense(self) -> bool:
         return self.tensor.nbytes == self.end - self.start
 
-    def shares(self, other: _Span) -> bool:
+    def shares(self, other: _MemoryRange) -> bool:
         """Whether any byte belongs to an element of both. The spans must overlap."""
         if self.is_dense and other.is_dense:
             return True
@@ -129,15 +129,15 @@ class _Span:
 
 
 def _check_memory(model: nn.Module) -> None:
-    spans: list[_Span | None] = []  # parameters first
+    spans: list[_MemoryRange | None] = []  # parameters first
     for name, param in model.named_parameters():
-        spans.append(_Span.of(param, f"parameter {name!r}", is_param=True))
+        spans.append(_MemoryRange.of(param, f"parameter {name!r}", is_param=True))
     for name, buffer in model.named_buffers():
-        spans.append(_Span.of(buffer, f"buffer {name!r}"))
+        spans.append(_MemoryRange.of(buffer, f"buffer {name!r}"))
     for name, module, attribute, value in _attributes(model):
         if not _is_recomputed(module, attribute):
-            spans.append(_Span.of(value, f"attribute {attribute!r} of module {name or 'model'!r}"))
-    open_spans: list[_Span] = []
+            spans.append(_MemoryRange.of(value, f"attribute {attribute!r} of module {name or 'model'!r}"))
+    open_spans: list[_MemoryRange] = []
     for span in sorted(filter(None, spans), key=lambda span: span.start):
         open_spans = [other for other in open_spans if other.end > span.start]
         for other in open_spans:
@@ -146,7 +146,7 @@ def _check_memory(model: nn.Module) -> None:
         open_spans.append(span)
 
 
-def _shared_memory(param: _Span, other: _Span) -> str:
+def _shared_memory(param: _MemoryRange, other: _MemoryRange) -> str:
     if other.is_param:
         return (
             f"The model's {param.what} and {other.what} share memory without being the same nn.Parameter: sharding would untie "

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from .collective_order import AT_REST, Phase, orders
+from .collective_order import AT_REST, StepPhase, orders
 from .store_tree import Branch, branch_of
 from .watchdog import ORDER, conclude_once, watchdog
 
@@ -143,7 +143,7 @@ def announce(what: str, group: str, parameter: str | None = None) -> None:
         return
     number = order.numbers.get(parameter) if parameter is not None else None
     order.enter(
-        Phase(AT_REST, what),
+        StepPhase(AT_REST, what),
         lambda lines, epoch: agree_on_order(compat.process_group(group), lines, epoch),
         series=(what.replace(repr(parameter), "one"), number) if number is not None else None,
     )

@@ -43,8 +43,8 @@ __all__ = [
     "Agree",
     "Details",
     "Order",
-    "Phase",
     "Series",
+    "StepPhase",
     "no_details",
     "order_of_group",
     "orders",
@@ -76,7 +76,7 @@ def no_details() -> Sequence[str]:
     return ()
 
 
-class Phase(NamedTuple):
+class StepPhase(NamedTuple):
     """A part of a step.
 
     Args:
@@ -102,31 +102,31 @@ class Phase(NamedTuple):
 Series = tuple[str, int]
 """Operation on one of many objects, and the object's number: ``("gather", 3)`` gathers the fourth bucket."""
 
-_Past = tuple[tuple[tuple[Phase | None, int], ...], int]
+_Past = tuple[tuple[tuple[StepPhase | None, int], ...], int]
 """Runs of equal forwards before the last one, with their lengths, and the length of the last run so far."""
 
 
 @dataclass(eq=False)
-class _Place:
+class _OrderState:
     """The state after something that has happened."""
 
     number: int
     after: str
-    collectives: dict[str, _Place] = field(default_factory=dict)
-    phases: dict[Phase, _Place] = field(default_factory=dict)
-    last: Phase | str = ""
+    collectives: dict[str, _OrderState] = field(default_factory=dict)
+    phases: dict[StepPhase, _OrderState] = field(default_factory=dict)
+    last: StepPhase | str = ""
     """What followed the last time."""
-    last_after: dict[_Past, Phase] = field(default_factory=dict)
+    last_after: dict[_Past, StepPhase] = field(default_factory=dict)
     """The same, by the forwards that preceded it."""
 
-    def expects(self, past: _Past) -> Phase | str:
+    def expects(self, past: _Past) -> StepPhase | str:
         return self.last_after.get(past, self.last)
 
-    def followed_by(self, what: Phase | str, past: _Past) -> None:
+    def followed_by(self, what: StepPhase | str, past: _Past) -> None:
         if len(self.last_after) > _PASTS:
             self.last_after.clear()
         self.last = what
-        if isinstance(what, Phase):
+        if isinstance(what, StepPhase):
             self.last_after[past] = what
         else:
             self.last_after.pop(past, None)
@@ -202,11 +202,11 @@ class Order:
     def forget(self) -> None:
         """Forget the whole tree: after a failure, ranks may know different things."""
         self._places = 0
-        self._begins: dict[tuple[Phase, Phase | None], _Place] = {}
+        self._begins: dict[tuple[StepPhase, StepPhase | None], _OrderState] = {}
         self._at = self._start = self._place("the start")
-        self._phase: Phase | None = None
-        self._before: Phase | None = None  # the previous phase, including phases at rest
-        self._forward: Phase | None = None
+        self._phase: StepPhase | None = None
+        self._before: StepPhase | None = None  # the previous phase, including phases at rest
+        self._forward: StepPhase | None = None
         self._past: _Past = ((), 0)
         self._recent: tuple[Series, ...] = ()
         self._strides: dict[tuple[bool, tuple[str, ...]], Series] = {}  # what followed each context
@@ -230,7 +230,9 @@ class Order:
         if self.stalled is not None:
             raise standstill(self.stalled)
 
-    def enter(self, phase: Phase, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
+    def enter(
+        self, phase: StepPhase, agree: Agree, details: Details = no_details, series: Series | None = None
+    ) -> None:
         """Handle the beginning of a phase.
 
         Args:
@@ -270,7 +272,7 @@ class Order:
         self._follow(series)
         self.events += 1
 
-    def _continues(self, series: Series | None, here: _Place) -> bool:
+    def _continues(self, series: Series | None, here: _OrderState) -> bool:
         """Whether something new continues a series, at a place that nothing else has followed yet."""
         if series is None or here.phases or here.collectives or not self._recent:
             return False
@@ -293,14 +295,16 @@ class Order:
         """
         return self._phase is not None and self._phase.is_backward, tuple(what for what, _ in self._recent)
 
-    def _is_unexpected(self, phase: Phase, here: _Place) -> bool:
+    def _is_unexpected(self, phase: StepPhase, here: _OrderState) -> bool:
         """Whether a phase that has followed this place before is unexpected now."""
         expected = here.expects(self._past)
         if phase.kind == AT_REST:
             return phase != expected
         if here.collectives or any(other.kind == phase.kind and other != phase for other in here.phases):
             return True
-        return phase != expected and not (phase.is_backward and isinstance(expected, Phase) and expected.is_backward)
+        return phase != expected and not (
+            phase.is_backward and isinstance(expected, StepPhase) and expected.is_backward
+        )
 
     def start(self, collective: str, agree: Agree, details: Details = no_details, series: Series | None = None) -> None:
         """Handle the start of a collective, or of a compiled graph with collectives.
@@ -326,14 +330,14 @@ class Order:
         self._follow(series)
         self.events += 1
 
-    def _is_usual(self, collective: str, here: _Place) -> bool:
+    def _is_usual(self, collective: str, here: _OrderState) -> bool:
         """Whether the collective is expected here, where operations on parameters at rest may follow, too."""
         is_alone = len(here.collectives) == 1 and all(phase.kind == AT_REST for phase in here.phases)
         return is_alone and collective in here.collectives and here.expects(self._past) == collective
 
-    def _place(self, after: str) -> _Place:
+    def _place(self, after: str) -> _OrderState:
         self._places += 1
-        return _Place(self._places, after)
+        return _OrderState(self._places, after)
 
     def _ask(self, agree: Agree, what: str, is_known: bool, details: Details) -> None:
         here = self._at

@@ -19,7 +19,7 @@ from .. import compat
 from ..topology import Group, Topology
 from . import profiling
 from .agreement import agree, agree_on_order, conclude, forget_failure, has_others, report_failure
-from .collective_order import STEP, Details, Order, Phase, Series, no_details, order_of_group
+from .collective_order import STEP, Details, Order, Series, StepPhase, no_details, order_of_group
 from .graph_runs import launches, named
 from .journal import journal
 from .watchdog import watchdog
@@ -121,7 +121,7 @@ class Conduct:
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
         self.note(f"{kind} of {what}")
         if self.members.topology.gather_group is not None:  # otherwise a single rank may evaluate alone
-            self.order.enter(Phase(kind, f"{what} ({self.name}){self._microbatch}"), self.agree_on_order, details)
+            self.order.enter(StepPhase(kind, f"{what} ({self.name}){self._microbatch}"), self.agree_on_order, details)
 
     def enter_backward(self, is_due: bool) -> None:
         """Handle the beginning of a backward.
@@ -130,11 +130,11 @@ class Conduct:
         """
         kind = "backward" if is_due else "backward that accumulates"
         self.note(kind)
-        self.order.enter(Phase(kind, f"{self.name}{self._microbatch}"), self.agree_on_order)
+        self.order.enter(StepPhase(kind, f"{self.name}{self._microbatch}"), self.agree_on_order)
 
     def enter_step(self, optimizer: str) -> None:
         """Handle the beginning of an optimizer's step."""
-        self.order.enter(Phase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
+        self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
 
     @contextlib.contextmanager
     def microbatch(self, number: int) -> Iterator[None]:

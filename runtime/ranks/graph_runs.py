@@ -139,11 +139,11 @@ def launches(
     return found
 
 
-class _Thread(threading.local):
+class _ExpectedRun(threading.local):
     expected: GraphRun | None = None
 
 
-_thread = _Thread()
+_thread = _ExpectedRun()
 
 _DEPTH = 3
 """Maximum number of views that AOTAutograd puts between an output and the node of the compiled code."""

@@ -63,7 +63,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _GroupFacts:
     """Facts about a process group. The group itself belongs to the program, which may destroy it.
 
     Args:
@@ -80,7 +80,7 @@ class Journal:
 
     def __init__(self) -> None:
         self._entries: deque[Entry] = deque(maxlen=LENGTH)
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _GroupFacts] = {}
         self._thread: threading.Thread | None = None
         self._written_for: Entry | None = None
         self._states: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ class Journal:
             group = compat.process_group(name)
             if name not in self._groups:
                 ranks = tuple(dist.get_process_group_ranks(group))
-                self._groups[name] = _Group(ranks, compat.timeout_of(group).total_seconds())
+                self._groups[name] = _GroupFacts(ranks, compat.timeout_of(group).total_seconds())
                 self._watch()
             counts[name] = compat.collectives_started(group)
         self._entries.append(Entry(time.time(), step, model, what, launches, counts))

@@ -53,12 +53,12 @@ class Launch(NamedTuple):
         return f"mfsdp step {self.step}, {self.where}, {self.model}: {self.what} ({self.number} of group {self.group})"
 
 
-class _Thread(threading.local):
+class _Listeners(threading.local):
     def __init__(self) -> None:
         self.launches: deque[Launch] = deque()
 
 
-_thread = _Thread()
+_thread = _Listeners()
 
 
 def expect(launches: Callable[[], Iterable[Launch]]) -> None:
