@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from .membership import Membership
 from .memory.bucket import Bucket
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
+from .owner import owners_of
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers
 from .precision import MixedPrecisionPolicy
@@ -43,7 +44,7 @@ from .ranks.journal import journal
 from .run_lineage import Lineage
 from .topology import Accumulation, Topology
 
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "models_of"]
 
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 """All sharded models of the process: models that share compiled code learn of each other's schedules."""
@@ -393,3 +394,8 @@ class ShardedModel:
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
         self.grad_sync.zero(set_to_none, kept)
+
+
+def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:
+    """Return the models that own ``buckets``, each once, in order."""
+    return [owner for owner in owners_of(buckets) if isinstance(owner, ShardedModel)]

@@ -1,13 +1,17 @@
-"""The sharded model, as its buckets, its eager path and its compiled graphs see it."""
+"""The sharded model, as its buckets, its eager path, its compiled graphs and its optimizers see it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .grad_sync import GradSync
     from .memory.bucket import Bucket
+    from .optim.step_tracker import StepTracker
+    from .optim.tracking import Optimizers
     from .ranks.conduct import Conduct
 
 __all__ = ["Owner", "owners_of"]
@@ -20,11 +24,15 @@ class Owner(Protocol):
         buckets: The buckets, in the order of their units.
         conduct: Announces collectives and compares them with those of other ranks.
         grad_sync: Decides when gradients are reduced, and keeps track of the running backward.
+        step_tracker: Notices optimizer steps that a rank skips or does not finish.
+        optimizers: The optimizers that hold its parameters.
     """
 
     buckets: tuple[Bucket, ...]
     conduct: Conduct
     grad_sync: GradSync
+    step_tracker: StepTracker
+    optimizers: Optimizers
 
     def leave_backward(self) -> None:
         """A forward begins: a backward that was entered and not finished must have raised.
@@ -38,8 +46,17 @@ class Owner(Protocol):
     def check_complete(self) -> None:
         """Raise if the model has parameters that are in no bucket."""
 
-    def refresh(self) -> None:
-        """Start gathering stale residents."""
+    def refresh(self, ahead: bool = False) -> None:
+        """Start gathering stale residents, possibly ahead of the forward that uses them."""
+
+    def await_gathers(self) -> None:
+        """Wait for the gathers that :meth:`refresh` has started."""
+
+    def zero_gradients(self, set_to_none: bool, kept: Collection[int] | None) -> None:
+        """Zero or drop gradients of parameters whose ``id`` is not in ``kept``."""
+
+    def shared_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that all ranks have, by name."""
 
     def begin_graph(self, phase: str, digest: str, schedule: str, buckets: Sequence[str], options: str) -> None:
         """A compiled graph is about to start its collectives; see :meth:`.Conduct.begin_graph`."""
@@ -48,6 +65,6 @@ class Owner(Protocol):
         """Make changes of buckets visible to Dynamo's guards."""
 
 
-def owners_of(buckets: Sequence[Bucket]) -> list[Owner]:
+def owners_of(buckets: Iterable[Bucket]) -> list[Owner]:
     """Return the owners of ``buckets``, each once, in order."""
     return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())

@@ -36,7 +36,7 @@ from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.memory import gradients
 from mfsdp_compile.runtime.memory.bucket import Bucket, BucketPlan, Home
-from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.model import ShardedModel, models_of
 from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
 from mfsdp_compile.runtime.topology import Topology
 
@@ -69,17 +69,17 @@ def mfsdp(
         return _compile_inner(gm, example_inputs, chosen, None)
 
     escaped = _escaped(gm, shells)
-    with _telling_owners(list(dict.fromkeys(home.bucket for home in shells.values()))):
+    with _telling_models(list(dict.fromkeys(home.bucket for home in shells.values()))):
         record, call, inputs = prepare(gm, example_inputs, shells, chosen)
         compiled = _compile_inner(gm, inputs, chosen, record)
 
     def run(*args: Any) -> Any:
         buckets, backwards, tensors, rest = call.exchange(args)
-        owners = _owners(buckets)
+        owners = models_of(buckets)
         for owner in owners:
             owner.forget_old_code()
         graphs = GraphRun(backwards, str(chosen))
-        with _telling_owners(buckets):
+        with _telling_models(buckets):
             with contextlib.ExitStack() as stack:
                 for owner in owners:
                     stack.enter_context(owner.eager.for_compiled_code())
@@ -95,12 +95,12 @@ def mfsdp(
 
 
 @contextlib.contextmanager
-def _telling_owners(buckets: Sequence[Bucket]) -> Iterator[None]:
+def _telling_models(buckets: Sequence[Bucket]) -> Iterator[None]:
     """Report an error raised inside to the models, which tell the other ranks: it may concern only this rank."""
     try:
         yield
     except BaseException as error:
-        for owner in _owners(buckets):
+        for owner in models_of(buckets):
             if not owner.eager.is_in_window and not compat.in_backward():  # otherwise the error may still be caught
                 owner.failed(error)
         raise
@@ -118,7 +118,7 @@ def prepare(
     buckets = tuple(dict.fromkeys(home.bucket for home in shells.values()))
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
-    owners: list[ShardedModel] = list(dict.fromkeys(bucket.owner for bucket in buckets))
+    owners = models_of(buckets)
     if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
         warnings.warn(
             f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the CPU where "
@@ -203,7 +203,7 @@ class _Call:
                     "Please report this; torch._dynamo.reset() makes torch compile anew."
                 )
             bucket.check_unchanged()
-        for owner in _owners(buckets):
+        for owner in models_of(buckets):
             owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
         backwards = [gradients.Backward.through(bucket) for bucket in buckets]
@@ -230,10 +230,6 @@ def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[Shar
         found.append(f"{str(example.dtype).removeprefix('torch.')}{[compat.concrete(size) for size in example.shape]}")
     shown = ", ".join(found[:_SHOWN]) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
     return f"a batch of {shown}" if found else "no batch"
-
-
-def _owners(buckets: Sequence[Bucket]) -> list[ShardedModel]:
-    return list({id(bucket.owner): bucket.owner for bucket in buckets}.values())
 
 
 def _beside_shard(bucket: Bucket) -> list[Tensor]:
@@ -382,8 +378,7 @@ def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
 
 
 def _is_whole_model(buckets: Sequence[Bucket]) -> bool:
-    owners: set[ShardedModel] = {bucket.owner for bucket in buckets}
-    return all(set(owner.buckets) <= set(buckets) for owner in owners)
+    return all(set(owner.buckets) <= set(buckets) for owner in models_of(buckets))
 
 
 def _compile_inner(

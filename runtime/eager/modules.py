@@ -25,7 +25,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ _HOMES = "_mfsdp_homes"
 _WINDOW = "_mfsdp_window"
 
 
-def shard_module(module: nn.Module, homes: dict[str, Home], window: Window) -> None:
+def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -> None:
     """Replace ``module``'s own parameters by shards, and wrap its forward in a window.
 
     Args:
@@ -112,7 +112,7 @@ def label_module(module: nn.Module, schedules: int = 0) -> None:
     The label contains how the module's parameters are bucketed, how the buckets are exchanged, and how often schedules
     of compiled graphs have been replaced. A different label causes a recompilation.
     """
-    homes: dict[str, Home] = vars(module)[_HOMES]
+    homes: Mapping[str, Home] = vars(module)[_HOMES]
     layouts = [f"{name}={home.bucket.signature}[{home.index}]" for name, home in homes.items()]
     vars(module)[_LAYOUT] = ";".join([*layouts, *([f"schedules {schedules}"] if schedules else [])])
 
@@ -238,7 +238,7 @@ class _Sharded(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Implement ``to``, ``half``, ``cuda`` etc.: buffers move, but shards cannot change their dtype or device."""
-        homes: dict[str, Home] = vars(self)[_HOMES]
+        homes: Mapping[str, Home] = vars(self)[_HOMES]
         for home in homes.values():
             flat = home.bucket.flat
             probe = torch.empty(0, dtype=flat.dtype, device=flat.device)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.bucket import Home
+from ..memory.bucket import Bucket, Home
+from ..owner import Owner, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
-
-if TYPE_CHECKING:
-    from ..model import ShardedModel
 
 __all__ = ["check", "extend", "named_groups", "rebind"]
 
@@ -188,8 +186,8 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     return optimizer
 
 
-def _owners(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
-    owners: dict[int, ShardedModel] = {}
+def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
+    buckets: dict[Bucket, None] = {}
     for i, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             home: Home | None = getattr(param, "mfsdp_home", None)
@@ -199,7 +197,7 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
                     f"{tuple(param.shape)} that is not sharded. Build the optimizer after fully_shard_model, from "
                     "model.parameters(), or pass model and optimizer to fully_shard together."
                 )
-            owners[id(home.bucket.owner)] = home.bucket.owner
-    if not owners:
+            buckets[home.bucket] = None
+    if not buckets:
         raise ValueError(f"The {type(optimizer).__name__} has no parameters.")
-    return list(owners.values())
+    return owners_of(buckets)

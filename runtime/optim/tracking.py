@@ -14,18 +14,16 @@ import gc
 import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .. import compat
+from ..owner import Owner, owners_of
 
-if TYPE_CHECKING:
-    from ..model import ShardedModel
-
-__all__ = ["Optimizers", "owners_of", "watch_steps"]
+__all__ = ["Optimizers", "watch_steps"]
 
 
 class Optimizers:
@@ -80,17 +78,17 @@ def watch_steps() -> None:
 
 @compat.python_only
 def _begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for owner in owners_of(optimizer):
+    for owner in _models(optimizer):
         owner.step_tracker.begin(optimizer)
 
 
 @compat.python_only
 def _end(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for owner in owners_of(optimizer):
+    for owner in _models(optimizer):
         owner.step_tracker.end()
 
 
-def owners_of(optimizer: torch.optim.Optimizer) -> list[ShardedModel]:
+def _models(optimizer: torch.optim.Optimizer) -> list[Owner]:
     """Return the models whose parameters an optimizer holds."""
     homes = (getattr(param, "mfsdp_home", None) for group in optimizer.param_groups for param in group["params"])
-    return list(dict.fromkeys(home.bucket.owner for home in homes if home is not None))
+    return owners_of(home.bucket for home in homes if home is not None)
