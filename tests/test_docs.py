@@ -104,7 +104,7 @@ def test_the_pass_in_contributing() -> None:
 
     def every_graph(graph: Any, context: Any, phase: Phase) -> Report:
         policy = replace(context.policy, prefetch_bytes=10_000)
-        said.append(names["apply"](graph, replace(context, policy=policy)))
+        said.append(names["apply"](graph, replace(context, policy=policy), phase))
         return said[-1]
 
     options = {"inner": "aot_eager", "passes": [every_graph]}

@@ -16,7 +16,7 @@ from pool import on_ranks
 from torch import Tensor, nn
 
 from mfsdp_compile import explain, fully_shard_model
-from mfsdp_compile.backend.compile import compile
+from mfsdp_compile.backend import compile
 from mfsdp_compile.models.llama import Block as LlamaBlock
 from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes.changes import Event, changes
