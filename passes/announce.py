@@ -1,12 +1,15 @@
-"""A graph says what it is about to do before it does it.
+"""Make a graph announce its schedule before it runs.
 
-The first thing that a graph with collectives runs is ``mfsdp::begin(phase, digest, schedule, used)``. That is part of the
-graph, so code that comes out of a compile cache says it too, of whatever process it came from. What is made of it at run time
-(agreement between ranks, a record for reports of hangs) is :mod:`mfsdp_compile.runtime.ranks.graph_runs`'s. ``used`` lists the
-parameters that a backward has gradients for: the others have none, on any rank. AOTAutograd computes a gradient for every
-parameter that some output depends on, zeros where the loss depends on another output; so it says of which outputs, too.
+A graph with collectives first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so code
+loaded from a compile cache announces its schedule too, whichever process compiled it.
+:mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and records
+them for hang reports.
 
-Runs last. Changes nothing that is computed.
+``used`` lists the parameters for which a backward computes gradients. The other parameters have no gradient on any rank.
+AOTAutograd computes a gradient for every parameter that some output depends on; the gradient is zero if the loss depends
+only on other outputs. Therefore ``used`` also says on which outputs each gradient depends.
+
+Runs last. Does not change what is computed.
 """
 
 from __future__ import annotations
@@ -41,7 +44,10 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _used(graph: fx.Graph, context: Context) -> str:
-    """The parameters that a backward graph has gradients for, as :func:`mfsdp_compile.runtime.ranks.graph_runs.parse_used` reads it."""
+    """Return the parameters that a backward graph has gradients for.
+
+    :func:`mfsdp_compile.runtime.ranks.graph_runs.parse_used` parses the result.
+    """
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
     everything = (1 << len(tangents)) - 1
     needs = {node: 1 << position for position, node in enumerate(tangents)}
@@ -53,7 +59,7 @@ def _used(graph: fx.Graph, context: Context) -> str:
         gradients, offsets = reduction.pack.args[:2]
         slots = context.buckets[reduction.bucket].layout.slots
         for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
-            # Parameters without elements have the place of the next one.
+            # An empty parameter has the same offset as the parameter after it, so compare shapes too.
             place = (offset, tuple(gradient.meta["val"].shape))
             found[reduction.bucket] |= {i: needs[gradient] for i, s in enumerate(slots) if (s.offset, s.shape) == place}
     buckets = [
