@@ -1,8 +1,8 @@
-"""What a pass did to a schedule, in a few lines: ``moved  gather layers.3 before wait layers.2 (12 operators earlier)``.
+"""Describe how a pass changed a schedule: ``moved  gather layers.3 before wait layers.2 (12 operators earlier)``.
 
-Compared are the starts and ends of collectives (and what else makes a bucket whole), in order, with the number of
-operators that run before each. Of what changed its place, as little as possible is called moved: what lies on a longest
-common subsequence of both orders stays.
+The comparison covers the starts and ends of collectives, and the casts that make a bucket whole without a collective, in
+order, with the number of operators that run before each. It reports as few moves as possible: events on a longest common
+subsequence of both orders count as unmoved.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Event:
     """A start or an end of a collective.
 
     Args:
-        name: such as ``gather layers.3``, unique in its graph.
-        operators: that run before it; views do not count.
+        name: Name such as ``gather layers.3``, unique in its graph.
+        operators: Number of operators that run before it, without views.
     """
 
     name: str
@@ -39,7 +39,7 @@ class SchedulePoint(NamedTuple):
     """A node where a collective starts or ends, or a bucket becomes whole without one.
 
     Args:
-        what, bucket, number: See :class:`~mfsdp_compile.runtime.schedule_text.ScheduleLine`; ``bucket`` is the number of
+        what, bucket, number: See :class:`~mfsdp_compile.runtime.schedule_text.ScheduleLine`; ``bucket`` is the index of
             the bucket in the context.
     """
 
@@ -50,7 +50,7 @@ class SchedulePoint(NamedTuple):
 
 
 def events(graph: fx.Graph, context: Context) -> list[Event]:
-    """Of a graph with roles, in order."""
+    """Return the events of a graph with roles, in graph order."""
     names = {
         node: ScheduleLine(what, context.buckets[bucket].name, number).label
         for node, what, bucket, number in points(graph, context)
@@ -68,7 +68,7 @@ def events(graph: fx.Graph, context: Context) -> list[Event]:
 
 
 def points(graph: fx.Graph, context: Context) -> Iterator[SchedulePoint]:
-    """Of a graph with roles; gathers first, then reductions."""
+    """Yield the schedule points of a graph with roles: first those of gathers, then those of reductions."""
     for gather in roles.gathers(graph):
         if gather.start is not None:
             number = context.buckets[gather.bucket].portion_size if gather.is_of_portions else 1
@@ -83,7 +83,7 @@ def points(graph: fx.Graph, context: Context) -> Iterator[SchedulePoint]:
 
 
 def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:
-    """What became of ``before``, a line each; empty if nothing changed."""
+    """Return one line per event that was removed, added, moved or shifted; empty if nothing changed."""
     old = {event.name: event for event in before}
     new = {event.name: event for event in after}
     lines = [f"removed  {name}" for name in old if name not in new]
@@ -106,9 +106,12 @@ def changes(before: Sequence[Event], after: Sequence[Event]) -> list[str]:
 
 
 def _longest_common(first: Sequence[str], second: Sequence[str]) -> set[str]:
-    """A longest common subsequence of two orders of the same names: the longest increasing one of their places."""
+    """Return a longest common subsequence of two orders of the same names.
+
+    It is a longest increasing subsequence of the positions in ``first``, read in the order of ``second``.
+    """
     place = {name: i for i, name in enumerate(first)}
-    best: list[tuple[str, ...]] = []  # by length less one: the one that ends first
+    best: list[tuple[str, ...]] = []  # best[n - 1]: the subsequence of length n whose last name is earliest in first
     for name in second:
         longer = next((i for i, names in enumerate(best) if place[names[-1]] > place[name]), len(best))
         best[longer : longer + 1] = [(*(best[longer - 1] if longer else ()), name)]
