@@ -1,13 +1,13 @@
 """Make a graph announce its schedule before it runs.
 
-A graph with collectives first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so code
-loaded from a compile cache announces its schedule too, whichever process compiled it.
-:mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and records
-them for hang reports.
+A graph with collectives first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so
+code loaded from a compile cache announces its schedule too, whichever process compiled it.
+:mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and
+records them for hang reports.
 
-``used`` lists the parameters for which a backward computes gradients. The other parameters have no gradient on any rank.
-AOTAutograd computes a gradient for every parameter that some output depends on; the gradient is zero if the loss depends
-only on other outputs. Therefore ``used`` also says on which outputs each gradient depends.
+``used`` lists the parameters for which a backward computes gradients. The other parameters have no gradient on any
+rank. AOTAutograd computes a gradient for every parameter that some output depends on; the gradient is zero if the loss
+depends only on other outputs. Therefore ``used`` also says on which outputs each gradient depends.
 
 Runs last. Does not change what is computed.
 """

@@ -1,8 +1,8 @@
 """Describe how a pass changed a schedule: ``moved  gather layers.3 before wait layers.2 (12 operators earlier)``.
 
-The comparison covers the starts and ends of collectives, and the casts that make a bucket whole without a collective, in
-order, with the number of operators that run before each. It reports as few moves as possible: events on a longest common
-subsequence of both orders count as unmoved.
+The comparison covers the starts and ends of collectives, and the casts that make a bucket whole without a collective,
+in order, with the number of operators that run before each. It reports as few moves as possible: events on a longest
+common subsequence of both orders count as unmoved.
 """
 
 from __future__ import annotations
