@@ -1,4 +1,4 @@
-"""What passes know, and what they say: plain data."""
+"""Inputs and reports of passes, as plain data."""
 
 from __future__ import annotations
 
@@ -35,28 +35,32 @@ __all__ = [
 class SchedulePolicy:
     """The numbers that steer the schedule of a compiled graph.
 
-    Where something is left to the solver (:attr:`is_solved`) it decides about gathers and reductions by time and memory alone:
-    ``prefetch_bytes``, ``reductions_in_flight`` and ``reduction_bytes`` are for schedules that are made by number.
+    If anything is left to the solver (:attr:`is_solved`), the solver schedules gathers and reductions by time and
+    memory alone. ``prefetch_bytes``, ``reductions_in_flight`` and ``reduction_bytes`` apply only when the solver is
+    off.
 
     Args:
-        memory_budget: bytes that a training step may have in memory at a time on this rank, parameters, gradients and
-            optimizer state among them; None: no bound. With a budget, ``prefetch`` and ``reshard_after_forward`` are
-            ``"auto"`` unless they are given.
-        prefetch: a unit's gather starts this many units before its first use; 0: right at its use; ``"auto"``: as early as
-            is needed to hide it, within the budget.
-        prefetch_bytes: a unit larger than this, gathered, is not prefetched by a number: two of them might not fit.
-        reshard_after_forward: True: the backward gathers again, but for the unit that forward used last, where
-            ``keep_last`` says so. False: what forward has gathered stays for the backward. ``"auto"``: those stay for which
-            there is room, if that saves time. A number: as for True, but each rank keeps one of so many portions of what
-            forward has gathered, and the backward gathers over so many neighbours only, ranks of a node say. It divides
-            the ranks that parameters are sharded over; 1 means False, and all of them True, as for FSDP2.
-        reductions_in_flight: reductions of this many units may be under way: one is awaited when that of the unit which is so
-            many further on has started, or before the graph ends.
-        reduction_bytes: ... or when it and those that have started since are together larger than this.
-        keep_last: a graph that holds the whole model keeps the bucket that forward uses last for the backward, which
-            needs it first.
-        budget_reserve: the part of the budget that is left free for what a prediction does not see: workspaces of kernels,
-            rounding of allocators.
+        memory_budget: Peak bytes that a training step may use on this rank, including parameters, gradients and
+            optimizer state; None: no bound. With a budget, ``prefetch`` and ``reshard_after_forward`` default to
+            ``"auto"``.
+        prefetch: Number of units before its first use at which a unit's gather starts; 0: right at its use; ``"auto"``:
+            as early as needed to hide it, within the budget.
+        prefetch_bytes: Largest unit, in gathered bytes, that is prefetched when ``prefetch`` is a number. Two larger
+            units might not fit in memory.
+        reshard_after_forward: True: the backward gathers every unit again, except the unit that forward used last if
+            ``keep_last`` is set. False: gathered parameters stay for the backward. ``"auto"``: those parameters stay
+            that fit in memory, if that saves time. A number n: as True, but each rank keeps one of n portions of each
+            gathered bucket, and the backward gathers over n neighboring ranks only, for example those of a node. It
+            must divide the number of ranks that parameters are sharded over. 1 means False and that number of ranks
+            means True, as in FSDP2.
+        reductions_in_flight: Number of units whose reductions may be in flight. A reduction is awaited when the
+            reduction of the unit this many units later has started, or before the graph ends.
+        reduction_bytes: Largest total bytes of reductions in flight. A reduction is awaited earlier if it and the
+            reductions started since exceed this.
+        keep_last: Whether a graph that holds the whole model keeps the bucket that forward uses last for the backward,
+            which needs it first.
+        budget_reserve: Fraction of the budget left free for memory that a prediction does not see: kernel workspaces
+            and allocator rounding.
     """
 
     memory_budget: int | None = None
@@ -98,38 +102,41 @@ class SchedulePolicy:
 
     @property
     def portions(self) -> int:
-        """Ranks that backwards gather over, each with its portion; 0: those that forwards gather over, or none."""
+        """Number of ranks that each keep a portion for the backward to gather; 0: no portions are kept."""
         again = self.reshard_after_forward
         return 0 if isinstance(again, (bool, str)) else again
 
     @property
     def is_solved(self) -> bool:
-        """Whether something is left to the solver."""
+        """Whether any decision is left to the solver."""
         return "auto" in (self.prefetch, self.reshard_after_forward) or self.memory_budget is not None
 
 
 @dataclass(frozen=True)
 class BucketInfo:
-    """A bucket of the graph at hand.
+    """A bucket of the current graph.
 
     Args:
-        name: of the bucket in the model that the graph was compiled for; other instances may run the graph too.
-        unit: name of its unit there.
-        layout: its layout.
-        exchange: what ``mfsdp::gather`` takes after its tensors.
-        gathered_bytes: of the gathered bucket.
-        trainable: whether it has gradients.
-        has_resident: whether something of it stays gathered between uses; the graph gets that besides the shard.
-        has_token: whether its reduction may have to wait; the graph gets what stands for the waiting sum.
-        main_dtype: of the shard.
-        gather_stride, reduce_strides: distance between neighbours in the groups that it is gathered and reduced over, in
-            ranks of the job: how far data travels.
-        resident_bytes: of what stays gathered between uses; 0 for none.
-        resident_size, resident_stride: of the group that it is gathered over, once per optimizer step.
-        portion_size, portion_group: ranks that may gather it again in backward, each with its portion, and their process
-            group: a part of those that forward gathers over, and neighbours among them; 0 and "" for none.
-        lets_go: whether it is let go of at the end of each step, and has memory of its own.
-        grad_dtype: of the sum of gradients over microbatches.
+        name: Name of the bucket in the model instance that the graph was compiled for. Other instances may run the
+            graph too.
+        unit: Name of the bucket's unit in that instance.
+        layout: Layout of the bucket.
+        exchange: Arguments of ``mfsdp::gather`` after its tensors.
+        gathered_bytes: Bytes of the gathered bucket.
+        trainable: Whether the bucket has gradients.
+        has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
+            tensor in addition to the shard.
+        has_token: Whether the bucket's reduction may be deferred. If so, the graph takes a token for the deferred sum.
+        main_dtype: Dtype of the shard.
+        gather_stride, reduce_strides: Distance between neighbors in the groups that the bucket is gathered and reduced
+            over, in global ranks. It tells how far data travels.
+        resident_bytes: Bytes that stay gathered between uses; 0 for none.
+        resident_size, resident_stride: Size and stride of the group that the resident is gathered over, once per
+            optimizer step.
+        portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
+            backward. They are neighboring ranks out of those that forward gathers over. 0 and "" for none.
+        lets_go: Whether the bucket has memory of its own, which is released at the end of each step.
+        grad_dtype: Dtype of the sum of gradients over microbatches.
     """
 
     name: str
@@ -153,7 +160,8 @@ class BucketInfo:
 
     @property
     def signature(self) -> str:
-        """What the passes' decisions depend on; no names, which differ between instances that share a graph."""
+        """All properties that the passes' decisions depend on. Names are left out: instances that share a graph differ
+        in them."""
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
@@ -163,22 +171,24 @@ class BucketInfo:
 
     @property
     def portion_bytes(self) -> int:
-        """Of what stays of the gathered bucket on a rank, where portions do."""
+        """Bytes of the portion that each rank keeps. Only for buckets with portions."""
         return self.gathered_bytes // self.portion_size
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the passes over one graph, and the graphs that come from it, have in common.
+    """Data shared by the passes over one Dynamo graph and the graphs derived from it.
 
     Args:
-        buckets: that the graph uses, in order of their first use in Dynamo's graph. Roles refer to them by index.
-        policy: of the schedule.
-        whole_model: whether the graph holds all of a model's buckets, so that its backward follows its forward.
-        float32_gradients: whether matmuls are to write gradients in float32 where they can.
+        buckets: Buckets that the graph uses, in order of their first use in Dynamo's graph. Roles refer to them by
+            index.
+        policy: Policy of the schedule.
+        whole_model: Whether the graph holds all of a model's buckets, so that its backward directly follows its
+            forward.
+        float32_gradients: Whether matmuls write gradients in float32 where possible.
         overlap: Kinds of collectives that may overlap with computation.
-        other_bytes: that the model holds besides its buckets: buffers.
-        decisions: What is decided about the schedule so far.
+        other_bytes: Bytes that the model holds outside its buckets: buffers.
+        decisions: Decisions about the schedule so far.
     """
 
     buckets: tuple[BucketInfo, ...]
@@ -200,7 +210,7 @@ class Context:
 
 
 class Phase(Enum):
-    """Which graph a pass is looking at."""
+    """Kind of graph that a pass runs on."""
 
     JOINT = "joint"
     FORWARD = "forward"
@@ -209,28 +219,28 @@ class Phase(Enum):
 
 
 class NodeKind(Enum):
-    """What a node is to its bucket."""
+    """What a node does for its bucket."""
 
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
     SHARD = "shard"  # placeholder of this rank's shard, or of its resident
-    TOKEN = "token"  # placeholder of what stands for the waiting sum of gradients
-    CAST = "cast"  # what is gathered: the shard in the compute dtype, the awaited resident
+    TOKEN = "token"  # placeholder that represents the deferred sum of gradients
+    CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
-    GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, a cast of a whole shard
-    VIEW = "view"  # of the gathered bucket
-    PORTION = "portion"  # of the gathered bucket, copied in forward, a placeholder in backward, which is gathered
+    GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, or a cast of a whole shard
+    VIEW = "view"  # view of the gathered bucket
+    PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients
-    START_REDUCE = "start reduce"  # of a stage
-    REDUCED = "reduced"  # an awaited stage; the last one is the shard's gradient
+    START_REDUCE = "start reduce"  # start of a stage
+    REDUCED = "reduced"  # an awaited stage; the last one gives the shard's gradient
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a node has to do with a bucket; in ``node.meta["mfsdp"]``."""
+    """Role of a node for a bucket, stored in ``node.meta["mfsdp"]``."""
 
     kind: NodeKind
     bucket: int
-    index: int | None = None  # of the parameter, for shells
+    index: int | None = None  # index of the parameter, for shells
 
 
 def role_of(node: fx.Node) -> Role | None:
@@ -242,7 +252,7 @@ def set_role(node: fx.Node, role: Role) -> None:
 
 
 def phase_of(graph: fx.Graph) -> Phase:
-    """The phase that the partition gave a graph; a graph that no partition made is for inference."""
+    """Return the phase that the partitioner gave a graph. A graph that no partitioner made is an inference graph."""
     return graph.output_node().meta.get("mfsdp_phase", Phase.INFERENCE)
 
 
@@ -255,10 +265,10 @@ class Report:
     """What a pass did.
 
     Args:
-        name: of the pass.
-        lines: for people, one decision each.
-        seconds: that it took.
-        changes: to the schedule, as :mod:`.changes` tells them; who runs the pass finds these.
+        name: Name of the pass.
+        lines: Human-readable lines, one decision each.
+        seconds: Run time of the pass.
+        changes: Changes to the schedule in the format of :mod:`.changes`. The runner of the pass fills them in.
     """
 
     name: str
