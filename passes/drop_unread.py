@@ -1,9 +1,10 @@
-"""Gathers that nobody reads: of parameters whose only uses were dead code.
+"""Remove unread gathers: those of parameters whose only uses were dead code.
 
-A model may compute what it does not return: LLaVA runs a vision tower to the end and takes the output of the last layer but
-one. AOTAutograd drops that computation, and leaves the collectives that it read, because they have side effects.
+A model may compute values that it does not return. For example, LLaVA runs its whole vision tower but uses the output
+of the second-to-last layer. AOTAutograd drops the unused computation but keeps the collectives that fed it, because
+collectives have side effects.
 
-Needs: roles. Leaves: of each gather that communicates, one that something reads.
+Needs: roles. Leaves: only gathers whose result is read, among those that communicate.
 """
 
 from __future__ import annotations
