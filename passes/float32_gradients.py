@@ -1,8 +1,8 @@
-"""Backward graph: a matmul that computes nothing but gradients writes them in float32.
+"""Backward graph: let matmuls that compute only gradients write them in float32.
 
-A matmul of bfloat16 or float16 matrices sums in float32 and rounds the sum to the dtype of its inputs. Where gradients
-are reduced in float32, packing casts that back: a rounding, and a kernel, for nothing. On CUDA a matmul has an out
-dtype.
+A matmul of bfloat16 or float16 matrices sums in float32 and rounds the sum to the dtype of its inputs. If gradients are
+reduced in float32, packing casts the result back, which costs a rounding and a kernel for nothing. CUDA matmuls accept
+an out dtype.
 
 Before                                              After
     mm = aten.mm(a, b)             bfloat16             mm = aten.mm.dtype(a, b, float32)     float32
@@ -10,12 +10,14 @@ Before                                              After
     cast = _to_copy(permute)       float32
     pack_gradients([cast, norm])   float32              pack_gradients([permute, norm])       float32
 
-Views may stand between, and casts to float32 (autocast's), which go. All that reads the matmul must end in packing in
-float32; everything else, batched matmuls too, stays, and is cast when it is packed.
+Between the matmul and packing there may be views, and casts to float32 (from autocast), which the pass removes. Every
+reader of the matmul must lead to packing in float32. All other gradients, including those of batched matmuls, stay as
+they are and are cast when they are packed.
 
-It changes numbers: they are no longer those of the eager path. That is why it is an option of the backend.
+The pass changes numerics: results no longer match the eager path. That is why it is an option of the backend.
 
-Needs: roles; ``meta["val"]`` of what it looks at, without which it changes nothing. Leaves: the order of nodes.
+Needs: roles; ``meta["val"]`` of the nodes it inspects. It changes nothing where that is missing. Leaves: the order of
+nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ __all__ = ["apply"]
 
 _aten = torch.ops.aten
 _PACK = torch.ops.mfsdp.pack_gradients.default
-_HALVES = (torch.bfloat16, torch.float16)  # what CUDA's matmuls take with an out dtype of float32
+_HALVES = (torch.bfloat16, torch.float16)  # input dtypes for which CUDA matmuls support an out dtype of float32
 
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
@@ -59,16 +61,16 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _source(gradient: fx.Node) -> fx.Node:
-    """What computes a gradient that is packed, or a tensor that it is a part of."""
+    """Return the node that computes a packed gradient, or the tensor that the gradient is a part of."""
     while _is_rearranged(gradient) or _is_widened(gradient):
         gradient = gradient.all_input_nodes[0]
     return gradient
 
 
 def _widen(source: fx.Node) -> str:
-    """Make a matmul write float32. Returns why not, or nothing."""
+    """Make a matmul write float32. Return the reason if that is not possible, else an empty string."""
     if source.target is _aten.mm.dtype and source.args[2] is torch.float32:
-        return ""  # for another parameter, or by the user
+        return ""  # already widened for another parameter, or by the user
     value = source.meta.get("val")
     if not isinstance(value, Tensor) or source.target is not _aten.mm.default:
         return f"from {source.target if source.op == 'call_function' else source.op}"
@@ -90,7 +92,7 @@ def _widen(source: fx.Node) -> str:
 
 
 def _between(matmul: fx.Node) -> list[fx.Node] | None:
-    """What stands between a matmul and packing, in graph order; None if there is more to it than views and casts."""
+    """Return the nodes between a matmul and packing, in graph order; None if any is not a view or a cast to float32."""
     between: set[fx.Node] = set()
     pending = [matmul]
     while pending:
@@ -105,8 +107,9 @@ def _between(matmul: fx.Node) -> list[fx.Node] | None:
 
 
 def _is_rearranged(node: fx.Node) -> bool:
-    """Whether a node has the elements of its only input, or some of them, as they are."""
-    if len(node.all_input_nodes) != 1:  # sizes of a batch are inputs too; what depends on these is no parameter's
+    """Whether a node's value consists of elements of its only input, unchanged."""
+    # Batch sizes are inputs too. A node that depends on them is not the gradient of a parameter.
+    if len(node.all_input_nodes) != 1:
         return False
     if not roles.is_view(node) and node.target not in (_aten._unsafe_view.default, _aten.clone.default):
         return False
@@ -128,7 +131,7 @@ def _is_widened(node: fx.Node) -> bool:
 
 
 def _revalue(node: fx.Node) -> None:
-    """Bring up to date what a node says of its value."""
+    """Recompute a node's metadata about its value."""
 
     def value_of(argument: fx.Node) -> Any:
         return argument.meta["val"]
