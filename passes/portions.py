@@ -1,4 +1,5 @@
-"""Forward and backward graph: a portion of what forward gathered stays, and backward gathers portions over fewer ranks.
+"""Forward and backward graph: keep a portion of each gathered bucket, and gather the portions over fewer ranks in
+backward.
 
     forward     shard -> all_gather (all ranks) -> wait -> views -> ... last use
                                                     \\-> portion -> saved in the place of the shard
@@ -6,15 +7,17 @@
     backward    shard -> [cast] -> all_gather (all ranks) -> wait -> views         before
                           portion -> all_gather (few ranks) -> wait -> views       after
 
-What ``reshard_after_forward`` as a number asks for: FSDP2's meaning of it, and the secondary partition of ZeRO++
-(https://arxiv.org/abs/2306.10209). Memory: one of so many parts of each such bucket, in the compute dtype, from its last
-use in forward to its gather in backward. For that, backward's gathers stay among neighbours.
+This implements ``reshard_after_forward`` as a number, with its FSDP2 meaning. The idea is the secondary partition of
+ZeRO++ (https://arxiv.org/abs/2306.10209). It costs memory: each rank holds one of that many portions of each such
+bucket, in the compute dtype, from the bucket's last use in forward to its gather in backward. In return, gathers in
+backward stay among neighboring ranks.
 
-It comes after the partition and not before it: what backward computes again (a user's activation checkpointing) reads the
-same views as its own operators only there.
+The pass runs after the partition into forward and backward. Only then do recomputed operators (from a user's activation
+checkpointing) read the same views as the backward's own operators.
 
-Needs: the graphs of one partition, with roles; a backward that gathers from shards. Leaves: a copy where forward last uses
-a bucket, and in the backward graph a placeholder of its name. Schedules of gathers come later.
+Needs: the forward and backward graph of one joint graph, with roles; a backward that gathers from shards. Leaves: a
+copy of the portion after forward's last use of a bucket, and a placeholder of the same name in the backward graph.
+Gathers are scheduled later.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ __all__ = ["apply"]
 
 
 def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs: int) -> tuple[Report, frozenset[int]]:
-    """Keep portions. The only pass that changes two graphs at once.
+    """Keep portions of buckets for the backward. This is the only pass that changes two graphs at once.
 
     Args:
         user_outputs: Number of outputs of the forward graph before those that are saved for backward.
@@ -63,12 +66,13 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
 
 
 def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_outputs: int) -> None:
-    """Save a portion of what forward ``gathered`` for what backward gathers ``again``."""
+    """Save a portion of the bucket that forward ``gathered``, and let the backward gather it ``again`` from
+    portions."""
     (_, whole), (start, _) = gathered.collective, again.collective
     forward, backward = whole.graph, start.graph
     shard = (again.before or (start,))[0].all_input_nodes[0]
     ranks = info.portion_size, info.portion_group
-    name = f"mfsdp_portion_{again.bucket}"  # the same in both graphs, as of everything that is saved
+    name = f"mfsdp_portion_{again.bucket}"  # a saved value has the same name in both graphs
     last = max(gathered.uses)
     with forward.inserting_before(last if last.op == "output" else last.next):
         portion = forward.create_node("call_function", roles.PORTION, (whole, *ranks), name=name)
@@ -81,7 +85,7 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
     start.args = (placeholder, *ranks)
     for node in reversed(again.before):
         backward.erase_node(node)
-    backward.erase_node(shard)  # it was read for nothing else: the portion takes its place among what is saved
+    backward.erase_node(shard)  # nothing else reads it; the portion takes its place among the saved values
     output = forward.output_node()
     (values,) = output.args
     saved = (portion if i >= user_outputs and v.name == shard.name else v for i, v in enumerate(values))
