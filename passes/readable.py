@@ -1,6 +1,7 @@
-"""A graph as a Python module: to be read, imported and run.
+"""Write a graph as a Python module that can be read, imported and run.
 
-``torch.fx`` writes the code of ``forward``; around it goes what that needs: imports, constants, graphs in graphs.
+``torch.fx`` generates the code of ``forward``. This module adds the imports, constants and nested graphs that the code
+needs.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ __all__ = ["source"]
 
 
 def source(graph: fx.Graph, head: Sequence[str]) -> tuple[str, dict[str, Tensor]]:
-    """The text of a module with a function ``forward``, which takes what the graph takes.
+    """Return the text of a module with a function ``forward`` that takes the graph's inputs.
 
     Args:
-        head: lines of the module's docstring.
+        head: Lines of the module's docstring.
 
     Returns:
-        The text, and the constants that the module reads from a file of its name with the suffix ``.pt``, by name.
+        The text, and constants by name. The module loads the constants from a file of its own name with the suffix
+        ``.pt``.
     """
     imports: dict[str, None] = {"import torch": None, "import mfsdp_compile": None}
     constants: dict[str, Tensor] = {}
@@ -40,7 +42,7 @@ def source(graph: fx.Graph, head: Sequence[str]) -> tuple[str, dict[str, Tensor]
 def _class(
     name: str, graph: fx.Graph, imports: dict[str, None], classes: list[str], constants: dict[str, Tensor]
 ) -> None:
-    """A module that computes what ``graph`` does; classes of graphs inside it come first."""
+    """Append the source of a module class that computes ``graph``. Classes of nested graphs come first."""
     owner = graph.owning_module
     fields = []
     for target in dict.fromkeys(str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")):
@@ -56,7 +58,7 @@ def _class(
         else:
             fields.append(f"{target} = {value!r}")
     codegen = graph._codegen
-    graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's takes lists apart; here arguments are the placeholders
+    graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's codegen unpacks lists; here the arguments are the placeholders
     try:
         code = graph.python_code("self")
     finally:
@@ -75,7 +77,7 @@ def _attribute(owner: Any, target: str) -> Any:
 
 
 def _import(name: str, value: Any) -> str:
-    """What makes ``name`` mean ``value``."""
+    """Return the line of source that binds ``name`` to ``value``."""
     if isinstance(value, types.ModuleType):
         return f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
     if isinstance(value, float):
@@ -89,7 +91,7 @@ def _import(name: str, value: Any) -> str:
 
 
 def _with_shapes(src: str, graph: fx.Graph) -> str:
-    """With comments on what ``forward`` takes."""
+    """Add comments with the shapes of the inputs of ``forward``."""
     shapes = [f"    # {n.name}: {_described(n.meta)}" for n in graph.nodes if n.op == "placeholder"]
     lines = src.strip("\n").split("\n")
     first = next(i for i, line in enumerate(lines) if line.startswith("def forward"))
