@@ -1,10 +1,10 @@
-"""Backward graph: each bucket's reduction starts as soon as its last gradient is there, and is awaited soon after.
+"""Backward graph: start each bucket's reduction when its last gradient is ready, and await it soon after.
 
-Inductor keeps the input of a reduction alive until its wait, and autograd puts all waits at the end: without this pass
-every gradient of the model would be in memory at once. A reduction is awaited when that of the next unit has started (more
-may be in flight if the policy says so), so that it has that much computation to hide behind.
+Inductor keeps the input of a reduction alive until its wait, and autograd puts all waits at the end. Without this pass
+every gradient of the model would be in memory at once. A reduction is awaited when the reduction of the next unit has
+started, so the computation between the two starts hides it. The policy may allow more reductions in flight.
 
-Needs: roles. Leaves: order.
+Needs: roles. Leaves: the order of nodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     order = {node: position for position, node in enumerate(graph.nodes)}
     ready = {r: max(r.pack.all_input_nodes, key=order.__getitem__) for r in found}
     found.sort(key=lambda r: order[ready[r]])
-    for reduction in reversed(found):  # of reductions that are ready at the same node, the first stays first
+    for reduction in reversed(found):  # reversed, so that reductions that are ready at the same node keep their order
         anchor = ready[reduction]
         if anchor.op == "placeholder":
             anchor = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -32,7 +32,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
             anchor = node
 
     lines = []
-    # What is put at the same place stays in the order of the reductions.
+    # Nodes inserted after the same anchor keep the order of the reductions.
     ends: dict[fx.Node, fx.Node] = {}
     output = graph.output_node()
     behinds = context.decisions.reductions_of([reduction.bucket for reduction in found], context)
@@ -55,7 +55,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def _await_at(
     found: list[roles.Reduction], i: int, stage: int, behind: Behind, context: Context
 ) -> tuple[fx.Node | None, str]:
-    """The node after which a stage of reduction ``i`` is awaited; None for the end of the graph."""
+    """Return the node after which a stage of reduction ``i`` is awaited (None: the end of the graph), and a
+    description."""
     if behind.later == 0:
         return found[i].stages[stage][0], "at once"
     following = i + behind.later * (stage + 1)
