@@ -1,14 +1,15 @@
-"""Joint graph: what the partitioner must compute again in backward instead of saving.
+"""Joint graph: tag the values that the partitioner must recompute in backward instead of saving.
 
-Every gather, with its cast, its wait, the views of what it gathered and casts of those, is tagged MUST_RECOMPUTE: the
-backward gathers again, and no gathered weight nor a copy of one is saved. Saving them is what partitioners do by default
-(pytorch#136433). One constant, very large ``ac_graph_id`` for all: at the border between two ids torch saves what the
-smaller one computes, so that a user's own activation checkpointing, whose ids count from 1, wins where it should.
+The pass tags every gather MUST_RECOMPUTE, together with its cast, its wait, the views of the gathered bucket and the
+casts of those views. The backward then gathers again, and no gathered weight or copy of one is saved. By default
+partitioners save them (pytorch#136433). All nodes get the same, very large ``ac_graph_id``: at the border between two
+ids torch saves the values of the smaller id, so a user's own activation checkpointing, whose ids count from 1, takes
+precedence.
 
-In the graph of a whole model buckets may stay for the backward: those that were decided (:mod:`.decisions`), or else the one
-that forward uses last, if backward needs it first.
+If the graph holds a whole model, buckets may stay gathered for the backward: those chosen in :mod:`.decisions`, or else
+the bucket that forward uses last, if the backward needs it first.
 
-Needs: roles. Leaves: tags, and the decision which buckets stay.
+Needs: roles. Leaves: tags.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _casts(gather: roles.Gather) -> list[fx.Node]:
-    """Casts of parameters (autocast's) and views of those."""
+    """Return casts of parameters (from autocast) and views of those casts."""
     casts = [use for use in gather.uses if use.target in roles.CASTS]
     pending = list(casts)
     while pending:
@@ -58,7 +59,7 @@ def _casts(gather: roles.Gather) -> list[fx.Node]:
 
 
 def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
-    """What the policy keeps, by the uses of what is gathered in the graph."""
+    """Return the buckets that the policy keeps, given where the graph uses the gathered buckets."""
     backward = {node for node in graph.nodes if compat.is_backward_node(node)}
     uses = {
         gather.bucket: [use for use in _final_uses(gather) if use.op != "output"]
