@@ -58,7 +58,7 @@ def _class(
         else:
             fields.append(f"{target} = {value!r}")
     codegen = graph._codegen
-    graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's codegen unpacks lists; here the arguments are the placeholders
+    graph.set_codegen(fx.graph.CodeGen())  # AOTAutograd's codegen unpacks lists; these arguments are the placeholders
     try:
         code = graph.python_code("self")
     finally:
