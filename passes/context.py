@@ -160,8 +160,10 @@ class BucketInfo:
 
     @property
     def signature(self) -> str:
-        """All properties that the passes' decisions depend on. Names are left out: instances that share a graph differ
-        in them."""
+        """All properties that the passes' decisions depend on.
+
+        Names are left out, because instances that share a graph have different names.
+        """
         return (
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
