@@ -1,4 +1,4 @@
-"""Finding gathers and reductions in the graphs that AOTAutograd makes.
+"""Find gathers and reductions in the graphs that AOTAutograd makes.
 
     shard -> [cast] -> all_gather -> wait -> view -> view ...         one :class:`Gather`
                                          \\-> view -> compute
@@ -6,14 +6,15 @@
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks)
 
-Where a backward gathers portions that its forward has left (:mod:`.portions`):
+If a backward gathers portions that its forward kept (:mod:`.portions`):
 
     portion -> all_gather -> wait -> view -> view ...
 
 Other strategies have gathers without an all-gather: ``resident -> wait -> view ...``, ``shard -> [cast] -> view ...``.
 
-``passes.unshard`` marks the ``gather`` call in Dynamo's graph with the number of its bucket, in ``meta["custom"]``,
-which AOTAutograd copies to all nodes that come of it, forward and backward. This module turns marks into roles.
+``passes.unshard`` marks the ``gather`` call in Dynamo's graph with the number of its bucket, in ``meta["custom"]``.
+AOTAutograd copies the mark to all nodes derived from the call, in forward and backward. This module turns marks into
+roles.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Gather:
     """The nodes that make one bucket whole.
 
     Args:
-        bucket: its number in the context.
-        before: what makes the input of the all-gather of this rank's part: a cast, a wait.
-        start: the all-gather; None where the bucket is whole already.
-        whole: the wait of the all-gather, or what else gives the whole bucket; None where that is a placeholder.
-        views: of the whole bucket, also views of views, in graph order.
-        uses: nodes that read the gathered values.
+        bucket: Index of the bucket in the context.
+        before: Nodes that compute the input of the all-gather from this rank's shard: casts and waits.
+        start: The all-gather; None if the bucket is already whole.
+        whole: The wait of the all-gather, or another node that produces the whole bucket; None if that is a
+            placeholder.
+        views: Views of the whole bucket, including views of views, in graph order.
+        uses: Nodes that read the gathered values, in graph order.
     """
 
     bucket: int
@@ -56,19 +58,19 @@ class Gather:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All of it but the uses."""
+        """All nodes of the gather except the uses."""
         return tuple(n for n in (*self.before, self.start, self.whole, *self.views) if n is not None)
 
     @property
     def collective(self) -> tuple[fx.Node, fx.Node]:
-        """Start and wait of a gather that communicates."""
+        """Start and wait of the all-gather. Only for gathers that communicate."""
         assert self.start is not None
         assert self.whole is not None
         return self.start, self.whole
 
     @property
     def is_of_portions(self) -> bool:
-        """Whether ranks send their portions of it, and not their shards."""
+        """Whether ranks send their portions of the bucket instead of their shards."""
         return self.start is not None and has_kind(self.start.all_input_nodes[0], NodeKind.PORTION)
 
 
@@ -77,10 +79,11 @@ class Reduction:
     """The nodes that reduce one bucket's gradients.
 
     Args:
-        pack: makes the bucket of gradients.
-        scale: nodes between that and the first stage.
-        stages: start and wait of each.
-        after: what turns the last wait into the graph's output.
+        bucket: Index of the bucket in the context.
+        pack: Node that packs the gradients into the bucket.
+        scale: Nodes between ``pack`` and the first stage.
+        stages: Start and wait of each stage.
+        after: Nodes that turn the last wait into the graph's output.
     """
 
     bucket: int
@@ -99,7 +102,7 @@ class Reduction:
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts a collective, one of ours or the model's own."""
+    """Whether a node starts a collective, ours or the model's own."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default
@@ -219,7 +222,7 @@ def _gather(
                 if user not in views:
                     views.append(user)
                     pending.append(user)
-            elif whole is not None or node is not root:  # of a placeholder, views are read, not itself
+            elif whole is not None or node is not root:  # readers of a placeholder itself do not read the bucket
                 uses[user] = None
     return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)))
 
