@@ -1,13 +1,15 @@
-"""Forward, backward and inference graphs: gathers start a unit ahead and are awaited at their first use.
+"""Forward, backward and inference graphs: start gathers a unit ahead, and await them at their first use.
 
     gather(0)  gather(1)  wait(0)  compute(0)  gather(2)  wait(1)  compute(1)  gather(3)  wait(2) ...
 
-While unit i computes, unit i + 1 is under way: at any time at most two units are gathered (for ``prefetch`` 1). How far ahead
-each one starts was decided before (:mod:`.decisions`), or is what the policy says.
-A gather is bound to the use of an earlier unit, not to a time: the order of collectives depends on the order of units
-alone, so that it is the same on ranks whose batches have other shapes.
+While unit i computes, the gather of unit i + 1 is in flight, so at most two units are gathered at any time (for
+``prefetch`` 1). How far ahead each gather starts is decided before this pass (:mod:`.decisions`), or else by the
+policy.
 
-Needs: roles. Leaves: order.
+The start of a gather is tied to the use of an earlier unit, not to a time. The order of collectives then depends only
+on the order of units, and is the same on ranks whose batches have different shapes.
+
+Needs: roles. Leaves: the order of nodes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ __all__ = ["apply"]
 
 @dataclass(frozen=True)
 class _GatherGroup:
-    """Gathers of one unit that are first used one after the other: they start together."""
+    """Gathers of one unit whose first uses follow one another. They start together."""
 
     gathers: tuple[roles.Gather, ...]
     bytes: int
@@ -33,7 +35,7 @@ class _GatherGroup:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """What starts the gathers, in order."""
+        """Nodes that start the gathers, in order."""
         return [node for gather in self.gathers for node in (*gather.before, gather.collective[0])]
 
     @property
@@ -86,7 +88,7 @@ def _groups(graph: fx.Graph, context: Context) -> list[_GatherGroup]:
 
 
 def _sink(gather: roles.Gather) -> None:
-    """Wait, and its views, right before the first use; all of it where there is nothing to start."""
+    """Move the wait and the views right before the first use. A gather without a start moves as a whole."""
     first_use = min(gather.uses)
     for node in gather.nodes:
         if gather.start is None or (node is not gather.start and node not in gather.before):
@@ -94,7 +96,7 @@ def _sink(gather: roles.Gather) -> None:
 
 
 def _start_before(groups: list[_GatherGroup], i: int, ahead: Ahead, top: fx.Node) -> tuple[fx.Node, str]:
-    """The node before which group ``i`` starts."""
+    """Return the node before which group ``i`` starts, and a description of the place."""
     if ahead.units == 0:
         detail = f": {ahead.why.detail}" if ahead.why.detail else ""
         return groups[i].first_wait, f"at its use{detail}"
