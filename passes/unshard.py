@@ -1,4 +1,4 @@
-"""Dynamo's graph: one differentiable ``gather`` per bucket in the place of full-shape parameters.
+"""Dynamo's graph: replace full-shape parameters by one differentiable ``gather`` per bucket.
 
 Before                                              After
     L_weight [6, 8]   placeholder, SHELL                shard_0 [32]      placeholder, SHARD
@@ -6,12 +6,12 @@ Before                                              After
     linear = linear(x, unshard)                         getitem = gather[0]
                                                         linear = linear(x, getitem)
 
-A parameter that is frozen in a bucket that trains is detached, so that its gradient is not computed.
+A frozen parameter in a trainable bucket is detached, so that its gradient is not computed.
 
-Needs: shell placeholders with their roles; every use of one is a marker, or passes it into a region (a checkpointed
-one, say) whose body has the marker. Leaves: no shell and no marker; the first placeholders are the shards, one per
-bucket in the context's order, each followed by the bucket's resident and token where it has these. Run as it stands, the
-new graph is the reference for everything that later passes do to it.
+Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
+example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
+shards, one per bucket in the context's order, each followed by the bucket's resident and token if it has them. The new
+graph is runnable as it is, and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
 
 
 def erase_markers(gm: fx.GraphModule) -> int:
-    """Replace every marker, here and in the bodies of regions, by what it marks. Returns how many there were."""
+    """Replace every marker in the graph and in the bodies of its regions by its argument. Return the number of
+    markers."""
     count = 0
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
