@@ -1,4 +1,4 @@
-"""Schedules of graphs as lines of text: for people, and for ranks to compare."""
+"""Print the schedule of a graph as lines of text, for people and for comparison between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["collectives", "describe"]
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:
-    """Return the schedule of a graph: one line per start and end of a collective, and the computation between them."""
+    """Return the schedule of a graph: a line per start or end of a collective, and operator counts between them."""
     found = _events(graph, context, [info.name for info in context.buckets])
     lines: list[str] = []
     computed = 0
@@ -39,8 +39,9 @@ def describe(graph: fx.Graph, context: Context) -> list[str]:
 def collectives(graph: fx.Graph, context: Context) -> list[str]:
     """Return the schedule of a graph as it must be on every rank.
 
-    Buckets are numbered, because instances of a module share a graph. Nothing depends on the shapes of a batch: ranks
-    with batches of different lengths run different graphs with the same collectives.
+    Buckets are numbered instead of named, because instances of a module share a graph. Nothing depends on the shapes of
+    a
+    batch: ranks with batches of different lengths run different graphs with the same collectives.
     """
     found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
     return [found[node] for node in graph.nodes if node in found]
@@ -51,7 +52,7 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
     found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "call_function" and roles.is_collective(node):
-            found[node] = f"{node.target._opname}  of the model itself"  # our own are named below
+            found[node] = f"{node.target._opname}  of the model itself"  # replaced below for our own collectives
     for node, what, bucket, number in points(graph, context):
         info = context.buckets[bucket]
         exchange, detail, is_deferrable = info.exchange, "", False
