@@ -1,22 +1,23 @@
-"""FX passes: where a model's parameters are gathered, released and reduced, and in which order.
+"""FX passes: where a model's parameters are gathered and released, where gradients are reduced, and in which order.
 
-A pass is ``apply(graph, context, phase) -> Report``. It changes the graph that it is given, checks first what it needs, and
-says what it did. It calls no collective, holds no tensor and knows no process group: nodes carry their :class:`Role`,
-buckets are plain data in the :class:`Context`.
+A pass is ``apply(graph, context, phase) -> Report``. It checks its requirements, changes the graph that it is given,
+and reports what it did. It calls no collective, holds no tensor and needs no process group object: nodes carry their
+:class:`Role`, and buckets are plain data in the :class:`Context`.
 
-    Dynamo's graph      unshard     shells become one differentiable ``gather`` per bucket
-    joint graph         reshard     what the partitioner must not save for backward
-    forward and         portions    (an option) a part of what forward gathers stays; backward gathers these parts
+    Dynamo's graph      unshard     replace shells by one differentiable ``gather`` per bucket
+    joint graph         reshard     tag what the partitioner must not save for backward
+    forward and         portions    (optional) keep a portion of each gathered bucket; backward gathers the portions
     backward
-    backward            float32_gradients   (an option) matmuls write gradients in float32
-    forward, backward   reduce      where reductions start and are awaited
-    and inference       schedule    where gathers start and are awaited
-                        (your own)  ``options={"passes": [...]}``
-                        verify      that all of this is right
-                        announce    the graph says what it does before it does it
+    backward            float32_gradients   (optional) let matmuls write gradients in float32
+                        reduce      place the starts and waits of reductions
+    forward, backward   schedule    place the starts and waits of gathers
+    and inference       (your own)  ``options={"passes": [...]}``
+                        verify      check that the schedule is correct
+                        announce    make the graph announce its schedule before it runs
 
-What steers them is decided before, and can be looked at: costs of kernels and collectives (:mod:`.costs`, for a machine of
-:mod:`.hardware`), what a graph does to time and memory (:mod:`.flow`, in short :mod:`.outline`), a step simulated
-(:mod:`.simulate`), a schedule within a memory budget (:mod:`.solve`), what was decided (:mod:`.decisions`), and how ranks decide the
-same (:mod:`.across_ranks`).
+The decisions that steer the passes are made beforehand, by modules that can be inspected one by one.
+:mod:`.solver.costs` estimates kernels and collectives on a machine described by :mod:`.solver.hardware`.
+:mod:`.solver.flow` derives a graph's use of time and memory, and :mod:`.solver.outline` condenses it.
+:mod:`.solver.simulate` simulates a step, :mod:`.solver.solve` finds a schedule within a memory budget, and
+:mod:`.solver.across_ranks` makes all ranks decide the same. :mod:`.decisions` holds the result.
 """
