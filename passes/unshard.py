@@ -91,8 +91,11 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
 
 
 def erase_markers(gm: fx.GraphModule) -> int:
-    """Replace every marker in the graph and in the bodies of its regions by its argument. Return the number of
-    markers."""
+    """Replace every marker in the graph, and in the bodies of its regions, by its argument.
+
+    Returns:
+        The number of markers.
+    """
     count = 0
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
