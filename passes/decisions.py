@@ -1,8 +1,9 @@
-"""Decisions about a schedule: plain data, made from the policy, by the solver, or read from a file.
+"""Decisions about a schedule, as plain data: derived from the policy, found by the solver, or read from a file.
 
-Four things can be chosen without changing what is computed: which buckets stay gathered between forward and backward, of
-which others a portion stays, how early each gather starts, and how late each reduction is awaited. Starts and waits are
-bound to other units, never to a time or an operator, so that a decision means the same for batches of other shapes.
+Four things can be chosen without changing what is computed: which buckets stay gathered between forward and backward,
+which other buckets leave a portion, how early each gather starts, and how late each reduction is awaited. The places of
+starts and waits are given relative to other units, never as a time or an operator. A decision therefore means the same
+for batches of other shapes.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ class Limit(str, Enum):
 
 @dataclass(frozen=True)
 class Why:
-    """Why something stands where it does.
+    """Why a start or a wait has its place.
 
     Args:
-        limit: what keeps it from a better place.
-        bytes: that are missing, if it is the memory budget.
-        detail: more, in words.
+        limit: Limit that rules out a better place.
+        bytes: Missing bytes, if the limit is the memory budget.
+        detail: Further explanation in words.
     """
 
     limit: Limit
@@ -63,9 +64,11 @@ class Ahead:
     """How early a gather starts.
 
     Args:
-        units: before the wait of the gather that is this many units earlier; 0: right at its use.
-        why: not earlier.
-        reduction: number of a bucket: right before its gradients are packed, and not where ``units`` says.
+        units: The gather starts before the wait of the unit that is used this many units earlier; 0: right at its own
+            use.
+        why: Why it does not start earlier.
+        reduction: Index of a bucket. If given, and the graph reduces that bucket, the gather starts right before the
+            bucket's gradients are packed, and ``units`` is ignored.
     """
 
     units: int
@@ -75,8 +78,16 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Behind:
-    """How late the reduction of a bucket is awaited: when ``later`` later ones have started (0: at once), or, with
-    ``packed``, right before the last of these is packed. The end of the graph, where there are not so many."""
+    """How late the reduction of a bucket is awaited.
+
+    If fewer than ``later`` reductions follow, it is awaited at the end of the graph.
+
+    Args:
+        later: Number of later reductions that start before the wait; 0: awaited at once.
+        why: Why it is not awaited later.
+        packed: Whether the wait comes before the gradients of the last of these reductions are packed, instead of after
+            that reduction has started.
+    """
 
     later: int
     why: Why
@@ -85,13 +96,14 @@ class Behind:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Decisions about the graphs of one Dynamo graph, by number of the bucket in the context.
+    """Decisions about the graphs of one Dynamo graph, by index of the bucket in the context.
 
-    The policy decides where gathers start and reductions are awaited that are missing here.
+    For gathers and reductions without an entry, the policy decides.
 
     Args:
         kept: Buckets that stay gathered from forward to backward.
-        gathers: How early gathers start, by phase and bucket. Buckets of a unit start together, and each has an entry.
+        gathers: How early gathers start, by phase and bucket. The gathers of a unit's buckets start together; each
+            bucket has an entry.
         reductions: How late reductions are awaited, by bucket.
         why_not_kept: Why other buckets are gathered again.
         portions: Buckets of which each rank keeps a portion, for the backward to gather. None: not decided.
@@ -104,7 +116,12 @@ class Decisions:
     portions: frozenset[int] | None = None
 
     def gather(self, phase: Phase, buckets: Sequence[int], size: int, context: Context) -> Ahead:
-        """Return how early the gathers of ``buckets`` start, which start together and are ``size`` bytes when gathered."""
+        """Return how early the gathers of ``buckets`` start.
+
+        Args:
+            buckets: Buckets whose gathers start together.
+            size: Total gathered bytes of the buckets.
+        """
         decided = self.gathers.get(phase, {})
         first = next((decided[bucket] for bucket in buckets if bucket in decided), None)
         return first or gather_by_policy(context.policy, size, context.overlap.gathers)
@@ -117,7 +134,7 @@ class Decisions:
 
 
 def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) -> Ahead:
-    """Of a unit that is ``size`` bytes when it is gathered."""
+    """Return how early the policy starts the gather of a unit of ``size`` gathered bytes."""
     if not overlap:
         return Ahead(0, Why(Limit.OVERLAP))
     prefetch = 1 if policy.prefetch == "auto" else policy.prefetch
@@ -129,12 +146,14 @@ def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) ->
 def kept_by_policy(
     policy: SchedulePolicy, whole_model: bool, last_used: Mapping[int, Any], needed: Mapping[int, Any]
 ) -> frozenset[int]:
-    """Buckets that stay gathered from forward to backward: with ``reshard_after_forward`` False whatever both use; else the
-    one that forward uses last, if no other is used between that and its first use in backward.
+    """Return the buckets that stay gathered from forward to backward.
+
+    With ``reshard_after_forward=False`` these are all buckets that both graphs use. Otherwise it is the bucket that
+    forward uses last, if the backward uses it before all others.
 
     Args:
-        last_used: where forward uses each bucket for the last time. Places can be compared.
-        needed: where backward uses each for the first time.
+        last_used: Place of each bucket's last use in forward. Places are comparable.
+        needed: Place of each bucket's first use in backward.
     """
     if not whole_model or not last_used or not needed:
         return frozenset()
@@ -146,7 +165,7 @@ def kept_by_policy(
 
 
 def reductions_by_policy(policy: SchedulePolicy, buckets: Sequence[BucketInfo], overlap: bool = True) -> list[Behind]:
-    """Of reductions of these buckets, in the order in which they start."""
+    """Return how late the policy awaits the reductions of ``buckets``, given in the order in which they start."""
     if not overlap:
         return [Behind(0, Why(Limit.OVERLAP)) for _ in buckets]
     laters = reductions_later([info.unit for info in buckets], policy.reductions_in_flight)
@@ -155,7 +174,13 @@ def reductions_by_policy(policy: SchedulePolicy, buckets: Sequence[BucketInfo], 
 
 
 def _bounded(most: int, sizes: Sequence[int], later: int) -> Behind:
-    """For a reduction of ``sizes[0]`` bytes, which those of the other sizes follow."""
+    """Return how late a reduction is awaited so that at most ``most`` bytes are in flight.
+
+    Args:
+        most: Largest total bytes in flight.
+        sizes: Bytes of the reduction, followed by those of the reductions after it.
+        later: Number of later reductions to wait for if the bytes allow it.
+    """
     for count, size in enumerate(itertools.accumulate(sizes)):
         if count and size > most:
             why = Why(Limit.IN_FLIGHT_SIZE, detail=f"{size:,} B would be in flight")
@@ -164,11 +189,15 @@ def _bounded(most: int, sizes: Sequence[int], later: int) -> Behind:
 
 
 def reductions_later(units: Sequence[str], in_flight: int) -> list[int]:
-    """After how many later reductions each is awaited, so that those of ``in_flight`` units are under way: of a unit's buckets
-    the last waits for the last one of the unit that is so many further on, the one before it for the one before, and so on.
+    """Return, for each reduction, the number of later reductions after whose start it is awaited.
+
+    The reductions of ``in_flight`` units are then in flight. The buckets of a unit are matched from the end with those
+    of the unit ``in_flight`` units later: the last bucket waits for the last, the second-to-last for the
+    second-to-last, and so on.
 
     Args:
-        units: of reductions, in the order in which they start.
+        units: Units of the reductions, in the order in which they start.
+        in_flight: Number of units whose reductions may be in flight.
 
     >>> reductions_later(["c", "b", "b", "a", "a", "a"], in_flight=1)
     [2, 3, 3, 3, 2, 1]
@@ -178,7 +207,7 @@ def reductions_later(units: Sequence[str], in_flight: int) -> list[int]:
     for number, group in enumerate(groups):
         target = groups[number + in_flight] if number + in_flight < len(groups) else None
         for i in group:
-            # Where there is none, the end of the graph: beyond the last one.
+            # Without a target unit, an index beyond the last reduction means the end of the graph.
             following = max(target.start, target.stop - (group.stop - i)) if target is not None else len(units)
             found.append(following - i if in_flight else 0)
     return found
