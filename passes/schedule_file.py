@@ -1,4 +1,4 @@
-"""Schedules as text: the order of starts and waits, one to a line, as it is shown everywhere else ::
+"""Schedule files: the starts and waits of collectives in order, one per line, in the format of all reports ::
 
     # mfsdp schedule
     [forward]
@@ -16,10 +16,10 @@
     reduce  layers.1
     await   layers.1
 
-A bucket that the backward does not gather stays from the forward (``layers.2``). Lines can be moved: a gather may start
-before the wait of an earlier unit, and then starts sooner; a reduction may be awaited after later ones have started.
-``gather  layers.1, portions of 8`` in the backward gathers, over eight ranks, what their forwards have kept of the
-bucket.
+A bucket that the backward does not gather stays gathered from the forward (here ``layers.2``). Lines can be moved. A
+gather moved before the wait of an earlier unit starts sooner. A reduction may be awaited after later reductions have
+started. ``gather  layers.1, portions of 8`` in the backward gathers, over eight ranks, the portions that their forwards
+have kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ScheduleText:
 
     Args:
         lines: Starts and ends of collectives in order, by phase, without details.
-        where: it came from.
+        where: Source of the text, for error messages.
     """
 
     lines: Mapping[Phase, Sequence[ScheduleLine]] = field(hash=False)
@@ -55,10 +55,10 @@ class ScheduleText:
 
     @staticmethod
     def load(path: str | Path) -> ScheduleText:
-        """From a file.
+        """Read a schedule file.
 
         Raises:
-            ValueError: it cannot be read, or a line says nothing known; the message names file and line.
+            ValueError: The file cannot be read, or a line is not understood. The message names file and line.
         """
         try:
             text = Path(path).read_text()
@@ -94,10 +94,10 @@ class ScheduleText:
 
     @property
     def portions(self) -> int:
-        """Ranks that the backward gathers portions over; 0: it gathers none.
+        """Number of ranks that the backward gathers portions over; 0: it gathers no portions.
 
         Raises:
-            ValueError: there are several numbers, or another graph gathers portions.
+            ValueError: The numbers differ, or another graph gathers portions.
         """
         found = {
             phase: {line.number for line in lines if line.is_gather_of_portions} for phase, lines in self.lines.items()
@@ -116,7 +116,7 @@ class ScheduleText:
 
     @staticmethod
     def of(schedules: Mapping[Phase, Sequence[str]]) -> ScheduleText:
-        """From the lines of schedules, as :func:`.pipeline.describe` gives them."""
+        """Make a text from the lines of schedules, as :func:`.listing.describe` returns them."""
         text = "\n".join(f"[{phase.value}]\n" + "\n".join(lines) for phase, lines in schedules.items())
         return ScheduleText.parse(text, "schedule")
 
@@ -128,18 +128,18 @@ class ScheduleText:
         return "\n".join(parts) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """To a file, to be edited and given as ``options={"schedule": path}``."""
+        """Write the schedule to a file, which can be edited and passed as ``options={"schedule": path}``."""
         Path(path).write_text(str(self))
 
     def decisions(self, names: Sequence[str], units: Sequence[str], keepable: bool) -> Decisions:
-        """What the text decides.
+        """Return the decisions that the text expresses.
 
         Args:
-            names, units: of the buckets, in the context's order.
-            keepable: whether the graphs hold the whole model, so that a backward follows its forward.
+            names, units: Names and units of the buckets, in the context's order.
+            keepable: Whether the graphs hold the whole model, so that the backward directly follows its forward.
 
         Raises:
-            ValueError: the text names other buckets, or an order that cannot be.
+            ValueError: The text names unknown buckets, or its order is impossible.
         """
         gathers: dict[Phase, dict[int, Ahead]] = {}
         reductions: dict[int, Behind] = {}
@@ -156,15 +156,19 @@ class ScheduleText:
             reductions |= {names.index(name): behind for name, behind in self._behind(phase).items()}
         kept: frozenset[int] = frozenset()
         if keepable and Phase.FORWARD in gathers and Phase.BACKWARD in gathers:
-            # Those too that backward does not need: of these nothing is saved.
+            # This includes buckets that the backward does not need; nothing is saved for those.
             kept = frozenset(gathers[Phase.FORWARD]) - frozenset(gathers[Phase.BACKWARD])
         backward = self.lines.get(Phase.BACKWARD, ())
         portions = frozenset(names.index(line.bucket) for line in backward if line.is_gather_of_portions)
         return Decisions(kept, gathers, reductions, portions=portions)
 
     def _ahead(self, phase: Phase, unit_of: Mapping[str, str]) -> dict[str, tuple[int, str | None]]:
-        """By bucket, how many other units are awaited between the start of its gather and its wait; and the bucket whose
-        reduction starts next, if that comes before any wait."""
+        """Return how early each gather starts, by bucket.
+
+        Returns:
+            The number of other units awaited between the start of the gather and its wait; and the bucket whose
+            reduction starts next, if it starts before any wait, else None.
+        """
         lines = self.lines[phase]
         waits = [line.bucket for line in lines if line.what == "wait"]
         found: dict[str, tuple[int, str | None]] = {}
@@ -184,7 +188,7 @@ class ScheduleText:
                 units = sum(
                     unit != unit_of[name] and (i == 0 or between[i - 1] != unit) for i, unit in enumerate(between)
                 )
-                # What the graph begins with starts at once, not at its use.
+                # Gathers at the beginning of the graph start at once, not at their use.
                 begins = not units and all(other.what == "gather" for other in lines[:position])
                 following = next(
                     other for other in lines[position:] if other.what in ("wait", "reduce")
@@ -194,7 +198,7 @@ class ScheduleText:
         return found
 
     def _behind(self, phase: Phase) -> dict[str, Behind]:
-        """By bucket, how many other reductions start between the start of its reduction and its wait."""
+        """Return how late each reduction is awaited, by bucket, from the reductions that start before its wait."""
         found: dict[str, Behind] = {}
         started: dict[str, int] = {}
         lines = [line for line in self.lines[phase] if line.number == 1]
@@ -210,7 +214,7 @@ class ScheduleText:
                     raise ValueError(f"{self.where}: [{phase.value}] awaits the reduction of {name!r} before it starts")
                 later = len(started) - started[name] - 1
                 at_end = all(other.what == "await" for other in lines[position:])
-                # Between two starts the latest place is right before the second one.
+                # A wait between two starts goes to the latest place, right before the second start.
                 found[name] = Behind(total if at_end else later or 1, Why(Limit.FILE), packed=not (at_end or later))
         for name in started.keys() - found.keys():
             raise ValueError(f"{self.where}: [{phase.value}] never awaits the reduction of {name!r}")
