@@ -1,4 +1,4 @@
-"""The order of passes, and what is kept of what they said."""
+"""Run the passes in order, and record their reports."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ __all__ = [
 ]
 
 Pass = Callable[[fx.Graph, Context, Phase], Report]
-"""Changes a graph, and reports what it did."""
+"""A function that changes a graph and reports what it did."""
 
 UserPass = Callable[[fx.Graph, Context, Phase], "Report | None"]
 """A pass from outside this package. The report is optional."""
 
 Observer = Callable[["Phase | None", fx.Graph, "Report | None"], None]
-"""Shown every graph as it comes to the passes (without a report), and after each pass."""
+"""A callback that gets every graph before the passes (without a report) and after each pass."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What times and memory are predicted with.
+    """Inputs for predicting times and memory.
 
     Args:
-        costs: of the machine and the inner compiler.
-        optimizer: whose state is in memory, and whose step ends a training step.
-        text: a schedule from a file, to be followed.
+        costs: Costs on the machine, with the inner compiler.
+        optimizer: Cost of the optimizer. Its state is in memory, and its step ends a training step.
+        text: Schedule from a file, to be followed.
     """
 
     costs: CostModel
@@ -79,26 +79,26 @@ class Prediction:
 
 @dataclass
 class CompileRecord:
-    """What happened to one Dynamo graph and the graphs that came of it.
+    """Record of what the passes did to one Dynamo graph and the graphs derived from it.
 
-    A graph that came out of a compile cache went through ``unshard`` in this process, and through the other passes in
-    the process that filled the cache.
+    A graph from a compile cache went through ``unshard`` in this process, and through the other passes in the process
+    that filled the cache.
 
     Args:
-        context: Context of the graphs, with what is decided so far.
-        user_passes: to run after ours.
-        verify_each: check the graphs after every pass of ours too, not only at the end.
-        observer: shown every graph, before the first pass and after each.
-        prediction: what a prediction needs; None: nothing is predicted.
-        meeting: where decisions are agreed on with other ranks; None: there are none.
-        absent: units of the model that the graph does not use.
-        user_outputs: of the forward graph: the others are saved for backward.
-        solution: what the solver found, or other ranks have, if it was asked.
-        settled: what ranks have agreed on, and whose decisions these are.
-        reports: of passes, by graph; None for Dynamo's.
-        schedules: of the finished graphs.
-        events: of the finished graphs, for the simulator.
-        unpredicted: why there are none of a graph.
+        context: Context of the graphs, with the decisions so far.
+        user_passes: User passes, which run after ours.
+        verify_each: Whether to verify the graphs after each of our passes too, not only at the end.
+        observer: Callback that gets every graph, before the first pass and after each pass.
+        prediction: Inputs for predictions; None: nothing is predicted.
+        meeting: Meeting in which ranks agree on decisions; None: there are no other ranks.
+        absent: Units of the model that the graph does not use.
+        user_outputs: Number of the forward graph's user outputs. Its other outputs are saved for backward.
+        solution: Schedule that the solver found here or that the ranks agreed on; None if the solver was not asked.
+        settled: Schedule that ranks agreed on, and the rank that found it.
+        reports: Reports of passes, by graph; None for Dynamo's graph.
+        schedules: Schedules of the finished graphs.
+        events: Events of the finished graphs, for the simulator.
+        unpredicted: Why a graph has no events.
     """
 
     context: Context
@@ -120,14 +120,14 @@ class CompileRecord:
 
     @property
     def decisions(self) -> Decisions:
-        """What is decided about the schedule so far."""
+        """Decisions about the schedule so far."""
         return self.context.decisions
 
     def set_decisions(self, decisions: Decisions) -> None:
         self.context = replace(self.context, decisions=decisions)
 
     def run(self, phase: Phase | None, apply: Callable[[fx.Graph, Context, Any], Report], graph: fx.Graph) -> Report:
-        """Apply a pass, and keep its report."""
+        """Apply a pass and keep its report."""
         begun = time.perf_counter()
         report = replace(apply(graph, self.context, phase), seconds=time.perf_counter() - begun)
         self.reports.setdefault(phase, []).append(report)
@@ -143,7 +143,7 @@ class CompileRecord:
         report = self.run(phase, apply, graph)
         if verified_as is not None:
             self.run(phase, functools.partial(verify.verify, after=verified_as), graph)
-        roles.assign(graph)  # of nodes that are new
+        roles.assign(graph)  # for new nodes
         told = replace(report, changes=changes(before, events(graph, self.context)))
         reports = self.reports[phase]
         reports[reports.index(report)] = told
@@ -178,7 +178,7 @@ def rewrite_dynamo_graph(gm: fx.GraphModule, record: CompileRecord) -> None:
 
 
 def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> None:
-    """Before the partition into forward and backward."""
+    """Run the passes over a joint graph, before it is partitioned into forward and backward."""
     record.user_outputs = user_outputs
     record.reports[Phase.JOINT] = [*record._agreed]
     roles.assign(graph)
@@ -194,7 +194,7 @@ def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> 
 
 
 def keep_portions(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) -> None:
-    """After the partition, where portions of what forward gathers are to stay for the backward."""
+    """Let the backward gather portions that forward keeps. Runs after the partition, if any bucket has portions."""
     if not any(info.portion_size for info in record.context.buckets):
         return
     begun = time.perf_counter()
@@ -204,13 +204,13 @@ def keep_portions(forward: fx.Graph, backward: fx.Graph, record: CompileRecord) 
 
 
 def needs_decisions(record: CompileRecord) -> bool:
-    """Whether the schedule is for the solver to find; then :func:`decide` comes before :func:`prepare_joint`."""
+    """Whether the solver must find the schedule. If so, :func:`decide` runs before :func:`prepare_joint`."""
     prediction = record.prediction
     return prediction is not None and prediction.text is None and record.context.policy.is_solved
 
 
 def tag_for_trial(joint: fx.Graph, record: CompileRecord) -> None:
-    """For a partition whose graphs are for :func:`decide` alone: nothing is kept."""
+    """Tag a joint graph for a trial partition, whose graphs only serve :func:`decide`. No bucket is kept."""
     roles.assign(joint)
     drop_unread.apply(joint, record.context, Phase.JOINT)
     reshard.apply(joint, replace(record.context, decisions=Decisions()), Phase.JOINT)
@@ -220,8 +220,8 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
     """Find a schedule for graphs that are not scheduled yet.
 
     Raises:
-        BudgetError: there is none that keeps to the memory budget.
-        ValueError: there is a budget, and the graphs do not hold the whole model.
+        BudgetError: No schedule keeps to the memory budget.
+        ValueError: There is a budget, and the graphs do not hold the whole model.
     """
     prediction, context, policy = record.prediction, record.context, record.context.policy
     assert prediction is not None
@@ -260,19 +260,25 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
 
 
 def decide_inference(graph: fx.Graph, record: CompileRecord) -> None:
-    """:func:`decide` for an inference graph, before compile caches are asked for its code; for others, nothing."""
+    """Call :func:`decide` for an inference graph, before the compile caches are asked for its code.
+
+    Do nothing for other graphs.
+    """
     if needs_decisions(record) and record.solution is None and phase_of(graph) is Phase.INFERENCE:
         if any(compat.is_backward_node(node) for node in graph.nodes):  # a joint graph
             return
         roles.assign(graph)
         drop_unread.apply(graph, record.context, Phase.INFERENCE)
-        if roles.gathers(graph):  # else the body of a region
+        if roles.gathers(graph):  # a graph without gathers is the body of a region
             decide({Phase.INFERENCE: graph}, record, user_outputs=0)
 
 
 def decision_digest(record: CompileRecord) -> str | None:
-    """What compile caches must know of decisions that do not follow from the graph, since ranks have agreed on them. None: there
-    are none yet."""
+    """Return a digest of the decisions for compile cache keys, if they do not follow from the graph.
+
+    That is so if ranks agreed on the decisions. The digest is empty if the graph determines them, and None if they have
+    not been made yet.
+    """
     if record.meeting is None or not needs_decisions(record):
         return ""
     if record.solution is None:
@@ -283,7 +289,7 @@ def decision_digest(record: CompileRecord) -> str | None:
 def outlines_of(
     graphs: Mapping[Phase, fx.Graph], context: Context, costs: CostModel, user_outputs: int
 ) -> dict[Phase, Outline]:
-    """Of graphs that are not scheduled yet, the forward before its backward."""
+    """Return outlines of graphs that are not scheduled yet. In ``graphs``, a forward must precede its backward."""
     outlines: dict[Phase, Outline] = {}
     saved: Saved | None = None
     for phase, graph in graphs.items():
@@ -295,7 +301,7 @@ def outlines_of(
 
 
 def usable_budget(policy: SchedulePolicy, memory_bytes: int) -> int:
-    """Bytes that schedules are made for: of the budget, or else of the device, what is not held in reserve."""
+    """Return the bytes that a schedule may use: the budget, or else the device's memory, less the reserve."""
     return int((policy.memory_budget or memory_bytes) * (1 - policy.budget_reserve))
 
 
@@ -306,7 +312,7 @@ def _from_text(record: CompileRecord, text: ScheduleText) -> Decisions:
 
 
 def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
-    """After the partition: a forward, backward or inference graph."""
+    """Run the passes over a forward, backward or inference graph, after the partition."""
     record.reports[phase] = []
     roles.assign(graph)
     _drop_unread(graph, phase, record)
@@ -334,7 +340,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
 
 
 def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> None:
-    """Raise ValueError if a schedule is not the one that a file asks for."""
+    """Raise ValueError if the schedule of a graph differs from the one in a file."""
     if phase not in text.lines:
         return
     made = ScheduleText.of({phase: record.schedules[phase]}).lines[phase]
@@ -351,7 +357,7 @@ def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> 
 
 
 def _predict(graph: fx.Graph, phase: Phase, record: CompileRecord, prediction: Prediction) -> None:
-    """Note what the simulator needs of a graph. What is predicted changes nothing, so that it may fail."""
+    """Record what the simulator needs of a graph. A failure is only recorded, because predictions change nothing."""
     try:
         saved = record._saved if phase is Phase.BACKWARD else None
         flow = flow_of(graph, record.context, prediction.costs, user_outputs=record.user_outputs, saved=saved)
@@ -368,7 +374,7 @@ def _note_contract(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None
 
 
 def _drop_unread(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
-    """Remove gathers that nobody reads, before anything is decided about gathers. Reported only if there are any."""
+    """Remove unread gathers before any decision about gathers. A report is kept only if there were any."""
     report = drop_unread.apply(graph, record.context, phase)
     if report.lines:
         record.reports[phase].append(report)
@@ -397,8 +403,10 @@ def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: C
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of the passes' source: part of every compile cache key, so that a changed pass never meets graphs of an
-    older one."""
+    """Return a digest of the passes' source.
+
+    It is part of every compile cache key, so that a changed pass never gets graphs from an older version.
+    """
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
