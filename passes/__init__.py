@@ -1,8 +1,8 @@
 """FX passes: where a model's parameters are gathered and released, where gradients are reduced, and in which order.
 
 A pass is ``apply(graph, context, phase) -> Report``. It checks its requirements, changes the graph that it is given,
-and reports what it did. It calls no collective and holds no tensor and no process group. Nodes carry their :class:`Role`,
-and buckets are plain data in the :class:`Context`.
+and reports what it did. It calls no collective and holds no tensor and no process group. Nodes carry their
+:class:`Role`, and buckets are plain data in the :class:`Context`.
 
     Dynamo's graph      unshard     replace shells by one differentiable ``gather`` per bucket
     joint graph         reshard     tag what the partitioner must not save for backward
