@@ -1,20 +1,21 @@
-"""How long things take: a roofline for computation, latency and bandwidth for collectives.
+"""Cost model: a roofline for computation, latency and bandwidth for collectives.
 
-Plain data in and out, deterministic, nothing is measured here: ranks that have the same graph and the same hardware file
-find the same numbers.
+The model is deterministic, takes and returns plain data, and measures nothing. Ranks with the same graph and the same
+hardware file compute the same numbers.
 
-Computation. A matrix product takes as long as its floating-point operations, or its bytes, whichever is more (the
-roofline of https://doi.org/10.1145/1498765.1498785). Everything else moves bytes. Where the inner compiler fuses, operators
-that it can fuse and that follow on one another are one kernel, which reads what comes from outside and writes what goes
-outside: nothing in between is counted. Times are those of large kernels; a kernel takes at least ``kernel_seconds``.
+Computation. A matrix product takes the time of its floating-point operations or of its bytes, whichever is longer (the
+roofline of https://doi.org/10.1145/1498765.1498785). All other kernels take the time of their bytes. If the inner
+compiler fuses kernels, consecutive fusible operators count as one kernel. It reads inputs from outside and writes
+outputs that are read outside; values in between are not counted. Times are those of large kernels; a kernel takes at
+least ``kernel_seconds``.
 
 Collectives. A ring over ``n`` ranks, ``l`` of them in each of ``m`` nodes::
 
     seconds = launch + (n - m) latency_in_node + (m - 1) latency_between + (n - 1) / n  bytes / bandwidth
 
-which is how NCCL's own tuning model counts. A ring that spans nodes leaves each node through as many network cards as it
-has ranks there, so that ``bandwidth`` is the smaller of the fast link's and ``l`` times one rank's own. All-reduce does it
-twice, over a ring or a tree, whichever is faster.
+This is the formula of NCCL's own tuning model. A ring that spans nodes leaves each node through as many network cards
+as it has ranks there. Therefore ``bandwidth`` is the smaller of the link's inside a node and ``l`` times one rank's
+network bandwidth. An all-reduce moves the data twice, over a ring or a tree, whichever is faster.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class Ring:
     """Ranks that communicate.
 
     Args:
-        size: how many.
-        stride: distance between two of them, in ranks of the job: 1 for neighbours, the size of the inner group for an
-            outer one. Ranks are numbered node by node.
+        size: Number of ranks.
+        stride: Distance between adjacent ranks, in global ranks: 1 for neighbors, the size of the inner group for an
+            outer group. Ranks are numbered node by node.
     """
 
     size: int
@@ -67,21 +68,23 @@ class Ring:
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Ring:
-        """Ranks by their numbers in the job."""
+        """Make a ring from global ranks."""
         return Ring(len(ranks), stride_of(ranks))
 
     def in_node(self, ranks_per_node: int) -> int:
-        """How many of them share a node."""
+        """Return the number of the ring's ranks that share a node."""
         return min(self.size, max(1, ranks_per_node // self.stride))
 
 
 def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) -> float:
-    """How long a collective takes, alone on the network.
+    """Return the seconds that a collective takes, alone on the network.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"`` or ``"all_to_all"``.
-        payload: bytes of the whole tensor: what is gathered, or reduced; what one rank sends to all others and itself.
-        ring: the ranks.
+        payload: Bytes of the whole tensor: the gathered or the reduced one; for an all-to-all, the bytes that one rank
+            sends to all ranks including itself.
+        ring: Ranks that take part.
+        hardware: Machine that they run on.
     """
     if ring.size == 1:
         return payload / (hardware.memory_bandwidth * hardware.memory_efficiency / 2)  # a copy
@@ -93,7 +96,7 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
         bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
     latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
     moved = (ring.size - 1) / ring.size * payload / bandwidth
-    if kind == "all_to_all":  # to each rank by the way that leads there, both ways at a time
+    if kind == "all_to_all":  # each rank is reached over its own link, inside or between nodes; both links work in parallel
         apart = payload / ring.size
         moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
     if kind == "all_reduce":
@@ -107,11 +110,11 @@ class CostModel:
     """Costs on one kind of machine.
 
     Args:
-        hardware: of it.
-        fused: whether the inner compiler fuses kernels, and computes gradients where they are packed.
-        holds_inputs: whether what a collective reads is kept until it has been awaited: by Inductor's code, and by the work
-            objects of gloo and NCCL; not by process groups of ranks that do not exist.
-        groups: process groups that the model's own collectives run over, by name.
+        hardware: Hardware of the machine.
+        fused: Whether the inner compiler fuses kernels, and computes gradients directly in the packed bucket.
+        holds_inputs: Whether the inputs of a collective stay alive until it has been awaited. Inductor's code and the
+            work objects of gloo and NCCL keep them; fake process groups do not.
+        groups: Rings of the process groups that the model's own collectives run over, by name.
     """
 
     hardware: Hardware
@@ -122,27 +125,28 @@ class CostModel:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def gather(self, info: BucketInfo, portions: bool = False) -> float:
-        """Of a bucket, at each use, from shards or from portions; 0.0 where nothing is sent."""
+        """Return the seconds to gather a bucket from shards or from portions; 0.0 if nothing is sent."""
         if info.exchange.gather_size == 1 and not info.exchange.gather_group:
             return 0.0
         ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
         return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
-        """Of one stage of the reduction of a bucket's gradients."""
+        """Return the seconds of one stage of the reduction of a bucket's gradients."""
         exchange = info.exchange
         ring = Ring(exchange.group_sizes[stage], info.reduce_strides[stage])
         return collective_seconds(exchange.collectives[stage], reduced_bytes(info, stage), ring, self.hardware)
 
     def cast(self, info: BucketInfo) -> float:
-        """Of the shard, to what is sent; 0.0 where it has that dtype."""
+        """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if it already has that dtype."""
         shard = info.layout.shard_numel
         if info.main_dtype == info.exchange.dtype:
             return 0.0
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 
     def finish(self, info: BucketInfo) -> float:
-        """Of a reduced gradient: what casts it to the shard's dtype, and scales it; 0.0 where it is as it should be."""
+        """Return the seconds to cast a reduced gradient to the shard's dtype and to scale it; 0.0 if neither is
+        needed."""
         exchange, main = info.exchange, info.main_dtype.itemsize
         casts = exchange.comm_dtype != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
@@ -154,12 +158,12 @@ class CostModel:
     # -- computation --------------------------------------------------------------------------------------------------
 
     def moved(self, size: int) -> float:
-        """Seconds of a kernel that reads and writes ``size`` bytes together."""
+        """Return the seconds of a kernel that reads and writes ``size`` bytes in total."""
         hardware = self.hardware
         return hardware.kernel_seconds + size / (hardware.memory_bandwidth * hardware.memory_efficiency)
 
     def compute(self, flops: float, size: int, dtype: torch.dtype, attention: bool) -> float:
-        """Seconds of a matrix product, or fused attention."""
+        """Return the seconds of a matrix product or of fused attention."""
         hardware = self.hardware
         efficiency = hardware.attention_efficiency if attention else hardware.matmul_efficiency
         rate = hardware.flops_of(str(dtype).removeprefix("torch.")) * efficiency
@@ -177,7 +181,7 @@ class CostModel:
 
 
 def reduced_bytes(info: BucketInfo, stage: int) -> int:
-    """What goes into a stage of a bucket's reduction."""
+    """Return the bytes that go into a stage of a bucket's reduction."""
     exchange = info.exchange
     scattered = (exchange.group_sizes[i] for i in range(stage) if exchange.collectives[i] == "reduce_scatter")
     return info.layout.numel // math.prod(scattered) * exchange.comm_dtype.itemsize
@@ -188,18 +192,18 @@ def reduced_bytes(info: BucketInfo, stage: int) -> int:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What runs as one.
+    """Nodes that run as one kernel.
 
     Args:
-        nodes: in graph order.
-        flops: of matrix products, in floating-point operations; 0 for what only moves data.
-        bytes: that it reads and writes.
-        dtype: that matrix products are computed in.
-        attention: whether it is fused attention.
-        place: in the order of the graph.
-        finishes: the bucket whose reduced gradient it casts or scales; None for what the model computes.
-        collective: of a collective of the model's own, which the model waits for (tensor or expert parallelism): its kind,
-            bytes of the whole tensor, and the name of its process group.
+        nodes: Nodes in graph order.
+        flops: Floating-point operations of matrix products; 0 for kernels that only move data.
+        bytes: Bytes that the kernel reads and writes.
+        dtype: Dtype in which matrix products are computed.
+        attention: Whether the kernel is fused attention.
+        place: Position in the order of the graph.
+        finishes: Bucket whose reduced gradient the kernel casts or scales; None for computation of the model.
+        collective: Kind, bytes of the whole tensor and process group name of one of the model's own collectives, which
+            the model waits for (tensor or expert parallelism); None for computation.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -213,19 +217,21 @@ class Kernel:
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
-        """Nodes whose values nobody else reads: where kernels are fused they are never in memory."""
+        """Nodes whose values only the kernel itself reads. In a fused kernel these are never in memory."""
         own = set(self.nodes)
         return tuple(node for node in self.nodes if own.issuperset(readers(node)))
 
 
 def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
-    """The computation of a graph with roles, in order, and the model's own collectives; gathers, reductions and what belongs to
-    them apart."""
+    """Return the kernels of a graph with roles, in order, including the model's own collectives.
+
+    Gathers, reductions and the nodes that belong to them are left out.
+    """
     found: list[Kernel] = []
     region_of: dict[fx.Node, int] = {}
-    barrier: dict[fx.Node, int] = {}  # by node: how many kernels that cannot be fused it depends on the end of
+    barrier: dict[fx.Node, int] = {}  # by node: count of unfusible kernels up to the last one that it depends on
     regions: list[list[fx.Node]] = []
-    sums: list[str | None] = []  # what the reductions of each of them sum
+    sums: list[str | None] = []  # axis that each region's reductions sum over
     count = 0
     nowhere = inlined(graph) if fused else set()
     for node in graph.nodes:
@@ -235,8 +241,9 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
             continue
         if fused and _is_fusible(node):
             following = [region_of[s] for s in _producers(node) if s in region_of]
-            # It joins the kernel of what it reads, if nothing that it needs runs after that kernel, and it loops as that does:
-            # a bias's gradient, the sum of rows, does not join the backward of a norm, which sums within them.
+            # A node joins the kernel of its input if that kernel runs after everything else that the node needs, and if
+            # both loop over the same axis. A bias gradient, a sum over rows, does not join a norm's backward, which
+            # sums within rows.
             joined, axis = max(following, default=-1), _reduced(node)
             if (
                 joined >= 0
@@ -262,8 +269,12 @@ def kernels(graph: fx.Graph, fused: bool) -> list[Kernel]:
 
 
 def _reduced(node: fx.Node) -> str | None:
-    """What a reduction sums: ``"within rows"``, over the last dimension among others, or ``"rows"``. None: it is none, or of all
-    that there is."""
+    """Return the axis that a reduction sums over.
+
+    Returns:
+        ``"within rows"`` if the last dimension is among the reduced ones, else ``"rows"``. None if the node is no
+        reduction, or reduces all dimensions.
+    """
     packet = getattr(node.target, "overloadpacket", None)
     value = node.all_input_nodes[0].meta.get("val") if packet in _REDUCTIONS and node.all_input_nodes else None
     dims = node.args[1] if len(node.args) > 1 else None
@@ -277,26 +288,26 @@ def _reduced(node: fx.Node) -> str | None:
 
 
 def _place(kernel: Kernel, order: dict[fx.Node, float]) -> float:
-    """Where a kernel runs: at its last node, but before others read what it computes."""
+    """Return where a kernel runs: at its last node, but before other kernels read its results."""
     own = set(kernel.nodes)
     readers = (order[user] - 0.5 for node in kernel.nodes for user in node.users if user not in own)
     return min(order[kernel.nodes[-1]], min(readers, default=math.inf))
 
 
 def _producers(node: fx.Node) -> Iterable[fx.Node]:
-    """What computes a node's inputs."""
+    """Return the nodes that compute a node's inputs."""
     return map(origin, node.all_input_nodes)
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What computes a node's value: views and parts of several values looked through."""
+    """Return the node that computes a node's value, looking through views and elements of tuples."""
     while (is_alias(node) or node.target is operator.getitem) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
-    """What reads a node's value: views and parts of several values looked through."""
+    """Return the nodes that read a node's value, looking through views and elements of tuples."""
     found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
@@ -309,12 +320,12 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether a node's value lies where its first input does: a view, or what torch calls an unsafe one."""
+    """Whether a node's value shares storage with its first input: a view, or an ``_unsafe_view``."""
     return roles.is_view(node) or node.target is _aten._unsafe_view.default
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Whether a node is computation of the model: no collective, nothing that belongs to one, no view."""
+    """Whether a node is computation of the model: not a collective, not part of one, and not a view."""
     if node.op != "call_function" or is_alias(node) or roles.is_collective(node):
         return False
     role = role_of(node)
@@ -335,8 +346,10 @@ _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begi
 
 
 def inlined(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that make constants, and what is made of constants alone, where only fused kernels read it: these compute it wherever
-    they need it, so that it is never in memory."""
+    """Return constants, and values computed from constants alone, that only fused kernels read.
+
+    The kernels compute such values where they need them, so they are never in memory.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if not is_compute(node):
@@ -351,12 +364,12 @@ def inlined(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_of_model(node: fx.Node) -> bool:
-    """Whether a node starts a collective of the model's own."""
+    """Whether a node starts one of the model's own collectives."""
     return node.op == "call_function" and roles.is_collective(node) and role_of(node) is None
 
 
 def _collective(node: fx.Node) -> tuple[str, int, str]:
-    """Its kind, bytes of the whole tensor, and the name of its process group."""
+    """Return the kind of a collective, the bytes of the whole tensor, and the name of its process group."""
     name = node.target._opname  # type: ignore[union-attr]
     kind = next((kind for kind in _KINDS if name.startswith(kind)), "all_to_all")
     payload = sum(map(value_bytes, node.all_input_nodes)) if kind != "all_gather" else value_bytes(node)
@@ -370,7 +383,7 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
-    if nodes[0].target is roles.PORTION:  # of what it copies it reads only a part
+    if nodes[0].target is roles.PORTION:  # reads only the part of its input that it copies
         return Kernel(tuple(nodes), 0.0, 2 * value_bytes(nodes[0]), nodes[0].meta["val"].dtype, False)
     own = set(nodes)
     read: dict[fx.Node, int] = {}
@@ -378,7 +391,7 @@ def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
         if (whole := origin(source)) not in own and whole not in nowhere:
             read[whole] = min(
                 read.get(whole, 0) + value_bytes(source), value_bytes(whole)
-            )  # two views of it: read once
+            )  # a value is read once even through two views
     size = sum(read.values())
     size += sum(value_bytes(node) for node in nodes if not own.issuperset(readers(node)))
     (first, *more) = nodes
@@ -388,7 +401,7 @@ def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
             v.dtype
             for n in first.all_input_nodes
             for v in compat.tree_leaves(n.meta.get("val"))
-            if isinstance(v, Tensor) and v.is_floating_point()  # states of random numbers are bytes
+            if isinstance(v, Tensor) and v.is_floating_point()  # skips random number states, which are bytes
         ),
         torch.float32,
     )
@@ -396,7 +409,7 @@ def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
 
 
 def _flops(node: fx.Node) -> tuple[float, bool]:
-    """Floating-point operations of a matrix product or of attention, and whether it is attention."""
+    """Return the floating-point operations of a matrix product or of attention, and whether it is attention."""
     target, args = _operator(node)
     if not isinstance(target, torch._ops.OpOverload):
         return 0.0, False
@@ -413,8 +426,11 @@ def _flops(node: fx.Node) -> tuple[float, bool]:
 
 
 def _operator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What a node computes, and its arguments. Operators that use random numbers, as attention may, lie inside another one
-    where they are computed again."""
+    """Return the operator that a node runs, and its arguments.
+
+    Recomputed operators that use random numbers, as attention may, are wrapped in an operator for the random number
+    state.
+    """
     before = {"run_and_save_rng_state": 0, "run_with_rng_state": 1}.get(str(node.target))
     if before is None:
         return node.target, node.args
@@ -422,8 +438,11 @@ def _operator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _attention_flops(given: Mapping[str, Any], backward: bool) -> float:
-    """Two matrix products forward and five backward (one of them again); half of that with a causal mask, as kernels
-    skip what is masked (https://arxiv.org/abs/2205.14135)."""
+    """Return the floating-point operations of attention.
+
+    Attention has two matrix products in forward and five in backward, one of them recomputed. With a causal mask it is
+    half as much, because kernels skip what is masked (https://arxiv.org/abs/2205.14135).
+    """
     query, key, value = (_concrete(given[name].meta["val"]) for name in ("query", "key", "value"))
     batch, heads, length, width = query.shape
     keys, value_width = key.shape[-2], value.shape[-1]
@@ -433,7 +452,7 @@ def _attention_flops(given: Mapping[str, Any], backward: bool) -> float:
 
 
 def _concrete(value: Any) -> Any:
-    """With numbers for symbolic sizes."""
+    """Replace symbolic sizes by numbers."""
     if isinstance(value, torch.SymInt):
         return compat.concrete(value)
     if isinstance(value, Tensor) and any(not isinstance(size, int) for size in value.shape):
@@ -442,12 +461,12 @@ def _concrete(value: Any) -> Any:
 
 
 def value_bytes(node: fx.Node) -> int:
-    """Of a node's value; of all of them, if it has several."""
+    """Return the bytes of a node's value, or of all its values if it has several."""
     return sum(_tensor_bytes(v) for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor))
 
 
 def _tensor_bytes(value: Tensor) -> int:
-    """That are read or written: what is expanded counts once."""
+    """Return the bytes that are read or written. Expanded elements count once."""
     numel = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
         if compat.concrete(stride) != 0:
@@ -474,7 +493,7 @@ _REDUCTIONS = {
 def _is_fusible(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._opname == "inductor_seeds":
-        return False  # those of all dropouts are drawn at once; what reads one of them runs where it is needed
+        return False  # one kernel draws the seeds of all dropouts; readers of a seed run where they are needed
     return (
         torch.Tag.pointwise in target.tags
         or target.overloadpacket in _FUSIBLE
