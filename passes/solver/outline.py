@@ -1,9 +1,9 @@
-"""A graph before anything in it is scheduled, in short: computation in segments, and where each bucket is needed.
+"""Summary of an unscheduled graph: computation in segments, and the places where each bucket is needed.
 
-A flow (:mod:`.flow`) has thousands of kernels and storages. What a schedule can change lies between few of them: where a
-bucket is first and last used, and where its gradients are complete. An outline has one segment between two such places: its
-time, and what it does to memory. Schedules are tried on outlines, in a millisecond; and a model of 126 equal layers is
-outlined from four of them (:mod:`mfsdp_compile.planning`).
+A flow (:mod:`.flow`) has thousands of kernels and storages. A schedule depends on only a few places among them: the
+first and last use of each bucket, and the point where its gradients are complete. An outline has one segment between
+each two such places, with its time and its effect on memory. Trying a schedule on an outline takes about a millisecond.
+The outline of a model with 126 equal layers can be made from four of them (:mod:`mfsdp_compile.planning`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Segment:
     """Computation between two places where something may start or end.
 
     Args:
-        seconds: that it takes.
-        flops: of its matrix products.
-        rise: bytes in memory at most, above what was there as it began.
-        saved: bytes more, or fewer, of what is saved for backward, when it is over.
-        temporary: the same of everything else that is neither gathered nor a bucket of gradients.
+        seconds: Time of the segment.
+        flops: Floating-point operations of its matrix products.
+        rise: Peak bytes in memory, relative to the beginning of the segment.
+        saved: Net change in bytes of values saved for backward, over the segment.
+        temporary: Net change in bytes of all other memory, without gathered buckets and buckets of gradients.
     """
 
     seconds: float
@@ -40,13 +40,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Use:
-    """The gather of a unit: of its buckets that are used before those of another.
+    """Gathers of one unit: those of its buckets that are used before the buckets of another unit.
 
     Args:
-        buckets: their numbers in the context.
-        first: the segment before which it must be there.
-        last: for each bucket the segment after which it may go.
-        waits: for each bucket the segment before which it is awaited; empty: ``first`` for all.
+        buckets: Indices of the buckets in the context.
+        first: Segment before which the first bucket is needed.
+        last: For each bucket, the segment after which it may be released.
+        waits: For each bucket, the segment before which it is awaited; empty: ``first`` for all.
     """
 
     buckets: tuple[int, ...]
@@ -56,7 +56,7 @@ class Use:
 
     @property
     def lives(self) -> list[tuple[int, int, int]]:
-        """Each bucket, the segment before which it is awaited, and the one after which it may go."""
+        """Each bucket, the segment before which it is awaited, and the segment after which it may be released."""
         return list(zip(self.buckets, self.waits or (self.first,) * len(self.buckets), self.last, strict=True))
 
 
@@ -65,10 +65,11 @@ class Gradients:
     """A bucket of gradients.
 
     Args:
-        bucket: its number in the context.
-        begin: the segment that computes the first gradient in its place; None where they are computed elsewhere, and copied.
-        ready: the segment that computes the last one.
-        elsewhere: bytes of gradients that go when they have been copied.
+        bucket: Index of the bucket in the context.
+        begin: Segment that computes the first gradient directly in the bucket; None if all gradients are computed
+            elsewhere and copied.
+        ready: Segment that computes the last gradient.
+        elsewhere: Bytes of gradients outside the bucket, which are released once they have been copied.
     """
 
     bucket: int
@@ -79,14 +80,14 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Outline:
-    """Of one graph.
+    """Outline of one graph.
 
     Args:
-        segments: in order.
-        units: for each, the unit whose parameters it computes with.
-        uses: gathers that communicate, by first use.
-        wholes: first and last segment of buckets that are whole without a gather, and cast: by bucket.
-        gradients: by the segment that completes them.
+        segments: Segments in order.
+        units: For each segment, the unit whose parameters it uses.
+        uses: Gathers that communicate, in order of first use.
+        wholes: First and last segment of buckets that are whole without a gather and only cast, by bucket.
+        gradients: Buckets of gradients, in order of the segments that complete them.
     """
 
     segments: tuple[Segment, ...]
@@ -97,12 +98,18 @@ class Outline:
 
 
 def outline_of(flow: Flow, context: Context) -> Outline:
-    """The outline of a flow. Of collectives it takes what is needed when, not where they stand."""
+    """Return the outline of a flow. It records when collectives are needed, not where they currently are in the
+    graph."""
     return _Outliner(flow, context).outline()
 
 
 def grouped(lives: Iterable[tuple[int, int, int]], context: Context) -> list[Use]:
-    """Buckets with the segments of their first and last uses, in order of the first ones, by unit."""
+    """Group buckets by unit.
+
+    Args:
+        lives: Index, segment of the first use and segment of the last use of each bucket, in order of first use.
+        context: Context of the graph.
+    """
     of_units = itertools.groupby(lives, key=lambda life: context.buckets[life[0]].unit)
     found = []
     for _, together in of_units:
@@ -112,7 +119,7 @@ def grouped(lives: Iterable[tuple[int, int, int]], context: Context) -> list[Use
 
 
 _AFTER = 0.125
-"""Places are whole numbers and halves: this is right behind one."""
+"""Offset to a place right after another one. Places are multiples of one half."""
 
 
 class _Outliner:
@@ -121,8 +128,8 @@ class _Outliner:
         self.gathers = sorted((p for p in flow.collectives if p.collective.what == "gather"), key=lambda p: p.first_use)
         self.reductions = [p for p in flow.collectives if p.collective.what == "reduce" and p.collective.stage == 0]
         gathered = {placed.collective.bucket for placed in self.gathers}
-        self.begins: dict[int, float] = {}  # of buckets of gradients that are computed in place
-        self.casts: dict[int, tuple[float, float]] = {}  # of buckets that are whole without a gather
+        self.begins: dict[int, float] = {}  # where buckets begin whose gradients are computed in place
+        self.casts: dict[int, tuple[float, float]] = {}  # lifetimes of buckets that are whole without a gather
         packs = {placed.collective.bucket: placed for placed in self.reductions}
         for storage in flow.storages:
             bucket = storage.bucket
@@ -151,11 +158,11 @@ class _Outliner:
         return Outline(tuple(self._segments()), self._units(), tuple(self._uses()), wholes, tuple(gradients))
 
     def _at(self, place: float) -> int:
-        """The segment that the next kernel, from this place on, is in."""
+        """Return the segment of the first kernel at or after this place."""
         return bisect_right(self.starts, min(bisect_left(self.places, place), len(self.places) - 1)) - 1
 
     def _before(self, place: float) -> int:
-        """The segment of the last kernel up to this place."""
+        """Return the segment of the last kernel at or before this place."""
         return bisect_right(self.starts, max(bisect_right(self.places, place) - 1, 0)) - 1
 
     def _units(self) -> tuple[str, ...]:
@@ -178,7 +185,7 @@ class _Outliner:
 
     def _segments(self) -> Iterator[Segment]:
         copied = {storage for placed in self.reductions for storage in placed.copied}
-        changes: list[tuple[int, int, Category, int]] = []  # at which kernel, in which order there, what
+        changes: list[tuple[int, int, Category, int]] = []  # kernel, order within the kernel, category, bytes
         count = len(self.places)
         for storage in self.flow.storages:
             if storage.bucket is not None or storage.category is Category.GRADIENTS:
