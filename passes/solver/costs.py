@@ -96,7 +96,7 @@ def collective_seconds(kind: str, payload: int, ring: Ring, hardware: Hardware) 
         bandwidth = between.bandwidth * local if local == 1 else min(inside.bandwidth, between.bandwidth * local)
     latency = (ring.size - nodes) * inside.latency + (nodes - 1) * between.latency
     moved = (ring.size - 1) / ring.size * payload / bandwidth
-    if kind == "all_to_all":  # each rank is reached over its own link, inside or between nodes; both links work in parallel
+    if kind == "all_to_all":  # links inside and between nodes work in parallel
         apart = payload / ring.size
         moved = max((local - 1) * apart / inside.bandwidth, (ring.size - local) * apart / between.bandwidth)
     if kind == "all_reduce":

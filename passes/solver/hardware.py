@@ -1,9 +1,10 @@
-"""What a machine can do: numbers that steer predictions, from data files that say where each comes from.
+"""Performance numbers of machines, which steer predictions. They come from data files that name the source of each
+number.
 
     >>> hardware("h100-ib").flops_of("bfloat16")
     989500000000000.0
 
-Plain data. ``mfsdp calibrate`` measures the machine at hand and writes such a file.
+The numbers are plain data. ``mfsdp calibrate`` measures the current machine and writes such a file.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def _finite(value: Any, what: str) -> None:
 
 @dataclass(frozen=True)
 class Link:
-    """How ranks are connected.
+    """Connection between ranks.
 
     Args:
-        bandwidth: bytes per second that a rank sends, and receives at the same time, in large collectives.
-        latency: seconds from one rank to the next.
+        bandwidth: Bytes per second that a rank sends in large collectives, while it receives at the same rate.
+        latency: Seconds from one rank to the next.
     """
 
     bandwidth: float
@@ -48,21 +49,21 @@ class Hardware:
     """One kind of machine.
 
     Args:
-        name: of it.
-        flops: peak floating-point operations per second of matrix products, dense, by dtype (``"bfloat16"``).
-        matmul_efficiency: the part of the peak that large matrix products reach.
-        attention_efficiency: the part of the peak that fused attention reaches.
-        memory_bandwidth: peak bytes per second of the device's memory.
-        memory_efficiency: the part of it that kernels which only move data reach.
-        memory_bytes: of the device, as torch reports them.
-        kernel_seconds: that the smallest kernel takes.
-        collective_seconds: that the smallest collective takes between two ranks of a node, besides the latency of links.
-        ranks_per_node: that the fast link connects.
-        intra_node: the link between ranks of a node.
-        inter_node: the link of one rank to other nodes.
-        compute_slowdown: computation takes longer by this fraction while a collective runs (NCCL's kernels take
-            multiprocessors away).
-        sources: where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
+        name: Name of the machine.
+        flops: Peak floating-point operations per second of dense matrix products, by dtype (``"bfloat16"``).
+        matmul_efficiency: Fraction of the peak that large matrix products reach.
+        attention_efficiency: Fraction of the peak that fused attention reaches.
+        memory_bandwidth: Peak bytes per second of the device's memory.
+        memory_efficiency: Fraction of the peak bandwidth that kernels reach which only move data.
+        memory_bytes: Bytes of the device's memory, as torch reports them.
+        kernel_seconds: Time of the smallest kernel.
+        collective_seconds: Time of the smallest collective between two ranks of a node, without the latency of links.
+        ranks_per_node: Number of ranks that the fast link connects.
+        intra_node: Link between ranks of a node.
+        inter_node: Link of one rank to other nodes.
+        compute_slowdown: Fraction by which computation slows down while a collective runs, because NCCL's kernels
+            occupy multiprocessors.
+        sources: Where the numbers come from, by field; "measured" for those of ``mfsdp calibrate``.
     """
 
     name: str
@@ -109,19 +110,23 @@ class Hardware:
             raise ValueError(f"{self.name}: flops need positive numbers, one for float32 among them: {self.flops}")
 
     def flops_of(self, dtype: str) -> float:
-        """Peak of a dtype; for one that the table lacks, float32's."""
+        """Return the peak of a dtype, or float32's if the table lacks the dtype."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
-        """The text of a data file."""
+        """Return the text of a data file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str, where: str) -> Hardware:
-        """From the text of a data file.
+        """Parse the text of a data file.
+
+        Args:
+            text: Text of the file.
+            where: Source of the text, for error messages.
 
         Raises:
-            ValueError: it is none; the message names ``where`` it came from.
+            ValueError: The text does not describe hardware.
         """
         try:
             given = dict(typed(parse_json(text), dict, "it"))
@@ -135,16 +140,16 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Names of the machines that come with this package."""
+    """Return the names of the machines that ship with this package."""
     folder = resources.files(__package__) / "machines"
     return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
 
 
 def hardware(name: str) -> Hardware:
-    """By name, or from a file that ends in ``.json``.
+    """Return a machine by its name, or from a file whose name ends in ``.json``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: The name is unknown, or the file cannot be read.
     """
     if name.endswith(".json"):
         try:
