@@ -1,1 +1,1 @@
-"""Finds the fastest schedule that fits in memory: costs, a simulator, and a search."""
+"""Find the fastest schedule that fits in memory: a cost model, a simulator and a search."""
