@@ -1,11 +1,11 @@
-"""What a finished graph does to time and memory, in order: kernels, starts and ends of collectives, lives of storages.
+"""Time and memory of a graph, in order: kernels, starts and ends of collectives, lifetimes of storages.
 
-Lives are those of the code that runs: a storage is there from the operator that computes it to the last one that reads it
-or a view of it; what a collective reads, and what it writes, until it has been awaited (torch keeps both). Fused kernels
-never store what only they read, write over an input of the same size that nobody reads after them, and compute gradients
-where they are packed, from the first one of a bucket on.
+Lifetimes match the code that runs. A storage lives from the operator that computes it to the last operator that reads
+it or a view of it. The inputs and outputs of a collective live until it has been awaited, because torch keeps both. A
+fused kernel never stores values that only it reads, and overwrites an input of the same size that has no later reader.
+It computes gradients directly in the packed bucket, which therefore lives from its first gradient on.
 
-A backward graph begins with what its forward graph has saved: tensors that both share by name.
+A backward graph begins with the values that its forward graph saved. Both graphs use the same names for them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _CONVOLUTIONS: dict[Any, int] = {
     torch.ops.aten.convolution.default: 0,
     torch.ops.aten.convolution_backward.default: 1,
 }
-"""Which argument is the image; the weight follows."""
+"""Position of the image argument. The weight is the argument after it."""
 
 
 class Category(str, Enum):
-    """What memory is used for."""
+    """Purpose of memory."""
 
     SHARDS = "parameter shards"
     OPTIMIZER = "optimizer state"
@@ -49,15 +49,15 @@ class Category(str, Enum):
 
 @dataclass(eq=False)
 class Storage:
-    """Memory that a graph allocates, or was given.
+    """Memory that a graph allocates or receives.
 
     Args:
-        bytes: of it.
-        category: what it is for.
-        begin: place in the graph where it is allocated; -1: it was there before.
-        end: place of its last use; None: it outlives the graph.
-        bucket: that it is a gather, or a reduction, of.
-        handed_on: whether what is computed at its end takes its memory over.
+        bytes: Size in bytes.
+        category: Purpose of the memory.
+        begin: Place in the graph where it is allocated; -1: it existed before.
+        end: Place of its last use; None: it outlives the graph.
+        bucket: Bucket that it is gathered or reduced for; None for other memory.
+        handed_on: Whether a value computed at the place of its last use takes over its memory.
     """
 
     bytes: int
@@ -74,10 +74,10 @@ class Collective:
 
     Args:
         what: ``"gather"`` or ``"reduce"``.
-        bucket, stage: of which bucket, and of its reduction.
-        before: seconds of computation right before it starts: a cast, or gradients that are copied together.
-        seconds: that it takes alone on the network.
-        group: that it runs over; those of one group run one after the other.
+        bucket, stage: Index of the bucket, and stage of its reduction.
+        before: Seconds of computation right before the start: a cast, or copying gradients into the bucket.
+        seconds: Time of the collective alone on the network.
+        group: Process group. Collectives of one group run one after another.
     """
 
     what: str
@@ -93,10 +93,11 @@ class Placed:
     """A collective in a graph.
 
     Args:
-        start, wait: places in the graph.
-        first_use, last_use: of what it gathers.
-        ready: where the last gradient is computed that it reduces.
-        copied: gradients that are not computed in the bucket, but copied there, and go then.
+        collective: The collective.
+        start, wait: Places of its start and wait in the graph.
+        first_use, last_use: Places of the first and last use of the gathered values.
+        ready: Place where the last of the reduced gradients is computed.
+        copied: Gradients that are computed outside the bucket, copied into it, and then released.
     """
 
     collective: Collective
@@ -109,20 +110,21 @@ class Placed:
 
 
 Saved = Mapping[str, Storage | None]
-"""What a forward graph hands to its backward graph, by name; None for inputs of the forward, which live anyway."""
+"""Values that a forward graph saves for its backward graph, by name; None for inputs of the forward, which live
+anyway."""
 
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Of one graph.
+    """Flow of one graph.
 
     Args:
-        kernels: computation, by place.
-        seconds: of each.
-        collectives: in order of their starts.
-        storages: all of them, those that came from the forward graph among them.
-        uses: place of the first use of each bucket, whether it is sent or not, in order.
-        saved: for the backward graph.
+        kernels: Kernels, ordered by place.
+        seconds: Time of each kernel.
+        collectives: Collectives, in order of their starts.
+        storages: All storages, including those from the forward graph.
+        uses: Place of the first use of each bucket and the bucket, in order, whether it is communicated or not.
+        saved: Values saved for the backward graph.
     """
 
     kernels: tuple[Kernel, ...]
@@ -136,11 +138,11 @@ class Flow:
 def flow_of(
     graph: fx.Graph, context: Context, costs: CostModel, *, user_outputs: int = 0, saved: Saved | None = None
 ) -> Flow:
-    """What a graph with roles does.
+    """Return the flow of a graph with roles.
 
     Args:
-        user_outputs: of a forward graph: the outputs after these are saved for backward.
-        saved: of the forward graph, if this is its backward.
+        user_outputs: Number of user outputs of a forward graph. The outputs after these are saved for backward.
+        saved: Saved values of the forward graph, if this graph is its backward.
     """
     return _Reader(graph, context, costs, user_outputs, saved).read()
 
@@ -161,7 +163,7 @@ class _Reader:
                 self.place[node] = kernel.place
         self.roots: dict[fx.Node, list[Storage]] = {}
         self.storages: list[Storage] = []
-        self.given: dict[Storage, Storage] = {}  # of the forward graph, and as this graph knows them: some are shared
+        self.given: dict[Storage, Storage] = {}  # the forward graph's storage -> this graph's; names may share one
 
     def read(self) -> Flow:
         for node in self.graph.nodes:
@@ -184,7 +186,7 @@ class _Reader:
     # -- storages -----------------------------------------------------------------------------------------------------
 
     def _roots(self, node: fx.Node) -> list[Storage]:
-        """The storages behind a node's value, in order."""
+        """Return the storages behind a node's value, in order."""
         if node.op == "placeholder":
             return self._given(node)
         if node.op != "call_function":
@@ -197,7 +199,7 @@ class _Reader:
         return [self._allocate(node, value) for value in compat.tree_leaves(node.meta.get("val"))]
 
     def _item(self, source: fx.Node, index: Any) -> list[Storage]:
-        """The storages of one of several values, which may be several again."""
+        """Return the storages of one element of a tuple. The element may be a tuple too."""
         values, whole = self.roots[source], source.meta.get("val")
         if not isinstance(whole, (list, tuple)) or not isinstance(index, int):
             return values
@@ -206,7 +208,7 @@ class _Reader:
         return values[begin:end]
 
     def _passes_on(self, node: fx.Node) -> bool:
-        """Whether a node's value lies where its first input does: an awaited collective, something written to."""
+        """Whether a node's value is its first input's storage: a wait, or an operator that writes to its input."""
         target = node.target
         if target is torch.ops._c10d_functional.wait_tensor.default:
             return True
@@ -224,7 +226,8 @@ class _Reader:
         return [self.given[storage]]
 
     def _allocate(self, node: fx.Node, value: Any) -> Storage:
-        """For one of a node's values; of no bytes for what is no tensor, so that the others keep their places."""
+        """Allocate storage for one of a node's values. Values that are not tensors get 0 bytes, to keep positions
+        aligned."""
         size = 0
         if isinstance(value, Tensor):
             size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
@@ -244,8 +247,11 @@ class _Reader:
         return storage
 
     def _lay_out_anew(self, node: fx.Node) -> None:
-        """Inductor computes convolutions of images with channels last. What the model is given comes in another layout, and so do
-        gathered weights: these are copied at each use, that once, and its copy is what is saved for backward."""
+        """Account for the copies that Inductor makes for channels-last convolutions.
+
+        The model's inputs and the gathered weights have another layout. Weights are copied at each use. An input is
+        copied once, and the copy is saved for backward.
+        """
         at = _CONVOLUTIONS[node.target]
         image, weight = node.args[at : at + 2]
         assert isinstance(image, fx.Node)
@@ -258,14 +264,18 @@ class _Reader:
             self.roots[source] = [self._allocate(node, image.meta["val"])]
 
     def _is_stored_nowhere(self, node: fx.Node) -> bool:
-        """A value inside a fused kernel, a constant that such kernels make, or one that is computed where it is packed."""
+        """Whether a value needs no storage of its own.
+
+        That holds for values inside a fused kernel, for constants that fused kernels recompute, and for gradients
+        computed in the packed bucket.
+        """
         kernel = self.kernel_of.get(node)
         if (kernel is not None and node in kernel.inner) or node in self.nowhere:
             return True
         return any(self._is_packed_in_place(node, user) for user in readers(node))
 
     def _is_packed_in_place(self, node: fx.Node, pack: fx.Node) -> bool:
-        """Whether a gradient is computed in its slice of the bucket: nobody else reads it, and it has the dtype."""
+        """Whether a gradient is computed in its slot of the bucket: it has the bucket's dtype and no other reader."""
         if pack.target is not _PACK or len(readers(node)) > 1 or node not in self.kernel_of:
             return False
         value = node.meta.get("val")
@@ -302,7 +312,7 @@ class _Reader:
                     storage.category = Category.GRADIENTS
 
     def _reuse(self) -> None:
-        """A fused kernel writes over an input that dies with it, of the same size."""
+        """Let fused kernels overwrite inputs of the same size whose last use they are."""
         dying: dict[float, list[Storage]] = {}
         for storage in self.storages:
             if storage.end is not None and storage.bucket is None and storage.bytes:
@@ -352,7 +362,7 @@ class _Reader:
                 collective = reduction_of(info, reduction.bucket, stage, costs, len(in_place) < len(gradients))
                 ready = max(
                     place[node] for node in reduction.pack.all_input_nodes
-                )  # views too: that is where it starts
+                )  # includes views, because the reduction starts after them
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
 
 
@@ -361,18 +371,18 @@ def _wants_channels_last(value: Tensor) -> bool:
 
 
 def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = False) -> Collective:
-    """The gather of a bucket, from shards or from portions."""
+    """Return the gather of a bucket, from shards or from portions."""
     if portions:
         return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
-    cast = 0.0 if info.has_resident else costs.cast(info)  # a resident has the dtype that is sent
+    cast = 0.0 if info.has_resident else costs.cast(info)  # a resident already has the dtype that is sent
     return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group)
 
 
 def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:
-    """A stage of the reduction of a bucket.
+    """Return a stage of the reduction of a bucket.
 
     Args:
-        copied: whether gradients are copied into the bucket, and not computed there.
+        copied: Whether any gradients are copied into the bucket instead of computed there.
     """
     moved = 2 * info.layout.numel * info.exchange.comm_dtype.itemsize
     before = costs.moved(moved) if copied and stage == 0 else 0.0
