@@ -1,9 +1,10 @@
-"""A training step on paper: when everything runs, what is in memory meanwhile, and what computation waits for.
+"""Simulate a training step: when everything runs, how much memory is in use, and what computation waits for.
 
-Computation runs in the order of the graphs. A collective starts when computation reaches its start and the ones before it
-on its group are over, as on NCCL's streams and gloo's threads; a wait holds computation up until it is over. Memory goes by
-the order of the graphs alone: that is how torch's allocators see it. One step is a forward, a backward and the optimizer's
-step; parameters that stay gathered between uses are gathered again as it begins.
+Computation runs in the order of the graphs. A collective begins when computation reaches its start and the earlier
+collectives of its group have finished, as on NCCL's streams and gloo's threads. A wait blocks computation until the
+collective has finished. Memory depends only on the order of the graphs, because that is how torch's allocators see it.
+One step is a forward, a backward and the optimizer's step. Parameters that stay gathered between uses are gathered
+again when the step begins.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Stage(str, Enum):
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What an optimizer costs, by element of this rank's trainable shards.
+    """Cost of an optimizer, per element of this rank's trainable shards.
 
     Args:
-        name: of it.
-        state_bytes: that it keeps. AdamW: two moments in float32.
-        moved_bytes: that its step reads and writes.
-        extra_bytes: that its step allocates for a moment; the ``foreach`` implementations of torch take one copy of the
+        name: Name of the optimizer.
+        state_bytes: Bytes of its state. AdamW: two moments in float32.
+        moved_bytes: Bytes that its step reads and writes.
+        extra_bytes: Bytes that its step allocates temporarily. Torch's ``foreach`` implementations take one copy of the
             parameters, fused ones nothing.
     """
 
@@ -66,14 +67,14 @@ class OptimizerCost:
 
 @dataclass(frozen=True)
 class Span:
-    """Something that runs.
+    """An interval of activity on a stream.
 
     Args:
         stream: ``"compute"``, ``"gather"`` or ``"reduce"``.
-        kind: ``"compute"``, ``"gather"``, ``"reduce"``, ``"wait"`` (computation stands still) or ``"optimizer"``.
-        name: unit, or bucket.
-        stage: of the step.
-        begin, end: in seconds from the step's beginning.
+        kind: ``"compute"``, ``"gather"``, ``"reduce"``, ``"wait"`` (computation is blocked) or ``"optimizer"``.
+        name: Name of the unit or bucket.
+        stage: Stage of the step.
+        begin, end: Seconds from the beginning of the step.
     """
 
     stream: str
@@ -86,20 +87,20 @@ class Span:
 
 @dataclass(slots=True)
 class Exposure:
-    """A collective, and how much of it computation waits for.
+    """A collective, and how long computation waits for it.
 
     Args:
         what: ``"gather"`` or ``"reduce"``.
-        bucket: its number in the context; name: of the bucket.
-        unit: of the bucket.
-        stage: of the step.
-        seconds: that it takes.
-        exposed: seconds that computation stands still for it.
-        queued: seconds that it waited for others on its group before it could start.
-        ahead: seconds of computation between its start and its wait.
-        issued, begin: when it is started, and when it begins to run.
-        during: the unit that computes when it is started.
-        reason: in words, where something is exposed; whoever scheduled it knows.
+        bucket, name: Index of the bucket in the context, and its name.
+        unit: Unit of the bucket.
+        stage: Stage of the step.
+        seconds: Time of the collective.
+        exposed: Seconds that computation is blocked by it.
+        queued: Seconds that it waited for other collectives of its group before it could begin.
+        ahead: Seconds of computation between its start and its wait.
+        issued, begin: Time when it is started, and when it begins to run.
+        during: Unit that computes when it is started.
+        reason: Why it is exposed, in words; empty if it is not. The module that made the schedule fills it in.
     """
 
     what: str
@@ -123,11 +124,11 @@ class Exposure:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Bytes in memory over a step; after each change.
+    """Memory over a step, recorded after each change.
 
     Args:
-        seconds: of the changes.
-        parts: bytes by category, at each.
+        seconds: Times of the changes.
+        parts: Bytes by category, at each of these times.
     """
 
     seconds: Sequence[float]
@@ -143,17 +144,17 @@ class Timeline:
     """A simulated step.
 
     Args:
-        seconds: of the whole step.
-        compute_seconds: of computation, the optimizer's among it.
-        flops: floating-point operations of this rank's matrix products.
-        spans: what runs when; empty if they were not asked for.
-        exposures: every collective, in order of their starts.
-        memory: over time; None if it was not asked for.
-        peak_bytes: the most that is in memory at a time.
-        peak_parts: what that is made of.
-        peak_stage, peak_at: where it is: in the neighbourhood of which unit.
-        units: seconds by stage and unit, what it waits for included.
-        turns: begin and end of each forward and backward, in seconds from the step's beginning.
+        seconds: Time of the whole step.
+        compute_seconds: Time of computation, without the optimizer's step.
+        flops: Floating-point operations of this rank's matrix products.
+        spans: Intervals of activity; empty without details.
+        exposures: All collectives, in order of their starts.
+        memory: Memory over time; None without details.
+        peak_bytes: Peak memory in bytes.
+        peak_parts: Bytes at the peak, by category.
+        peak_stage, peak_at: Stage and unit of the peak.
+        units: Seconds by stage and unit, including time blocked on collectives.
+        turns: Begin and end of each forward and backward, in seconds from the beginning of the step.
     """
 
     seconds: float
@@ -175,16 +176,16 @@ class Timeline:
 
 
 def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, other: int = 0) -> dict[Category, int]:
-    """Bytes that a rank holds between steps, gradients apart.
+    """Return the bytes that a rank holds between steps, without gradients, by category.
 
     Args:
-        other: bytes of buffers and whatever else is there.
+        other: Bytes of buffers and other memory outside the buckets.
     """
     shards = residents = state = 0
     for info in buckets:
         shard = info.layout.shard_numel
         is_part = info.resident_bytes and info.main_dtype == info.exchange.dtype and not info.lets_go
-        if not is_part:  # of the resident
+        if not is_part:  # a shard that is part of the resident needs no memory of its own
             shards += shard * info.main_dtype.itemsize
         residents += info.resident_bytes
         state += shard * optimizer.state_bytes * info.trainable
@@ -192,21 +193,21 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
 
 
 class Allocate(NamedTuple):
-    """Memory is taken."""
+    """Memory is allocated."""
 
     category: Category
     bytes: int
 
 
 class Free(NamedTuple):
-    """Memory is given back."""
+    """Memory is released."""
 
     category: Category
     bytes: int
 
 
 class Compute(NamedTuple):
-    """Computation, ``flops`` of it matrix products."""
+    """Computation. ``flops`` counts the floating-point operations of its matrix products."""
 
     seconds: float
     flops: float
@@ -234,12 +235,12 @@ Event = Allocate | Free | Compute | Enter | Start | Wait
 
 
 class Turn(NamedTuple):
-    """A forward or a backward of one microbatch.
+    """The forward or the backward of one microbatch.
 
     Args:
-        stage: which of them.
-        events: what happens in it, in order.
-        begin: seconds from the step's beginning before which it cannot start: others have to come first.
+        stage: Forward or backward.
+        events: Events in order.
+        begin: Earliest start in seconds from the beginning of the step, if it depends on work outside this rank.
     """
 
     stage: Stage
@@ -256,14 +257,14 @@ def simulate(
     *,
     details: bool = True,
 ) -> Timeline:
-    """One step.
+    """Simulate one step.
 
     Args:
-        turns: what happens in the forward, and in the backward if there is one, in order; or forwards and backwards of several
-            microbatches.
-        resting: bytes at rest, by category.
-        optimizer: None: the step ends before it.
-        details: spans and memory over time too, not only sums.
+        turns: Events of the forward, and of the backward if there is one; or forwards and backwards of several
+            microbatches, in order.
+        resting: Bytes held between steps, by category.
+        optimizer: Cost of the optimizer; None: the step ends before the optimizer's step.
+        details: Whether to record spans and memory over time, not only sums.
     """
     clock = _Clock(context, costs, resting, details)
     clock.gather_residents()
@@ -280,7 +281,7 @@ def simulate(
 
 
 def events_of(flow: Flow) -> list[Event]:
-    """What happens in a graph, in order: at one place what is needed is allocated first, and freed last."""
+    """Return the events of a graph in order. At each place memory is allocated first and freed last."""
     found: list[tuple[float, int, Event]] = []
     for storage in flow.storages:
         if storage.begin >= 0:
@@ -299,7 +300,7 @@ def events_of(flow: Flow) -> list[Event]:
 
 
 class _Running(NamedTuple):
-    """A collective under way: when it ends, and how much had been computed when it was started."""
+    """A collective in flight: when it ends, and the seconds of computation done when it was started."""
 
     end: float
     computed: float
@@ -313,7 +314,7 @@ class _Clock:
         self.computed = 0.0
         self.flops = 0.0
         self.free_at: dict[str, float] = {}  # by group
-        self.busy: list[tuple[float, float]] = []  # collectives, for what they take from computation
+        self.busy: list[tuple[float, float]] = []  # intervals in which collectives slow computation down
         self.residents: dict[int, _Running] = {}
         self.spans: list[Span] = []
         self._computing = -1  # position of the last span of computation
@@ -352,7 +353,7 @@ class _Clock:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def compute(self, seconds: float) -> None:
-        """Run computation, slower where collectives run beside it."""
+        """Run computation, slower while collectives run."""
         slow = self.costs.hardware.compute_slowdown
         self.computed += seconds
         if not slow or not self.busy:
