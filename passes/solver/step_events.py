@@ -1,4 +1,4 @@
-"""An outline with decisions: what a step would do, as events for the simulator."""
+"""Turn outlines and decisions into the events of a step, for the simulator."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ __all__ = ["PHASES", "STAGES", "StepOutlines", "gathered_bytes"]
 
 STAGES = {Phase.FORWARD: Stage.FORWARD, Phase.BACKWARD: Stage.BACKWARD, Phase.INFERENCE: Stage.FORWARD}
 PHASES = {Stage.FORWARD: Phase.FORWARD, Stage.BACKWARD: Phase.BACKWARD}
-"""Of a training step."""
+"""Graph of each stage of a training step that runs one."""
 
 
 _Reductions = tuple[Sequence[tuple[int, Event]], Sequence[tuple[int, list[Event]]], list[Event]]
-"""What reductions do before a segment, after one, and at the end."""
+"""Events of reductions before a segment, after a segment, and at the end of the graph."""
 
 
 def gathered_bytes(use: Use, context: Context) -> int:
-    """Of a unit, when it is gathered."""
+    """Return the gathered bytes of the buckets of a use."""
     return sum(context.buckets[bucket].gathered_bytes for bucket in use.buckets)
 
 
 class StepOutlines:
-    """Outlines of the graphs of a step, what their collectives cost, and what was decided.
+    """Outlines of the graphs of a step, with the costs of their collectives.
 
     Args:
-        outlines: of forward and backward, or of an inference graph.
-        context: of the graphs.
-        costs: of this machine.
+        outlines: Outlines of forward and backward, or of an inference graph.
+        context: Context of the graphs.
+        costs: Cost model of this machine.
     """
 
     def __init__(self, outlines: Mapping[Phase, Outline], context: Context, costs: CostModel) -> None:
@@ -81,7 +81,7 @@ class StepOutlines:
         self._waits: dict[tuple[int, bool], list[Event]] = {}
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
-            # What is sent is made for it, if it is a cast of the shard; a portion is there since the forward.
+            # If the sent data is a cast of the shard, it is allocated here. A portion exists since the forward.
             sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             if portions:
@@ -93,14 +93,14 @@ class StepOutlines:
             self._waits[number, portions] = [Wait(gather), *at_wait]
 
     def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> list[Use]:
-        """The gathers of a graph where some buckets stay from forward to backward."""
+        """Return the gathers of a graph if the ``kept`` buckets stay gathered from forward to backward."""
         uses = self.outlines[phase].uses
         if phase is not Phase.BACKWARD or not kept:
             return list(uses)
         return grouped((life for use in uses for life in use.lives if life[0] not in kept), self.context)
 
     def gather_seconds(self, use: Use, portions: Set[int] = frozenset()) -> float:
-        """``portions``: buckets that are gathered from those."""
+        """Return the seconds to gather a unit's buckets, of which those in ``portions`` are gathered from portions."""
         return sum(self._gathers[bucket, bucket in portions].seconds for bucket in use.buckets)
 
     @cached_property
@@ -112,11 +112,11 @@ class StepOutlines:
         return frozenset(set.intersection(*both))
 
     def portions(self, kept: Set[int]) -> frozenset[int]:
-        """Buckets of which a portion stays for the backward, where these stay whole."""
+        """Return the buckets of which a portion stays for the backward, if the ``kept`` buckets stay whole."""
         return frozenset(bucket for bucket in self.in_both - kept if self.context.buckets[bucket].portion_size)
 
     def decisions_by_policy(self) -> Decisions:
-        """What the policy says without a solver."""
+        """Return the decisions of the policy, without a solver."""
         context, kept = self.context, self._kept_by_policy()
         gathers = {
             phase: {
@@ -137,16 +137,16 @@ class StepOutlines:
         return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed)
 
     def resting(self, optimizer: OptimizerCost) -> Mapping[Category, int]:
-        """Bytes that a rank holds between steps, gradients apart."""
+        """Return the bytes that a rank holds between steps, without gradients, by category."""
         if optimizer not in self._resting:
             self._resting[optimizer] = resting_memory(self.context.buckets, optimizer, self.context.other_bytes)
         return self._resting[optimizer]
 
     def timeline(self, decisions: Decisions, optimizer: OptimizerCost, *, details: bool = False) -> Timeline:
-        """A step with these decisions, simulated.
+        """Simulate a step with these decisions.
 
         Args:
-            details: spans and memory over time too, not only sums.
+            details: Whether to record spans and memory over time, not only sums.
         """
         events, resting = self.events(decisions), self.resting(optimizer)
         return simulate(events, self.context, self.costs, resting, optimizer, details=details)
@@ -154,21 +154,24 @@ class StepOutlines:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def events(self, decisions: Decisions) -> dict[Stage, list[Event]]:
-        """Of all graphs, in order."""
+        """Return the events of all graphs, in order."""
         return {STAGES[phase]: self._events(phase, decisions) for phase in self.outlines}
 
     def turns(
         self, decisions: Decisions, order: Iterable[Phase], received: int = 0, sent: int = 0, held: bool = True
     ) -> list[Turn]:
-        """Of several microbatches of one step, whose gradients are summed whole and reduced in the last backward.
+        """Return the forwards and backwards of several microbatches of one step.
+
+        Gradients are accumulated unsharded and reduced in the last backward.
 
         Args:
-            order: forwards and backwards, one of each for every microbatch.
-            received: bytes of the input of a forward, which its backward needs.
-            sent: bytes of the output of a forward; its gradient has as many.
-            held: the output stays until its backward is over, and memory for all inputs and gradients of outputs is there
-                anyway. If False, the output goes when it is sent, and the others are there from when they arrive; what stays
-                to the end is the gradient of the input.
+            order: Forwards and backwards, one of each for every microbatch.
+            received: Bytes of the input of a forward, which its backward needs.
+            sent: Bytes of the output of a forward. The output's gradient has the same size.
+            held: True: the output stays in memory until its backward has finished, and memory for all inputs and
+                gradients of outputs is preallocated. False: the output is released when it has been sent, and inputs
+                and gradients of outputs are allocated when they arrive. Only the gradient of the input stays to the
+                end.
         """
         order = list(order)
         last = len(order) - 1 - order[::-1].index(Phase.BACKWARD)
@@ -179,7 +182,8 @@ class StepOutlines:
         goes: dict[Phase, list[Event]] = {Phase.FORWARD: [], Phase.BACKWARD: [out]}
         if not held:
             arrives = {Phase.FORWARD: [into], Phase.BACKWARD: [Allocate(Category.TEMPORARY, sent)]}
-            goes = {Phase.FORWARD: [out], Phase.BACKWARD: [out]}  # the input goes, and its gradient stays
+            # The backward releases the input, but the input's gradient of the same size stays.
+            goes = {Phase.FORWARD: [out], Phase.BACKWARD: [out]}
         begins = True
         for place, phase in enumerate(order):
             key = phase, phase is Phase.BACKWARD and (begins, place == last)
@@ -191,15 +195,15 @@ class StepOutlines:
         return found
 
     def _events(self, phase: Phase, decisions: Decisions, begins: bool = True, ends: bool = True) -> list[Event]:
-        """Of one graph.
+        """Return the events of one graph.
 
         Args:
-            begins: no gradients of other microbatches wait.
-            ends: those that wait are reduced.
+            begins: Whether no gradients of earlier microbatches have been accumulated.
+            ends: Whether accumulated gradients are reduced.
         """
         outline = self.outlines[phase]
         count = len(outline.segments)
-        before: list[list[Event]] = [[] for _ in range(count + 1)]  # a segment; the last: at the end
+        before: list[list[Event]] = [[] for _ in range(count + 1)]  # by segment; the last entry: at the end
         after: list[list[Event]] = [[] for _ in range(count + 1)]
         kept = decisions.kept if phase in (Phase.FORWARD, Phase.BACKWARD) else frozenset()
         self._place_gathers(phase, self.uses(phase, kept), kept, decisions, before, after)
@@ -224,7 +228,7 @@ class StepOutlines:
         return events + before[-1]
 
     def _of_segments(self, outline: Outline) -> list[list[Event]]:
-        """What each segment does by itself."""
+        """Return the events of each segment, without those of collectives."""
         units: dict[str, list[Event]] = {}
         for number, info in enumerate(self.context.buckets):
             units.setdefault(info.unit, []).append(Enter(number))
@@ -239,7 +243,7 @@ class StepOutlines:
             if segment.rise:
                 events.append(Free(Category.TEMPORARY, segment.rise))
             net = [(segment.saved, Category.SAVED), (segment.temporary, Category.TEMPORARY)]
-            events += [Free(category, -size) for size, category in net if size < 0]  # first: both were in the rise
+            events += [Free(category, -size) for size, category in net if size < 0]  # first, as the rise includes both
             events += [Allocate(category, size) for size, category in net if size > 0]
             found.append(events)
         return found
@@ -257,7 +261,7 @@ class StepOutlines:
         portions = decisions.portions or frozenset()
         again = portions if phase is Phase.BACKWARD else frozenset()
         leaves = portions if phase is Phase.FORWARD else frozenset()
-        starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by the use before whose wait; the last: at once
+        starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by use before whose wait; last entry: at once
         for i, use in enumerate(uses):
             units = decisions.gather(phase, use.buckets, gathered_bytes(use, context), context).units
             starts[max(i - units, -1)].append(use)
@@ -285,7 +289,7 @@ class StepOutlines:
     ) -> None:
         hows = [decisions.reductions.get(g.bucket) or self._reductions_by_policy[g.bucket] for g in gradients]
         key = sums, tuple((how.later, how.packed) for how in hows)
-        if key not in self._placed:  # many schedules that are tried differ in their gathers alone
+        if key not in self._placed:  # many of the tried schedules differ only in their gathers
             self._placed[key] = self._reductions(gradients, hows, *sums)
         packed, others, at_end = self._placed[key]
         for segment, allocated in packed:
@@ -298,8 +302,8 @@ class StepOutlines:
         self, gradients: Sequence[Gradients], hows: Sequence[Behind], begins: bool, ends: bool
     ) -> _Reductions:
         context = self.context
-        # The start of each reduction, what happens right before it is packed, and right after it has started; the last: at
-        # the end.
+        # starts: events at the start of each reduction. ahead: events right before it is packed; the last entry: at the
+        # end. behind: events right after it has started.
         starts: list[list[Event]] = [[] for _ in gradients]
         ahead: list[list[Event]] = [[] for _ in range(len(gradients) + 1)]
         behind: list[list[Event]] = [[] for _ in gradients]
@@ -332,7 +336,7 @@ class StepOutlines:
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:
                 place += [Free(Category.GRADIENTS, held), final]
-            if not begins and not info.exchange.may_wait(0):  # added to what is there
+            if not begins and not info.exchange.may_wait(0):  # added to the existing gradient
                 place.append(Free(Category.GRADIENTS, final.bytes))
         packed: list[tuple[int, Event]] = []
         others: list[tuple[int, list[Event]]] = []
@@ -348,7 +352,8 @@ class StepOutlines:
         return packed, others, ahead[-1]
 
     def _waiting(self, info: BucketInfo, begins: bool, ends: bool) -> list[Event]:
-        """A packed gradient is added to the sum of those before; what is left is the sum, if it is reduced now."""
+        """Return the events that add packed gradients to the accumulated sum and, if ``ends``, prepare it for
+        reduction."""
         packed = info.layout.numel * info.exchange.comm_dtype.itemsize
         total = info.layout.numel * info.grad_dtype.itemsize
         if begins and ends:
@@ -363,7 +368,7 @@ class StepOutlines:
         return events
 
     def lines(self, decisions: Decisions) -> dict[Phase, list[str]]:
-        """Starts and waits in order, a line each, by graph."""
+        """Return the starts and waits in order, one line each, by graph."""
         names = [info.name for info in self.context.buckets]
         found: dict[Phase, list[str]] = {}
         for phase in self.outlines:
