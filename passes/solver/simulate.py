@@ -145,7 +145,7 @@ class Timeline:
 
     Args:
         seconds: Time of the whole step.
-        compute_seconds: Time of computation, without the optimizer's step.
+        compute_seconds: Time of computation, including the optimizer's step.
         flops: Floating-point operations of this rank's matrix products.
         spans: Intervals of activity; empty without details.
         exposures: All collectives, in order of their starts.
