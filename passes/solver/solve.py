@@ -1,23 +1,26 @@
-"""Finding a schedule: as fast as the memory budget allows.
+"""Find the fastest schedule within a memory budget.
 
-What can be chosen: how early each gather starts, which buckets stay gathered for the backward, how late reductions are
-awaited. For a bound on memory a schedule is made in one go:
+The solver chooses how early each gather starts, which buckets stay gathered for the backward, and how late reductions
+are awaited. For a given memory bound it makes a schedule in three steps:
 
-1. Gathers, from the last to the first: each starts as late as still hides it, and not earlier than there is room for it all
-   the way to its use. Where a simulation shows it exposed nevertheless (reductions were in its way), earlier.
-2. Buckets stay for which there is room, those first whose gathers in backward cost most time per byte. Whether this comes
-   before or after 1 is tried.
-3. Reductions are awaited later where that saves time.
+1. Place the starts of gathers, from the last to the first. Each starts as late as possible while still hidden, but not
+   earlier than memory allows all the way to its use. If a simulation shows it exposed nevertheless, because reductions
+   delayed it, it moves earlier.
+2. Keep buckets that fit in memory. Those whose gathers in backward cost the most time per byte come first. The solver
+tries
+   this step both before and after step 1.
+3. Await reductions later if that saves time.
 
-Bounds are tried between what the smallest schedule needs and what the largest one would take, closer together where memory is
-tight; of the schedules that fit into the budget the fastest is chosen, of equally fast ones the one that communicates least.
+The solver tries several bounds between the needs of the smallest and the largest schedule, closer together where memory
+is tight. Among the schedules within the budget it chooses the fastest; among equally fast ones, the one that
+communicates least.
 
-More memory never makes a step slower: what is made for a bound does not depend on the budget, and a larger budget chooses
-among all that a smaller one does. (The budget itself is no bound for that reason: a schedule that is made for 40 GiB would not
-be looked at with 41.)
+More memory never makes a step slower. A schedule for a bound does not depend on the budget, and a larger budget allows
+every schedule that a smaller one does. For that reason the budget itself is not a bound: a schedule made for 40 GiB
+would not be tried with 41 GiB.
 
-The idea of ranking what stays gathered by time saved per byte is DeepCompile's (https://arxiv.org/abs/2504.09983), which stops
-at the first bucket that does not fit.
+Ranking buckets by time saved per byte is an idea of DeepCompile (https://arxiv.org/abs/2504.09983), which stops at the
+first bucket that does not fit.
 """
 
 from __future__ import annotations
@@ -39,16 +42,17 @@ from .step_events import STAGES, StepOutlines, gathered_bytes
 __all__ = ["BudgetError", "Solution", "excess", "explained", "gib", "smallest", "solve"]
 
 _BOUNDS = 12
-"""Memory bounds that are tried between the smallest schedule and the largest."""
+"""Number of memory bounds to try between the smallest schedule and the largest."""
 _ROUNDS = 4
-"""Times that gathers which a simulation shows exposed are moved earlier."""
+"""Maximum number of rounds that move gathers earlier which a simulation shows exposed."""
 
 
 class BudgetError(ValueError):
     """No schedule keeps to the memory budget.
 
     Args:
-        needed: bytes that the smallest schedule has in memory.
+        message: Error message.
+        needed: Peak bytes of the smallest schedule.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -58,11 +62,11 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True)
 class Solution:
-    """A schedule and what it leads to.
+    """A schedule and its simulation.
 
     Args:
-        decisions: of it.
-        timeline: simulated; without spans.
+        decisions: Decisions of the schedule.
+        timeline: Simulated timeline, without spans.
     """
 
     decisions: Decisions
@@ -80,21 +84,22 @@ def solve(
     up_to_budget: bool = False,
     refusal: str = "",
 ) -> Solution:
-    """The fastest schedule within a budget.
+    """Return the fastest schedule within a budget.
 
     Args:
-        plan: what there is to schedule.
-        optimizer: whose state is in memory, and whose step ends the timeline.
-        budget: bytes of a rank in all; None: no bound.
-        prefetch: how many units ahead gathers start; None: as is best.
-        reshard: whether buckets are gathered again in backward, a number of ranks: from portions; None: as is best.
-        bounds: memory bounds to try, the same whatever the budget is: more memory is never slower then.
-        up_to_budget: try the budget as a bound too: finds with few bounds what is found with many, but a larger budget may be
-            slower by a little.
-        refusal: how the message begins where there is none; by default it speaks of ``memory_budget``.
+        plan: Outlines of the graphs to schedule.
+        optimizer: Cost of the optimizer. Its state is in memory, and its step ends the timeline.
+        budget: Total bytes on a rank; None: no bound.
+        prefetch: Number of units ahead at which gathers start; None: the solver chooses.
+        reshard: Whether buckets are gathered again in backward; a number of ranks: from that many portions; None: the
+            solver chooses.
+        bounds: Number of memory bounds to try. They do not depend on the budget, so that more memory is never slower.
+        up_to_budget: Whether to try the budget as a bound too. This finds with few bounds what otherwise takes many,
+            but a larger budget may then be slightly slower.
+        refusal: Beginning of the error message; by default it mentions ``memory_budget``.
 
     Raises:
-        BudgetError: there is none; the message says what is missing and what would help.
+        BudgetError: No schedule fits. The message says what is missing and what would help.
     """
     return _Solver(plan, optimizer, prefetch, reshard).solve(budget, bounds, up_to_budget, refusal)
 
@@ -102,19 +107,20 @@ def solve(
 def smallest(
     plan: StepOutlines, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | int | None = None
 ) -> Solution:
-    """The schedule that takes the least memory; of any batch the same, since nothing of it depends on times."""
+    """Return the schedule that takes the least memory. It does not depend on times, so it is the same for every
+    batch."""
     return _Solver(plan, optimizer, prefetch, reshard)._smallest()
 
 
 def excess(timeline: Timeline, budget: int) -> str:
-    """``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
+    """Return a text such as ``"71.20 GiB in memory in the backward of layers.3 (...), 1.20 GiB too much"``."""
     made_of = ", ".join(f"{category.value} {gib(size)}" for size, category in _peak_parts(timeline))
     where = f"in the {timeline.peak_stage.value}" + (f" of {timeline.peak_at}" if timeline.peak_at else "")
     return f"{gib(timeline.peak_bytes)} in memory {where} ({made_of}), {gib(timeline.peak_bytes - budget)} too much"
 
 
 def _peak_parts(timeline: Timeline) -> list[tuple[int, Category]]:
-    """What the peak is made of, the most first."""
+    """Return the parts of the peak, largest first."""
     return sorted(((size, category) for category, size in timeline.peak_parts.items() if size), reverse=True)
 
 
@@ -152,7 +158,7 @@ class _Solver:
         return _with_reasons_of_reductions(best, largest)
 
     def _usual(self) -> list[Solution]:
-        """What there would be without a solver, where everything is left to it: the rule of thumb may be better."""
+        """Return the policy's schedule if everything is left to the solver, because the rule of thumb may be better."""
         if self.prefetch is not None or self.reshard is not None:
             return []
         return [Solution(self.policy, self.timeline(self.policy))]
@@ -164,7 +170,7 @@ class _Solver:
         return self._tried[key]
 
     def _smallest(self) -> Solution:
-        """The schedule that takes the least memory."""
+        """Return the schedule that takes the least memory."""
         kept = frozenset() if self.reshard is None else self._kept_by_option()
         distance = (self.prefetch or 0) if self.context.overlap.gathers else 0
         gathers = {
@@ -179,7 +185,7 @@ class _Solver:
         return Solution(decisions, self.timeline(decisions))
 
     def _with_reasons(self, smallest: Solution, budget: int) -> Solution:
-        """With what is missing for each gather to start a unit earlier."""
+        """Add to each gather the bytes that are missing for it to start a unit earlier."""
         decisions = smallest.decisions
         wanted = self._gathers(budget, decisions.kept, decisions.reductions, {})
         gathers = {
@@ -202,7 +208,8 @@ class _Solver:
         return self.plan.in_both if self.context.whole_model else frozenset()
 
     def _reductions(self, in_flight: int, by_bucket: bool = False) -> dict[int, Behind]:
-        """With those of so many units, or of so many buckets, under way."""
+        """Return the places of waits with the reductions of ``in_flight`` units, or buckets if ``by_bucket``, in
+        flight."""
         backward = self.plan.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
         overlap = self.context.overlap.reductions
@@ -213,22 +220,23 @@ class _Solver:
 
     @functools.cached_property
     def _least_seconds_at_once(self) -> float:
-        """Of a step in which computation stands still during each reduction."""
+        """Least seconds of a step in which each reduction blocks computation."""
         computed = sum(segment.seconds for outline in self.plan.outlines.values() for segment in outline.segments)
         return computed + sum(e.seconds for e in self._smallest().timeline.exposures if e.what == "reduce")
 
     # -- schedules for one bound --------------------------------------------------------------------------------------
 
     def _schedules(self, bound: int | None, fastest: float = math.inf) -> Iterator[Solution]:
-        """Those that come into question; their peaks may be above the bound by what a simulation adds.
+        """Yield candidate schedules for a bound. A simulation may show peaks somewhat above the bound.
 
         Args:
-            fastest: seconds of a step that is known already. What cannot be faster is left out.
+            bound: Bound on memory in bytes; None: no bound.
+            fastest: Seconds of the fastest known step. Schedules that cannot be faster are left out.
         """
         overlap = self.context.overlap.reductions
         later = [self._reductions(units) for units in ((1, 2, 4) if overlap else (0,))]
         sooner: list[dict[int, Behind]] = []
-        if overlap and bound is not None:  # what is not in flight leaves room for other things
+        if overlap and bound is not None:  # fewer reductions in flight leave memory for other uses
             sooner = [by_bucket] if (by_bucket := self._reductions(1, by_bucket=True)) != later[0] else []
             sooner += [self._reductions(0)] if self._least_seconds_at_once < fastest else []
         for first in (False, True) if self.reshard is None and bound is not None else (True,):
@@ -274,7 +282,7 @@ class _Solver:
         before: Mapping[Phase, Mapping[int, Ahead]],
         late: Mapping[Stage, set[int]] | None = None,
     ) -> dict[Phase, dict[int, Ahead]]:
-        """How early gathers start, one unit earlier than ``before`` for those that came ``late``."""
+        """Return how early gathers start; those in ``late`` start one unit earlier than in ``before``."""
         found: dict[Phase, dict[int, Ahead]] = {}
         for phase, outline in self.plan.outlines.items():
             uses = self.plan.uses(phase, kept)
@@ -294,16 +302,16 @@ class _Solver:
             else:
                 again = self.plan.portions(kept) if phase is Phase.BACKWARD else frozenset()
                 wanted = self._wanted(outline, uses, again)
-            starts: list[tuple[int, Why]] = []  # from the last one on
+            starts: list[tuple[int, Why]] = []  # from the last use to the first
             latest = len(uses)
-            for i in range(len(uses) - 1, -1, -1):  # later ones start later
+            for i in range(len(uses) - 1, -1, -1):  # a gather starts no later than the one after it
                 latest, missing = memory.earliest(uses, i, max(-1, min(wanted[i], latest, i)))
                 limit = Limit.BUDGET if missing else Limit.BEGIN if latest < 0 else Limit.NONE
                 starts.append((latest, Why(limit, missing)))
             found[phase] = {}
             place, why = -1, Why(Limit.BEGIN)
             for i, use in enumerate(uses):
-                if starts[-1 - i][0] >= place:  # else there was less room for the one before it, which starts first
+                if starts[-1 - i][0] >= place:  # else the gather before this one had less room, and it must start first
                     place, why = starts[-1 - i]
                 found[phase].update((bucket, Ahead(i - place, why)) for bucket in use.buckets)
         return found
@@ -311,7 +319,7 @@ class _Solver:
     def _without(
         self, kept: frozenset[int], gathers: Mapping[Phase, Mapping[int, Ahead]]
     ) -> dict[Phase, Mapping[int, Ahead]]:
-        """The same starts, counted in the units that are left in backward."""
+        """Return the same starts, counted in the units that backward still gathers."""
         if not kept:
             return dict(gathers)
         number = {bucket: i for i, use in enumerate(self.plan.uses(Phase.BACKWARD)) for bucket in use.buckets}
@@ -319,7 +327,7 @@ class _Solver:
         found: dict[int, Ahead] = {}
         for i, use in enumerate(left):
             ahead = gathers[Phase.BACKWARD][use.buckets[0]]
-            if self.prefetch is None:  # else it is counted in what is gathered
+            if self.prefetch is None:  # a given prefetch already counts only gathered units
                 start = number[use.buckets[0]] - ahead.units
                 units = i + 1 if start < 0 else sum(number[other.buckets[0]] >= start for other in left[:i])
                 ahead = replace(ahead, units=units)
@@ -327,8 +335,16 @@ class _Solver:
         return {**gathers, Phase.BACKWARD: found}
 
     def _wanted(self, outline: Outline, uses: Sequence[Use], portions: frozenset[int]) -> list[int]:
-        """For each gather, from ``portions`` of these buckets, the latest earlier one before whose wait it must start to be
-        there in time; -1: as the graph begins."""
+        """Return for each gather the latest use before whose wait it must start to finish in time.
+
+        Args:
+            outline: Outline of the graph.
+            uses: Gathers of the graph.
+            portions: Buckets that are gathered from portions.
+
+        Returns:
+            Indices into ``uses``; -1: the beginning of the graph.
+        """
         at = [0.0]
         for segment in outline.segments:
             at.append(at[-1] + segment.seconds)
@@ -344,7 +360,7 @@ class _Solver:
     def _keep(
         self, bound: int | None, gathers: Mapping[Phase, Mapping[int, Ahead]], reductions: Mapping[int, Behind]
     ) -> tuple[frozenset[int], dict[int, Why]]:
-        """Buckets that stay, and why others do not."""
+        """Return the buckets that stay gathered, and why other buckets do not."""
         if self.reshard is not None:
             return self._kept_by_option(), {}
         candidates = self._keepable()
@@ -385,8 +401,10 @@ class _Solver:
     def used(
         self, phase: Phase, kept: frozenset[int], reductions: Mapping[int, Behind], gathers: Mapping[int, Ahead]
     ) -> np.ndarray:
-        """Bytes that are in memory in each segment of a graph, for the caller to change; gathers that are not among
-        ``gathers`` start at their use."""
+        """Return the bytes in memory in each segment of a graph, as an array that the caller may change.
+
+        Gathers without an entry in ``gathers`` start at their use.
+        """
         laters = tuple(behind.later for behind in reductions.values())
         key = (phase, kept, laters, tuple((bucket, ahead.units) for bucket, ahead in gathers.items()))
         if key not in self._rooms:
@@ -399,7 +417,7 @@ class _Solver:
         outlines, infos = self.plan.outlines, self.context.buckets
         outline = outlines[phase]
         count = len(outline.segments)
-        change = [0] * (count + 1)  # from one segment to the next
+        change = [0] * (count + 1)  # change in bytes at the beginning of each segment
 
         def take(size: int, begin: int, end: int) -> None:
             if begin < end:
@@ -431,7 +449,7 @@ class _Solver:
             info = infos[g.bucket]
             following = i + reductions[g.bucket].later
             end = ready[following] + 1 if following < len(ready) else count
-            # From the start on its result is there too.
+            # The result of the reduction is allocated when the reduction starts.
             begin = g.begin if g.begin is not None else g.ready
             take(info.layout.numel * info.exchange.comm_dtype.itemsize, begin, end)
             take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
@@ -461,7 +479,7 @@ class _Solver:
 
 
 def _between(low: int, high: int, count: int) -> list[int]:
-    """Bounds that are tried: equal steps, and one more in the first of them, where a little memory gains most.
+    """Return the bounds to try: equal steps, and one more within the first step, where a little memory gains most.
 
     >>> _between(100, 190, 3)
     [100, 110, 130, 160]
@@ -471,10 +489,10 @@ def _between(low: int, high: int, count: int) -> list[int]:
 
 
 class _Room:
-    """Memory that is left in a graph, by segment, below a bound.
+    """Memory left below a bound, by segment of a graph.
 
     Args:
-        gathers: what has been decided about gathers; they take their room.
+        gathers: Decisions about gathers that already take memory.
     """
 
     def __init__(
@@ -493,14 +511,23 @@ class _Room:
         self.used[begin:end] += size
 
     def missing(self, size: int, begin: int, end: int) -> int:
-        """Bytes that are missing for ``size`` more in the segments ``[begin, end)``; negative, or 0: none."""
+        """Return the bytes missing for ``size`` more bytes in the segments ``[begin, end)``; 0 or less: they fit."""
         if self.bound is None or begin >= end:
             return 0
         return int(self.used[begin:end].max()) + size - self.bound
 
     def earliest(self, uses: Sequence[Use], i: int, wish: int) -> tuple[int, int]:
-        """From which earlier use on there is room for gather ``i``, not before ``wish`` (-1: the beginning); and what is
-        missing for one earlier. Takes the room."""
+        """Take memory for gather ``i``, from the earliest possible use on.
+
+        Args:
+            uses: Gathers of the graph.
+            i: Index of the gather.
+            wish: Index of the use from which on memory is wanted; -1: the beginning of the graph.
+
+        Returns:
+            Index of the use from which on there is memory, not before ``wish``; and the bytes missing to start one use
+            earlier, 0 if the wish is met.
+        """
         size = gathered_bytes(uses[i], self.context)
         start, missing = i, 0
         while start > wish:
@@ -513,7 +540,7 @@ class _Room:
 
 
 def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Solution:
-    """With what keeps reductions from being awaited as late as they are where memory is no matter."""
+    """Name the budget as the reason for reductions that are awaited earlier than without a bound on memory."""
     later = largest.decisions.reductions
     reductions = {
         bucket: replace(behind, why=Why(Limit.BUDGET)) if behind.later < later[bucket].later else behind
@@ -523,21 +550,22 @@ def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Soluti
 
 
 def _rank(solution: Solution) -> tuple[float, float, int]:
-    """Fast, then little communication, then little memory. Times are rounded: what differs by less is equal."""
+    """Return a sort key: time, then communication, then memory. Times are rounded, so that tiny differences do not
+    count."""
     timeline = solution.timeline
     sent = sum(exposure.seconds for exposure in timeline.exposures)
     return float(f"{timeline.seconds:.6g}"), float(f"{sent:.6g}"), timeline.peak_bytes
 
 
 def _key(decisions: Decisions) -> object:
-    """What of decisions has an effect."""
+    """Return the parts of decisions that have an effect."""
     gathers = tuple((phase, tuple((b, a.units) for b, a in of.items())) for phase, of in decisions.gathers.items())
     reductions = tuple((bucket, behind.later, behind.packed) for bucket, behind in decisions.reductions.items())
     return decisions.kept, decisions.portions, gathers, reductions
 
 
 def gib(size: float) -> str:
-    """Bytes in words."""
+    """Format bytes as GiB or MiB."""
     return f"{size / (1 << 30):.2f} GiB" if size >= 1 << 28 else f"{size / (1 << 20):.2f} MiB"
 
 
@@ -545,10 +573,12 @@ def gib(size: float) -> str:
 
 
 def explained(timeline: Timeline, decisions: Decisions, phases: Mapping[Stage, Phase]) -> Timeline:
-    """The timeline with a reason for everything that is exposed, from what was recorded when it was decided.
+    """Return the timeline with a reason for every exposed collective, as recorded with the decisions.
 
     Args:
-        phases: the graphs that ran, by stage.
+        timeline: Simulated timeline.
+        decisions: Decisions that the timeline follows.
+        phases: Graphs that ran, by stage.
     """
     return replace(
         timeline,
