@@ -1,19 +1,23 @@
-"""Ranks agree on what was decided about a schedule.
+"""Make all ranks agree on the decisions about a schedule.
 
-What the solver finds depends on the shapes of this rank's batch and on this rank's machine, and the order of collectives on
-what it finds. So where there are other ranks, decisions are made together, once for graphs of one structure: the same buckets,
-used in the same order, with the same options. Decisions are bound to buckets, so that they hold for batches of all shapes.
+The solver's result depends on the shapes of this rank's batch and on this rank's machine, and the order of collectives
+depends on the result. Ranks therefore decide together, once for all graphs of one structure: the same buckets, used in
+the same order, with the same options. Decisions refer to buckets, so they hold for batches of all shapes.
 
-1. When a rank compiles a structure for the first time, so do all others, before any of its collectives starts: that is the
-   moment to meet. Every rank offers the schedule that is best for its own batch, and what the smallest one takes.
-2. Some of these, of the ranks that need most memory first, and the smallest schedule of all, are simulated by every rank for its
-   own batch.
-3. Of those that fit on every rank the one is taken whose slowest rank is fastest. There is one, unless a rank cannot keep the
-   budget at all: then that is the error, on every rank.
+1. When a rank compiles a structure for the first time, so do all others, before any of its collectives starts. This is
+where
+   they meet. Every rank offers the schedule that is best for its own batch, and tells the memory that its smallest
+   schedule needs.
+2. Every rank simulates, for its own batch, some of these schedules (those of the ranks that need the most memory first)
+and
+   the smallest schedule.
+3. Of the schedules that fit on every rank, the ranks take the one whose slowest rank is fastest. There is always one,
+unless
+   a rank cannot keep its budget at all. In that case all ranks raise that rank's error.
 
-Later graphs of the structure take what was agreed on: a rank that meets a batch of another length compiles alone. If that batch
-does not fit, the rank asks for another schedule, which takes all ranks; the old code of all of them is compiled anew then. If
-the others have no need of one, they do not come, and the step ends with an error on all ranks.
+Later graphs of the structure take the agreed schedule, so a rank that gets a batch of another length compiles alone. If
+that batch does not fit, the rank asks for another schedule. This takes all ranks, and afterwards all of them recompile.
+If the other ranks do not need another schedule, they do not join, and the step ends with an error on all ranks.
 """
 
 from __future__ import annotations
@@ -35,18 +39,18 @@ from .step_events import StepOutlines
 __all__ = ["Meeting", "Problem", "Settled", "effect", "from_plain", "plain", "settle"]
 
 _CANDIDATES = 4
-"""Schedules that every rank tries, besides the smallest."""
+"""Number of schedules that every rank tries, in addition to the smallest."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a rank has to schedule.
+    """The scheduling problem of a rank.
 
     Args:
-        plan: of its graphs.
-        optimizer: whose state is in memory, and whose step ends a training step.
-        budget: bytes.
-        prefetch, reshard, refusal: as in :func:`.solve.solve`.
+        plan: Outlines of its graphs.
+        optimizer: Cost of the optimizer. Its state is in memory, and its step ends a training step.
+        budget: Memory budget in bytes.
+        prefetch, reshard, refusal: See :func:`.solve.solve`.
     """
 
     plan: StepOutlines
@@ -70,17 +74,19 @@ class Problem:
         return smallest(self.plan, self.optimizer, prefetch=self.prefetch, reshard=self.reshard)
 
     def timeline(self, decisions: Decisions) -> Timeline:
-        """What decisions lead to, here; without spans."""
+        """Simulate decisions on this rank, without spans."""
         return self.plan.timeline(decisions, self.optimizer)
 
     @property
     def communicates(self) -> bool:
-        """Whether anything depends on other ranks: evaluation with parameters that are whole does not."""
+        """Whether the step depends on other ranks. Evaluation with unsharded parameters does not."""
         return any(outline.uses or outline.gradients for outline in self.plan.outlines.values())
 
     def uses(self, names: Sequence[str]) -> list[str]:
-        """The structure: which buckets each graph gathers and reduces. Without their order in it, which is that of their
-        numbers, or follows from it."""
+        """Return lines about the structure: which buckets each graph gathers and reduces.
+
+        The order of use is left out, because it is the order of the buckets' indices or follows from it.
+        """
         lines = []
         for phase, outline in self.plan.outlines.items():
             gathered = sorted(bucket for use in outline.uses for bucket in use.buckets)
@@ -93,13 +99,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Settled:
-    """What ranks have agreed on.
+    """Schedule that ranks have agreed on.
 
     Args:
-        decisions: about the schedule.
-        rank, batch, machine: the rank that found them, for which batch, with times of which machine.
-        ranks: how many have agreed.
-        is_smallest: whether none of the schedules that are best for a rank fits on all.
+        decisions: Decisions about the schedule.
+        rank, batch, machine: Rank that found them, its batch, and the machine whose times it used.
+        ranks: Number of ranks that agreed.
+        is_smallest: Whether this is the smallest schedule, because no rank's best schedule fits on all ranks.
     """
 
     decisions: Decisions
@@ -118,13 +124,13 @@ class Settled:
 
 
 class Meeting(Protocol):
-    """Where this rank meets the others, and what they know.
+    """Channel through which ranks agree on schedules, and the schedules agreed on so far.
 
     Args:
-        rank: this one, in the job.
-        ranks: how many meet.
-        batch: that this rank compiles for, in words.
-        options: of the backend, in words.
+        rank: Global rank of this process.
+        ranks: Number of ranks that meet.
+        batch: Description of the batch that this rank compiles for.
+        options: Description of the backend's options.
     """
 
     rank: int
@@ -134,44 +140,48 @@ class Meeting(Protocol):
 
     @property
     def known(self) -> MutableMapping[str, Settled]:
-        """What has been settled, by structure; the same on all ranks."""
+        """Agreed schedules by structure; the same on all ranks."""
 
     def meet(
         self, topic: str, lines: Sequence[str], offer: Any, combine: Callable[[Sequence[Any]], Any], again: bool
     ) -> Any:
-        """What ``combine`` makes of every rank's ``offer``: plain data, the same on all ranks.
+        """Combine every rank's ``offer`` with ``combine``, and return the result: plain data, the same on all ranks.
 
         Args:
-            again: others may well not come; nobody waits longer for them than for a collective.
+            topic: What the ranks agree on.
+            lines: Description of the graphs, which must be equal on all ranks.
+            offer: Plain data of this rank.
+            combine: Function of all offers.
+            again: Whether other ranks may well not join. Then the wait for them is no longer than for a collective.
 
         Raises:
-            RuntimeError: ``lines`` differ between ranks, or a rank did not come.
+            RuntimeError: ``lines`` differ between ranks, or a rank did not arrive.
         """
 
     def warn(self, error: Exception) -> None:
-        """This rank is about to ask for something that others may not agree to: their errors are to say so."""
+        """Tell other ranks that this rank is about to ask for another schedule, so that their errors can mention it."""
 
     def all_came(self) -> None:
-        """Nobody needs to be warned any more."""
+        """Withdraw the warning, because all ranks arrived."""
 
     def replaced(self) -> None:
-        """All ranks agreed on another schedule: code that follows the old one must not run again."""
+        """Discard code that follows the old schedule, because all ranks agreed on another one."""
 
     def failed(self, error: Exception) -> None:
-        """This rank leaves the step, and the others do not know."""
+        """Tell other ranks that this rank leaves the step with an error."""
 
 
 def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
-    """What is decided for graphs of this structure, and what that leads to on this rank.
+    """Return the agreed schedule for graphs of this structure, and its simulation on this rank.
 
     Raises:
-        BudgetError: a rank cannot keep to its memory budget, this one or another, which the message names.
-        RuntimeError: ranks come with other graphs, or do not come.
+        BudgetError: A rank cannot keep to its memory budget. The message names the rank.
+        RuntimeError: Other ranks have different graphs, or do not arrive.
     """
     context = problem.plan.context
     names = [info.name for info in context.buckets]
     numbers = [f"#{number}" for number in range(len(names))]
-    # Without names and with no number that differs between instances that run each other's code.
+    # The structure has no names, and no number that differs between instances that share code.
     structure = [meeting.options, replace(context, other_bytes=0).signature, *problem.uses(numbers)]
     key = hashlib.sha256("\n".join(structure).encode()).hexdigest()
     lines = [meeting.options, *(f"bucket {name}" for name in names), *problem.uses(names)]
@@ -179,7 +189,7 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
     if known is None:
         try:
             meeting.known[key] = _agree(problem, meeting, "Schedule", lines, again=False)
-        except RuntimeError as error:  # a BudgetError is none, and all ranks have it
+        except RuntimeError as error:  # a BudgetError is no RuntimeError, and is raised on all ranks
             meeting.failed(error)
             raise
     else:
@@ -234,7 +244,7 @@ def _agree(problem: Problem, meeting: Meeting, topic: str, lines: Sequence[str],
 
 
 def _candidates(offers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Different schedules, those of ranks that need most memory first."""
+    """Return distinct schedules, those of the ranks that need the most memory first."""
     found: dict[str, Mapping[str, Any]] = {}
     for offer in sorted(offers, key=lambda offer: (-offer["needed"], offer["rank"])):
         found.setdefault(effect(offer["decisions"]), offer)
@@ -242,10 +252,12 @@ def _candidates(offers: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _fastest(seconds: Sequence[Sequence[float | None]]) -> int:
-    """Of schedules that fit on all ranks the one whose slowest rank is fastest; of equally fast ones the first.
+    """Return the index of the schedule whose slowest rank is fastest, among those that fit on all ranks.
+
+    Of equally fast schedules it is the first.
 
     Args:
-        seconds: by rank, then by schedule; None: it does not fit.
+        seconds: Seconds by rank, then by schedule; None: the schedule does not fit.
     """
     slowest = {
         number: max(float(f"{one:.6g}") for one in of if one is not None)
@@ -271,7 +283,7 @@ def _outgrown(known: Settled, timeline: Timeline, budget: int, meeting: Meeting)
 
 
 def plain(value: Any) -> Any:
-    """Decisions as JSON has them: dataclasses by name of their fields, mappings as sorted pairs, sets as sorted lists."""
+    """Convert decisions to JSON data: dataclasses to dicts by field, mappings to sorted pairs, sets to sorted lists."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):
@@ -286,10 +298,10 @@ def plain(value: Any) -> Any:
 
 
 def from_plain(kind: Any, value: Any) -> Any:
-    """The reverse, for a type as it is annotated.
+    """Convert JSON data back to a value of the annotated type ``kind``.
 
     Raises:
-        TypeError: a type that decisions do not have.
+        TypeError: Decisions do not use this type.
     """
     origin, of = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType) and len(of) == 2 and of[1] is type(None):
@@ -307,7 +319,7 @@ def from_plain(kind: Any, value: Any) -> Any:
 
 
 def effect(decisions: Any) -> str:
-    """What of decisions, in their plain form, changes a graph: all but the reasons."""
+    """Return the parts of plain decisions that change a graph: everything except the reasons."""
     return json.dumps(_without_reasons(decisions))
 
 
