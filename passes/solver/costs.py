@@ -14,8 +14,8 @@ Collectives. A ring over ``n`` ranks, ``l`` of them in each of ``m`` nodes::
     seconds = launch + (n - m) latency_in_node + (m - 1) latency_between + (n - 1) / n  bytes / bandwidth
 
 This is the formula of NCCL's own tuning model. A ring that spans nodes leaves each node through as many network cards
-as it has ranks there. Therefore ``bandwidth`` is the smaller of the link's inside a node and ``l`` times one rank's
-network bandwidth. An all-reduce moves the data twice, over a ring or a tree, whichever is faster.
+as it has ranks there. Therefore ``bandwidth`` is the smaller of the intra-node bandwidth and ``l`` times the
+inter-node bandwidth of one rank. An all-reduce moves the data twice, over a ring or a tree, whichever is faster.
 """
 
 from __future__ import annotations

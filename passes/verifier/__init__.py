@@ -1,1 +1,1 @@
-"""Checks every graph against the rules that keep gradients right."""
+"""Check every graph against the rules that keep gradients correct."""
