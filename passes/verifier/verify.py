@@ -1,30 +1,36 @@
-"""The last word on a graph: rules whose breach would mean wrong gradients, lost memory or a hang.
+"""Verify a graph: check rules whose breach would mean wrong gradients, lost memory or a hang.
 
-The rules are those that any sharded training keeps to, in the words of this package:
+These rules apply to any sharded training. In the terms of this package:
 
 ====  =====================  ===========================================================================================
-V1    awaited before use     every gather is awaited before the first read of the bucket or of a view of it
-V2    released after use     a bucket is gathered once in a graph, and released at most once, after its last read. Memory
-                             is released by the last read, or by a pass's ``resize_storage_bytes_``
-V3    memory apart           gathers that are in use at a time never share memory. There is no ring of buffers: collectives
-                             allocate, unless a pass gives them buffers, which are looked at
-V4    reduced once           each trainable element is in exactly one reduction of a backward; frozen elements in none
-V5    reduced complete       a reduction starts after all that contributes to its gradients: for tied parameters, all uses
-V6    one order              each process group gets the collectives of the buckets' exchanges, stage after stage, with
-                             their operators, groups and sizes; backward gathers over the ranks that have portions, of
-                             buckets that forward has left portions of. Ranks agree on the order at run time: :mod:`.announce`
-V7    untouched in flight    between the start of a collective and its wait nobody writes to, or reads, what it works on,
-                             and all are awaited. Streams are the runtime's; waits are the order that a graph can give
-V8    not saved              no gathered bucket, view or cast of one is saved for backward or returned, but for those
-                             buckets, and portions of others, that were decided to stay
-V9    scaled right           the operations of the stages, the factor, and what is summed over microbatches first, are
-                             those of the bucket's exchange
-V10   shards match           what is returned for a shard, which the optimizer applies to it, has its place, elements and
-                             dtype; parameters are read, and gradients packed, at their offsets of the bucket
+V1    awaited before use     Every gather is awaited before the first read of the bucket or of a view of it.
+V2    released after use     A bucket is gathered once in a graph, and released at most once, after its last read. The
+last
+                             read releases the memory, or a pass does with ``resize_storage_bytes_``.
+V3    memory apart           Gathered buckets that are in use at the same time never share memory. There is no buffer
+ring:
+                             collectives allocate their outputs, unless a pass gives them buffers, which are checked.
+V4    reduced once           Each trainable element is in exactly one reduction of a backward; frozen elements are in
+none. V5    reduced complete       A reduction starts after all contributions to its gradients: for tied parameters, all
+uses. V6    one order              Each process group gets the collectives of the buckets' exchanges, stage by stage,
+with their
+                             operators, groups and sizes. Buckets with portions are gathered in backward over the ranks
+                             that hold the portions. Ranks compare the order at run time: :mod:`.announce`.
+V7    untouched in flight    Between the start of a collective and its wait, nothing reads its output or writes to its
+                             memory. All collectives are awaited. Streams belong to the runtime; a graph orders by
+                             waits.
+V8    not saved              No gathered bucket, view or cast of one is saved for backward or returned, except buckets
+and
+                             portions that were chosen to stay.
+V9    scaled right           The operations of the stages, the factor, and the sum over microbatches are those of the
+                             bucket's exchange.
+V10   shards match           The gradient returned for a shard has the shard's position, elements and dtype. Parameters
+are
+                             read, and gradients packed, at their offsets in the bucket.
 ====  =====================  ===========================================================================================
 
-All hold wherever passes run: none speaks of how good a schedule is. Some need to know what the graph was when it came to
-the passes (:class:`.Contract`); of graphs made by hand, for which that is not known, they check the rest.
+All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
+before the passes (:class:`.Contract`). For hand-made graphs without a contract, those comparisons are skipped.
 """
 
 from __future__ import annotations
@@ -51,12 +57,12 @@ _NOT_OF_MODELS = tuple(str(Path(inspect.getfile(module)).parent) for module in (
 
 
 class ScheduleError(RuntimeError):
-    """A graph breaks rules of sharded training: a bug in a pass, not in the model.
+    """A graph breaks rules of sharded training. This is a bug in a pass, not in the model.
 
     Args:
-        breaches: all of them, not empty.
-        context, phase: of the graph.
-        after: name of the pass that was applied last; empty if that is not known.
+        breaches: All breaches; not empty.
+        context, phase: Context and phase of the graph.
+        after: Name of the pass that was applied last; empty if unknown.
     """
 
     def __init__(self, breaches: Sequence[Breach], context: Context, phase: Phase, after: str = "") -> None:
@@ -74,19 +80,19 @@ class ScheduleError(RuntimeError):
 
 
 def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") -> Report:
-    """Check a graph with sharded parameters against the rules V1 to V10. Changes nothing.
+    """Check a graph with sharded parameters against the rules V1 to V10, without changing it.
 
-    What a pass of your own is given is what this takes; it runs after every such pass anyway.
+    It takes the arguments of a pass, so a user pass can call it. It also runs after every user pass.
 
     Args:
-        graph: a forward, backward or inference graph on its way through the passes.
-        context: of the graph.
-        phase: which of these it is.
-        after: name of the pass that was applied last, for the message.
+        graph: A forward, backward or inference graph, before or after any pass.
+        context: Context of the graph.
+        phase: Phase of the graph.
+        after: Name of the pass that was applied last, for the message.
 
     Raises:
-        ScheduleError: it names every rule that is broken, the unit, the bucket, the parameter if one is concerned, the
-            node, and the line of the model that this comes from.
+        ScheduleError: The graph breaks a rule. The message names the broken rules with the unit, the bucket, the
+            parameter if there is one, the node, and the line of the model that the node comes from.
     """
     found = Analysis(graph, context, phase)
     if broken := _check(found):
@@ -98,7 +104,7 @@ def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") 
 
 
 def breaches(graph: fx.Graph, context: Context, phase: Phase) -> list[Breach]:
-    """What breaks rules, in their order; empty if nothing does."""
+    """Return all breaches, in the order of the rules; empty if there are none."""
     return _check(Analysis(graph, context, phase))
 
 
@@ -120,7 +126,7 @@ def _describe(breach: Breach, context: Context) -> str:
 
 
 def _source_line(node: fx.Node) -> str:
-    """The line of the model that a node, or else what is computed next of it, comes from."""
+    """Return the line of the model that a node comes from, or that the nearest node with a line comes from."""
     pending, seen = [node], {node}
     while pending and len(seen) < 100:
         at = pending.pop(0)
