@@ -1,11 +1,12 @@
-"""What a graph has to keep to, whatever passes do to it: taken when it comes to them, looked at by the verifier.
+"""Contract of a graph: properties that passes must preserve, recorded before the first pass and checked by the
+verifier.
 
-Some mistakes cannot be seen in a graph alone: a gradient that is left out looks like a parameter that has none, outputs
-that have changed places look like outputs. So the graph is noted down before the first pass touches it: inputs and
-outputs by position, which gradients go where, and what each was made of.
+Some mistakes are invisible in a graph alone. A dropped gradient looks like a parameter without one, and swapped outputs
+look like any other outputs. Therefore a contract is recorded before the first pass: inputs and outputs by position, the
+place of each gradient, and what each gradient is computed from.
 
-It goes by names of nodes, which are unique in a graph and stay with a node; a pass may put new nodes in the place of
-old ones. It is plain data, and lies in the output node's meta, where whoever has the graph finds it.
+The contract refers to nodes by name. Names are unique in a graph and stay with their node, even if a pass replaces
+other nodes. The contract is plain data in the output node's meta, so it travels with the graph.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from .analysis import PACK, Analysis, tensor_of
 __all__ = ["Contract", "Gradient", "GraphOutput", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
 
 _aten = torch.ops.aten
-# Where contributions of several uses of a parameter are summed, and which arguments are terms.
+# Operators that sum the contributions of several uses of a parameter, and the arguments that are terms of the sum.
 _SUMS = {_aten.add.Tensor: (0, 1), _aten.addmm.default: (0,), _aten.baddbmm.default: (0,)}
 
 
 class GraphOutput(NamedTuple):
-    """What a graph returns at some position: a node's name, None for what is no node, and its dtype and shape."""
+    """An output of a graph.
+
+    Args:
+        name: Name of the node; None if the output is not a node.
+        value: Dtype and shape; empty if the output is not a tensor.
+    """
 
     name: str | None
     value: str
@@ -46,13 +52,14 @@ class GraphOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradient:
-    """A gradient that is packed.
+    """A packed gradient.
 
     Args:
-        name: of its node.
-        inputs: of the graph that it depends on, as bits: the lowest is the first input. Sets would take quadratic memory.
-        terms: that it is the sum of, one per use of a parameter.
-        made_of: names of what it is computed of alone, one after the other.
+        name: Name of its node.
+        inputs: Bit mask of the graph inputs that it depends on; the lowest bit is the first input. Sets would take
+            quadratic memory.
+        terms: Number of terms that it is the sum of, one per use of the parameter.
+        made_of: Names of the single-input chain of nodes that it is computed from, nearest first.
     """
 
     name: str
@@ -63,17 +70,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Contract:
-    """What passes must keep.
+    """Properties of a graph that passes must preserve.
 
     Args:
-        user_outputs: of a forward graph, how many of the first outputs the model itself returns.
-        inputs: names of placeholders.
-        outputs: by position.
-        returned: by bucket, the position of its shard's gradient.
-        gradients: by bucket, then by number of the parameter in it.
-        reads: by bucket, how often each part ``(start, stop)`` of it is read.
-        kept: buckets that were decided to stay gathered from forward to backward.
-        portions: buckets of which ranks keep portions, for the backward to gather.
+        user_outputs: Number of outputs, at the beginning, that a forward graph returns for the model itself.
+        inputs: Names of placeholders.
+        outputs: Outputs by position.
+        returned: Output position of the shard's gradient, by bucket.
+        gradients: Gradients by bucket, then by index of the parameter in the bucket.
+        reads: How often each slice ``(start, stop)`` of a bucket is read, by bucket.
+        kept: Buckets that were chosen to stay gathered from forward to backward.
+        portions: Buckets of which ranks keep portions, for the backward to gather.
     """
 
     user_outputs: int
@@ -120,8 +127,11 @@ def reads_of(found: Analysis) -> dict[int, Counter[tuple[int, int]]]:
 
 
 def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | None]]:
-    """Gradients, and which parameter of the bucket each is for, by its offset; None for none, or for one that has its
-    gradient already. Parameters without elements share an offset with the one after them."""
+    """Return the packed gradients, and the index of the parameter that each belongs to by its offset.
+
+    The index is None if there is no parameter at the offset, or if the parameter already has a gradient. Empty
+    parameters share an offset with the parameter after them.
+    """
     free: dict[int, list[int]] = {}
     for number, slot in enumerate(layout.slots):
         free.setdefault(slot.offset, []).append(number)
@@ -172,7 +182,7 @@ def _chain(node: fx.Node) -> Iterator[str]:
 
 
 def _terms(gradient: fx.Node) -> int:
-    """How many different things a gradient is the sum of."""
+    """Return the number of distinct terms that a gradient is the sum of."""
     terms, pending, seen = 0, [gradient], set()
     while pending:
         node = pending.pop()
@@ -186,6 +196,6 @@ def _terms(gradient: fx.Node) -> int:
         if summed is None or not inputs:
             terms += 1
             continue
-        terms += node.target is not _aten.add.Tensor  # the product that the sum is fused with
+        terms += node.target is not _aten.add.Tensor  # addmm and baddbmm also add a matrix product
         pending += inputs  # type: ignore[arg-type]
     return terms
