@@ -1,8 +1,8 @@
-"""What the verifier's rules look at: a graph's collectives and the data flow around them.
+"""Input of the verifier's rules: a graph's collectives and the data flow around them.
 
-Unlike :mod:`.roles`, which takes graphs for right, this takes in broken ones too: a collective that nobody awaits, one
-that reads something else than it should, one that a pass made and gave no role. Which bucket a node belongs to is what its
-role or its mark says, or else what it reads; whether that is so is for the rules to check.
+Unlike :mod:`.roles`, which assumes that graphs are correct, this module also handles broken graphs: collectives that
+are never awaited, that read the wrong input, or that a pass added without a role. The bucket of a node is taken from
+its role or mark, or else from its input. The rules check whether that bucket is right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COPIES = (*roles.CASTS, _aten.clone.default, _aten.contiguous.default)
 
 
 class StorageRange(NamedTuple):
-    """The elements ``[start, stop)`` of what ``root`` allocates, or is given."""
+    """Elements ``[start, stop)`` of the memory that ``root`` allocates or receives."""
 
     root: fx.Node
     start: float = 0
@@ -42,14 +42,14 @@ class StorageRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CollectiveNode:
-    """A collective of ours.
+    """One of our own collectives.
 
     Args:
-        node: starts it.
-        bucket: that it is for.
-        gathers: or else reduces.
-        waits: for it.
-        readers: what reads its result unawaited.
+        node: Node that starts it.
+        bucket: Index of its bucket.
+        gathers: Whether it gathers; otherwise it reduces.
+        waits: Nodes that wait for it.
+        readers: Nodes that read its result without a wait.
     """
 
     node: fx.Node
@@ -65,16 +65,16 @@ class CollectiveNode:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A bucket that is whole.
+    """A whole bucket, gathered or never sharded.
 
     Args:
-        bucket: its number.
-        node: the whole bucket.
-        launch: the gather that makes it whole; None where nothing is sent.
-        aliases: the node, unless it is one of the graph's inputs, and its views, views of views.
-        casts: of these, and views of them.
-        copies: clones, and casts and views of them.
-        uses: what reads one of all these.
+        bucket: Index of the bucket.
+        node: Node of the whole bucket.
+        launch: Gather that makes it whole; None if nothing is communicated.
+        aliases: The node, unless it is a graph input, and its views, including views of views.
+        casts: Casts of the aliases, and views of the casts.
+        copies: Clones, and casts and views of the clones.
+        uses: Nodes that read any of these.
     """
 
     bucket: int
@@ -87,7 +87,7 @@ class Whole:
 
     @property
     def reads(self) -> list[fx.Node]:
-        """What reads its memory; not what reads copies."""
+        """Nodes that read its memory, without those that read only casts or copies."""
         own = {self.node, *self.aliases}
         return [n for n in (*self.aliases, *self.casts, *self.copies, *self.uses) if own & set(n.all_input_nodes)]
 
@@ -97,9 +97,9 @@ class Portion:
     """A copy of this rank's portion of a bucket, in a forward graph.
 
     Args:
-        bucket: that it is for.
-        node: copies it.
-        whole: that it is copied from, if it is a whole bucket.
+        bucket: Index of its bucket.
+        node: Node that copies it.
+        whole: Whole bucket that it is copied from; None if it is copied from something else.
     """
 
     bucket: int
@@ -112,11 +112,11 @@ class ReductionFlow:
     """The reduction of a bucket's gradients.
 
     Args:
-        bucket: that its last stage is for.
-        pack: that its first stage reads; None where it reads something else.
-        stages: its collectives.
-        before: what is computed in front of each, of nothing else.
-        returned: positions among the graph's outputs, and what is computed in front of each of them.
+        bucket: Bucket of its last stage.
+        pack: Packed gradients that its first stage reads; None if it reads something else.
+        stages: Collectives of the stages.
+        before: For each stage, the single-input nodes before it.
+        returned: Positions among the graph's outputs, and for each the single-input nodes before it.
     """
 
     bucket: int
@@ -127,14 +127,14 @@ class ReductionFlow:
 
 
 class Analysis:
-    """Of one graph."""
+    """Collectives and data flow of one graph."""
 
     def __init__(self, graph: fx.Graph, context: Context, phase: Phase) -> None:
         self.graph, self.context, self.phase = graph, context, phase
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         (values,) = graph.output_node().args
         self.outputs: list[Any] = list(values) if isinstance(values, (list, tuple)) else [values]
-        """In order; None and constants too, so that positions count."""
+        """Outputs in order, including None and constants, so that indices are output positions."""
         self.launches = list(self._launches())
         self._launch_of = {launch.node: launch for launch in self.launches}
         self.wholes = list(self._wholes())
@@ -145,12 +145,12 @@ class Analysis:
 
     @cached_property
     def whole_of(self) -> dict[fx.Node, Whole]:
-        """By node that is a gathered bucket, a view or a cast of one; or a shard that views are taken of."""
+        """Whole bucket of each node that is one, or a view, cast or copy of one; or an input that is viewed as one."""
         return {n: whole for whole in self.wholes for n in (whole.node, *whole.aliases, *whole.casts, *whole.copies)}
 
     @cached_property
     def portion_of(self) -> dict[fx.Node, Portion]:
-        """By node that copies one."""
+        """Portion of each node that copies one."""
         found = {}
         for node in self.graph.find_nodes(op="call_function", target=roles.PORTION):
             if (bucket := _bucket_of(node)) is not None:
@@ -164,14 +164,15 @@ class Analysis:
         return list(self.portion_of.values())
 
     def needed_until(self, portion: fx.Node) -> int:
-        """Position up to which a portion, copied here or a placeholder, must not change."""
+        """Return the position up to which a portion must not change. The portion is a copy or a placeholder."""
         if portion.op != "placeholder":
             return len(self.order)
         return max((self.in_flight(self._launch_of[n])[1] for n in portion.users if n in self._launch_of), default=0)
 
     @cached_property
     def writes(self) -> list[tuple[fx.Node, StorageRange]]:
-        """What is written to, and by what; gathers that write where they are told are none."""
+        """Writing nodes, and the memory that they write to. Our own collectives with an output argument do not
+        count."""
         return [
             (node, self.memory(target))
             for node in self.graph.nodes
@@ -180,14 +181,14 @@ class Analysis:
         ]
 
     def memory(self, node: fx.Node) -> StorageRange:
-        """Where a node's value lies."""
-        start, stop = 0.0, math.inf  # of the node at hand
+        """Return the memory of a node's value."""
+        start, stop = 0.0, math.inf  # range within the current node
         while node.op == "call_function":
             source = node.all_input_nodes[0] if node.all_input_nodes else None
             if (part := _part(node)) is not None:
                 start, stop = part[0] + start, min(part[0] + stop, part[1])
             elif roles.is_view(node):
-                start, stop = 0, math.inf  # elements may change places
+                start, stop = 0, math.inf  # the view may reorder elements
             elif written := _written(node):
                 source = written[0]
             elif node.target is not WAIT:
@@ -198,17 +199,17 @@ class Analysis:
         return StorageRange(node, start, stop)
 
     def in_flight(self, launch: CollectiveNode) -> tuple[int, int]:
-        """Positions of the start of a collective and of its end."""
+        """Return the positions of a collective's start and of its last wait."""
         start = self.order[launch.node]
         return start, max((self.order[wait] for wait in launch.waits), default=len(self.order))
 
     def live(self, whole: Whole) -> tuple[int, int]:
-        """Positions between which a gathered bucket must not change."""
+        """Return the positions between which a gathered bucket must not change."""
         start = self.order[whole.launch.node if whole.launch else whole.node]
         return start, max((self.order[read] for read in whole.reads), default=start)
 
     def parameter(self, bucket: int, node: fx.Node) -> str | None:
-        """The name of the parameter that a view of a bucket is part of, if it is of one."""
+        """Return the name of the parameter that a view of a bucket belongs to, or None."""
         slots = self.info(bucket).layout.slots
         while node.op == "call_function" and node.all_input_nodes:
             source = node.all_input_nodes[0]
@@ -220,7 +221,7 @@ class Analysis:
         return slots[0].name if len(slots) == 1 else None
 
     def slices(self, whole: Whole) -> list[tuple[fx.Node, tuple[int, int]]]:
-        """Parts ``(start, stop)`` that are taken of a gathered bucket."""
+        """Return the nodes that slice a gathered bucket, with their ranges ``(start, stop)``."""
         found = ((user, _part(user)) for user in whole.node.users)
         return [(user, part) for user, part in found if part is not None]
 
@@ -271,7 +272,7 @@ class Analysis:
         return Whole(bucket, root, launch, tuple(aliases), tuple(casts), tuple(copies), tuple(uses))
 
     def _reductions(self) -> Iterator[ReductionFlow]:
-        """One for each collective that no other one goes on from."""
+        """Yield one reduction for each reducing collective that no further stage follows."""
         launches = {launch.node: launch for launch in self.launches if not launch.gathers}
         if not launches:
             return
@@ -296,8 +297,11 @@ class Analysis:
 
 
 def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-    """Up to a collective, its wait or packed gradients, through what is computed of one thing alone: that, and what was
-    passed."""
+    """Follow single-input nodes up to a collective, a wait or packed gradients.
+
+    Returns:
+        The node at the end, and the nodes on the way in graph order.
+    """
     passed: list[fx.Node] = []
     while (
         node is not None
@@ -311,12 +315,12 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
 
 
 def _awaited(node: fx.Node | None) -> Any:
-    """What a node is a wait for; itself, if it is none."""
+    """Return the node that a wait waits for; a node that is no wait is returned itself."""
     return node.args[0] if node is not None and node.target is WAIT else node
 
 
 def _bucket_of(node: fx.Node) -> int | None:
-    """The bucket that a collective is for; None for the model's own collectives."""
+    """Return the bucket of a collective; None for the model's own collectives."""
     if (role := role_of(node)) is not None:
         return role.bucket
     if (mark := (node.meta.get("custom") or {}).get(roles.MARK)) is not None:
@@ -333,20 +337,20 @@ def _bucket_of(node: fx.Node) -> int | None:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """Of a call of an operator, by name."""
+    """Return the arguments of an operator call, by name."""
     assert isinstance(node.target, torch._ops.OpOverload)
     names = [argument.name for argument in node.target._schema.arguments]
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def tensor_of(node: Any) -> Tensor | None:
-    """What a node says of its value."""
+    """Return the tensor in a node's ``meta["val"]``; None if there is none."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
 
 
 def _part(node: fx.Node) -> tuple[int, int] | None:
-    """The elements ``(start, stop)`` that a slice takes of a flat tensor; None if the node is no such slice."""
+    """Return the elements ``(start, stop)`` that a slice takes of a flat tensor; None for other nodes."""
     if node.op != "call_function" or node.target is not _aten.slice.Tensor:
         return None
     given = arguments(node)
@@ -359,7 +363,7 @@ def _part(node: fx.Node) -> tuple[int, int] | None:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The inputs that an operator writes to."""
+    """Return the inputs that an operator writes to."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return []
     if not node.target._schema.is_mutable:
