@@ -1,7 +1,7 @@
-"""The rules that a graph with sharded parameters keeps to; each looks at an :class:`Analysis` and says what breaks it.
+"""Rules for graphs with sharded parameters. Each rule inspects an :class:`Analysis` and yields what breaks it.
 
-They speak of what would make numbers wrong, lose memory or hang, and of nothing else: a slow schedule breaks none. So they
-hold in front of every pass and after it.
+The rules only concern wrong results, lost memory and hangs. A slow schedule breaks none of them. Therefore they hold
+before and after every pass.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _OPERATORS = {
 
 @dataclass(frozen=True, eq=False)
 class Breach:
-    """What breaks a rule.
+    """A breach of a rule.
 
     Args:
-        rule: ``"V1"``.
-        what: one clause.
-        node: where.
-        bucket: its number, if one is concerned.
-        parameter: its name, if one is concerned.
+        rule: Number of the rule, such as ``"V1"``.
+        what: Description in one clause.
+        node: Node that breaks the rule.
+        bucket: Index of the affected bucket, if there is one.
+        parameter: Name of the affected parameter, if there is one.
     """
 
     rule: str
@@ -50,17 +50,17 @@ class Breach:
 
 
 Findings = Iterator[tuple[Any, ...]]
-"""Of a rule: what, the node, and as far as they are concerned the bucket and the parameter."""
+"""Findings of a rule: the arguments of :class:`Breach` after the first; bucket and parameter may be missing."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One of the ten.
+    """One of the ten rules.
 
     Args:
-        number: ``"V1"``, stable.
-        name: in a word or two, stable.
-        check: looks at a graph.
+        number: Stable number such as ``"V1"``.
+        name: Stable short name.
+        check: Function that inspects a graph and yields findings.
     """
 
     number: str
@@ -82,8 +82,8 @@ def _gathers(found: Analysis) -> Iterator[CollectiveNode]:
 def _awaited(found: Analysis, _: Contract | None) -> Findings:
     """A gathered bucket is awaited before anything reads it or a view of it.
 
-    What stays gathered between uses (a resident) is awaited too, shards themselves are not read as parameters, and no
-    shell, which has no memory, is left.
+    Residents, which stay gathered between uses, are awaited too. Shards are not read as parameters. No shell is left in
+    the graph, because shells have no memory.
     """
     order = found.order
     for launch in _gathers(found):
@@ -100,7 +100,7 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
             other = found.info(whole.launch.bucket).name
             yield f"what is awaited for it is the gather of {other!r}", whole.node, bucket
         if whole.node.op == "placeholder":
-            # A bucket that forward kept is an input of its backward.
+            # A bucket that forward kept is an input of the backward.
             value, numel = tensor_of(whole.node), found.info(bucket).layout.numel
             partial = value is not None and value.numel() != numel
             kept = found.phase is Phase.BACKWARD and bool(exchange.gather_group)
@@ -125,7 +125,7 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
             source = node.all_input_nodes[0]
             of, its = found.whole_of.get(source), role_of(source)
             if of is None and its is not None and its.kind in (NodeKind.VIEW, NodeKind.START_GATHER):
-                continue  # said already
+                continue  # already reported
             if of is None:
                 yield f"{node} is a view of {source}, which is not gathered", node, role.bucket
             elif of.bucket != role.bucket:
@@ -134,10 +134,10 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
 
 
 def _released(found: Analysis, _: Contract | None) -> Findings:
-    """A bucket is gathered once in a graph, for somebody, and its memory released at most once, after its last read.
+    """A bucket is gathered once in a graph and read, and its memory is released at most once, after its last read.
 
-    A gathered bucket is released by its last read. A pass may do it by hand, with ``resize_storage_bytes_``: not before
-    its wait, and not what belongs to the runtime (residents, what forward kept).
+    The last read of a gathered bucket releases it. A pass may release it explicitly with ``resize_storage_bytes_``, but
+    not before its wait, and not if the memory belongs to the runtime (residents, and buckets that forward kept).
     """
     seen: set[int] = set()
     for whole in found.wholes:
@@ -167,10 +167,10 @@ def _released(found: Analysis, _: Contract | None) -> Findings:
 
 
 def _apart(found: Analysis, _: Contract | None) -> Findings:
-    """Gathered buckets that are in use at a time are never in the same memory, and nothing else is written there.
+    """Gathered buckets that are in use at the same time never share memory, and nothing else is written there.
 
-    Matters where collectives write into buffers that a pass gives them (``all_gather_into_tensor_out``), and for
-    operators that write in place. Nor is anything written to a portion that waits for its gather in backward.
+    This matters for collectives that write into buffers provided by a pass (``all_gather_into_tensor_out``), and for
+    operators that write in place. Portions are not written to either until the backward has gathered them.
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
     by_root: dict[fx.Node, list[Any]] = {}
@@ -221,7 +221,7 @@ def _once(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _places(found: Analysis, contract: Contract | None, pack: fx.Node, bucket: int) -> Findings:
-    """Whether each gradient is in the place of its parameter in a packed bucket, and in no other one."""
+    """Check that each gradient is packed in its parameter's slot, and in no other slot."""
     slots = found.info(bucket).layout.slots
     expected = contract.gradients.get(bucket, {}) if contract is not None else {}
     index_of = {gradient.name: index for index, gradient in expected.items()}
@@ -248,10 +248,10 @@ def _places(found: Analysis, contract: Contract | None, pack: fx.Node, bucket: i
 
 
 def _complete(found: Analysis, contract: Contract | None) -> Findings:
-    """A reduction starts from the packed gradients of its bucket, after all that contributes to them.
+    """A reduction starts from the packed gradients of its bucket, after all contributions to them.
 
-    A gradient is what it was when the graph came to the passes: the same sum (one term per use of a tied parameter), of
-    the same inputs at least.
+    Each gradient is the same as before the passes: a sum of at least as many terms (one per use of a tied parameter)
+    that depends on at least the same inputs.
     """
     order = found.order
     now, names = (gradients_of(found), {node.name for node in order}) if contract is not None else ({}, set())
@@ -272,7 +272,7 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
         for index, gradient in now.get(bucket, {}).items():
             was, name = expected.get(index), slots[index].name
             if was is None or gradient.name in {other.name for i, other in expected.items() if i != index}:
-                continue  # of rule V4
+                continue  # covered by rule V4
             if gradient.terms < was.terms:
                 what = f"{gradient.name} is the sum of {gradient.terms} terms, of {was.terms} that there were"
                 yield what, reduction.pack, bucket, name
@@ -287,11 +287,11 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _ordered(found: Analysis, contract: Contract | None) -> Findings:
-    """Every rank starts the same collectives on the same process groups, in one order.
+    """Every rank starts the same collectives on the same process groups, in the same order.
 
-    Those of the exchange of each bucket, stage after stage, with the operator, the group and the size that it gives, and
-    none where a branch decides; portions are of fewer ranks, and gathered over these. That the order is the same on all
-    ranks is for the digest of the schedule to say.
+    The collectives are those of each bucket's exchange, stage by stage, with its operators, groups and sizes. None is
+    in the body of a branch. Portions are shared by fewer ranks, and gathered over those. The digest of the schedule
+    checks at run time that the order is the same on all ranks.
     """
     for launch in _gathers(found):
         info, given = found.info(launch.bucket), arguments(launch.node)
@@ -313,7 +313,7 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
             operator = _OPERATORS.get(launch.node.target) or given.get("collective")  # type: ignore[arg-type]
-            its_size = given.get("group_size", size)  # an all-reduce says none
+            its_size = given.get("group_size", size)  # an all-reduce has no size argument
             its_group = given.get("group_name", given.get("group"))
             if (operator, its_size, its_group) != (collective, size, group):
                 its = f"{operator} over {_group(its_size, its_group)}"
@@ -328,7 +328,7 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _of_portions(found: Analysis, contract: Contract | None, launch: CollectiveNode) -> bool:
-    """Whether a bucket is to be gathered from portions; of graphs made by hand, whether it is."""
+    """Whether a bucket must be gathered from portions; for graphs without a contract, whether it is."""
     if contract is not None:
         return found.phase is Phase.BACKWARD and launch.bucket in contract.portions
     return launch.input is not None and roles.has_kind(launch.input, NodeKind.PORTION)
@@ -339,7 +339,7 @@ def _group(size: Any, name: Any) -> str:
 
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
-    """Of the graph that an attribute holds, if it does."""
+    """Yield the nodes of the graph that an attribute holds, if it holds one, and of the graphs inside it."""
     body: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         body = getattr(body, part, None)
@@ -351,10 +351,11 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _in_step(found: Analysis, _: Contract | None) -> Findings:
-    """While a collective is under way nothing touches what it reads or writes, and it is awaited before the graph ends.
+    """While a collective is in flight, nothing touches the memory that it uses, and it is awaited before the graph
+    ends.
 
-    Collectives run on streams of their own; their wait is what orders them against computation and against each other.
-    A reduction reads no unawaited result of another one.
+    Collectives run on their own streams. Only their waits order them relative to computation and to each other. A
+    reduction does not read the unawaited result of another reduction.
     """
     flights: dict[fx.Node, list[tuple[StorageRange, CollectiveNode, tuple[int, int]]]] = {}
     for launch in found.launches:
@@ -364,7 +365,7 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
                 memory = found.memory(node)
                 flights.setdefault(memory.root, []).append((memory, launch, flight))
         if launch.gathers:
-            continue  # the rest is of rule V1
+            continue  # rule V1 covers the rest
         for reader in launch.readers:
             yield f"{reader} reads the reduction unawaited", reader, launch.bucket
         if not launch.waits:
@@ -382,9 +383,10 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
 
 
 def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
-    """No gathered bucket, view or cast of one is saved for backward, nor returned; what the model returns apart.
+    """No gathered bucket, or view or cast of one, is saved for backward or returned, except what the model itself
+    returns.
 
-    As a whole those buckets may be that were decided to stay; and of others, where that was decided, a portion.
+    Whole buckets may be saved if they were chosen to stay gathered, and portions if they were chosen to be kept.
     """
     before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
     own = contract.user_outputs if contract is not None else 0
@@ -402,7 +404,7 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
         if whole is None or value.op == "placeholder" or not (saved or contract is None or value.name not in before):
             continue
         if value in whole.copies and value.name in before:
-            continue  # a copy that the model makes
+            continue  # a copy made by the model
         decided = may_keep if contract is None else whole.bucket in contract.kept and value.name in before
         if not (saved and decided and value is whole.node and whole.launch is not None and found.context.whole_model):
             what = "saved for backward" if saved else "returned"
@@ -410,10 +412,10 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _scaled(found: Analysis, contract: Contract | None) -> Findings:
-    """Each bucket is summed over all its ranks and microbatches, and scaled by the factor of its exchange, once.
+    """Each bucket is summed over all its ranks and microbatches, and scaled once by the factor of its exchange.
 
-    Stages have the exchange's operation, wait for the last microbatch where it says so, with the sum of this bucket; and
-    float16 is scaled before it is summed.
+    Stages use the exchange's operation. If the exchange says so, they run only in the last microbatch, with the
+    accumulated sum of this bucket. Gradients in float16 are scaled before they are summed.
     """
     for reduction in found.reductions:
         bucket, exchange = reduction.bucket, found.info(reduction.bucket).exchange
@@ -462,7 +464,7 @@ def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ..
 
 
 def _factor(node: fx.Node) -> float | None:
-    """What an operator of one input multiplies it by; None if it does something else."""
+    """Return the factor by which a single-input operator scales its input; None if it does something else."""
     if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default):
         return 1.0
     if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:
@@ -474,12 +476,11 @@ def _factor(node: fx.Node) -> float | None:
 
 
 def _matching(found: Analysis, contract: Contract | None) -> Findings:
-    """What the optimizer holds and what the graph computes agree: a shard and its gradient have the same place, elements
-    and dtype.
+    """The optimizer's shards match the graph: a shard and its gradient have the same position, elements and dtype.
 
-    A bucket is gathered from its own shard, or its own portion where one was left, in the compute dtype; parameters are
-    read at their offsets of it; gradients are packed in the dtype of their reduction; and every output is where it was, of
-    the shape and dtype that it had.
+    A bucket is gathered in the compute dtype from its own shard, or from its own portion if one was kept. Parameters
+    are read at their offsets in the bucket. Gradients are packed in the dtype of their reduction. Every output keeps
+    its position, shape and dtype.
     """
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
@@ -526,7 +527,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _source(launch: CollectiveNode) -> fx.Node:
-    """What a gather casts and sends."""
+    """Return the node that a gather casts and sends."""
     node = launch.node
     while node.op == "call_function" and node.all_input_nodes and (node is launch.node or node.target in roles.CASTS):
         node = node.all_input_nodes[0]
