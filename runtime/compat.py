@@ -1,10 +1,10 @@
 """Every private torch symbol that mfsdp-compile uses, in one place.
 
-Supported: torch 2.11 to 2.15. Symbols imported at the top of this file are checked when the package is imported. A
-torch that lacks one of them fails there, by name, and not in the middle of a training step. Symbols of the compiler are
-imported inside the functions that use them, because importing Inductor takes seconds that eager users need not pay.
-Each function has a test in ``tests/test_compat.py``. Nothing in torch is monkeypatched, but two of its CPU kernels are
-overridden: see ``_gather_on_cpu`` (at import) and ``on_failed_waits``.
+Supported: torch 2.11 to 2.15. Symbols imported at the top of this file are checked when the package is imported. If
+torch lacks one of them, the import fails and names the symbol, instead of a failure in the middle of a training step.
+Symbols of the compiler are imported inside the functions that use them, because importing Inductor takes seconds that
+eager users should not pay for. Each function has a test in ``tests/test_compat.py``. Nothing in torch is monkeypatched,
+but two of its CPU kernels are overridden: see ``_gather_on_cpu`` (at import) and ``on_failed_waits``.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def known_groups() -> dict[str, list[int]]:
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
-    """Return how many collectives this rank has started on a group; 0 if the backend does not count."""
+    """Return the number of collectives that this rank has started on a group; 0 if the backend does not count them."""
     try:
         return group._get_sequence_number_for_group()
     except RuntimeError:  # the group has several backends, or one that does not count
@@ -315,12 +315,12 @@ def collectives_started(group: dist.ProcessGroup) -> int:
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks of a process group do not exist."""
+    """Whether a process group is fake: its other ranks do not exist."""
     return {backend.rpartition(":")[2] for backend in dist.get_backend(group).split(",")} == {"fake"}
 
 
 def is_real_group(name: str) -> bool:
-    """Whether the ranks of a process group exist."""
+    """Whether a process group, given by name, is not fake."""
     return not is_simulated(_resolve_process_group(name))
 
 
@@ -388,7 +388,7 @@ CONNECT_TIMEOUT = 10.0
 
 
 def another_connection(store: dist.Store) -> dist.Store:
-    """Open a separate connection to the same store. A thread that waits in a store locks its connection for others.
+    """Open a separate connection to the same store. A thread that waits in a store blocks its connection for others.
 
     Raises:
         OSError: The store is gone. Torch would retry for five minutes.
@@ -432,11 +432,11 @@ def connect_to_store(host: str, port: int, patience: timedelta) -> dist.TCPStore
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
-    """Make everything that waits for other ranks in this process group fail at once, here and there.
+    """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
 
     The group cannot be used any more. Gloo cannot abort a wait (its ``abort()`` does nothing), but it notices closed
-    connections. The group's store has the addresses that its ranks told each other to connect to. They identify which
-    of the process's connections belong to the group.
+    connections. The group's store holds the addresses that its ranks published for each other. They identify which of
+    the process's connections belong to the group.
     """
     store = _world.pg_map[group][1]
     for device in group._device_types:
@@ -470,7 +470,8 @@ def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
 
 
 def _as_gloo_tells(family: int, address: Any) -> bytes | None:
-    """Return the beginning of the system's structure for an address."""
+    """Return the beginning of the ``sockaddr`` structure of an address, as in gloo's messages; None for other
+    families."""
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_pton(family, address[0])
     if family == socket.AF_INET6:
@@ -486,7 +487,7 @@ def is_generated(file: str) -> bool:
 
 
 def waits_in(frame: FrameType | None) -> str | None:
-    """Return the group's name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
+    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
 
     Args:
         frame: The innermost frame of the thread.
@@ -502,9 +503,10 @@ def waits_in(frame: FrameType | None) -> str | None:
 def stand_around_collectives(
     names: Iterable[str], around: Callable[[str], contextlib.AbstractContextManager[Any]]
 ) -> torch.library.Library:
-    """Run every start of a functional collective of these names inside ``around(name)``, compiled or not.
+    """Run every start of a functional collective with one of these names inside ``around(name)``, compiled or not.
 
-    It is installed at a dispatch key that every call passes, until ``_destroy()`` is called on the result.
+    The wrapper is installed at a dispatch key that every call passes, and stays until ``_destroy()`` is called on the
+    result.
     """
     library = torch.library.Library("_c10d_functional", "IMPL")
 
@@ -531,12 +533,12 @@ _gloo = torch.library.Library("_c10d_functional", "IMPL")
 def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
     """Override torch's kernel, which corrupts memory when two gathers end at the same time.
 
-    Torch's kernel ends in an operation that gloo calls ``ALLGATHER_COALESCED``. When such an operation ends, the two
-    threads of a gloo process group write that name to one string, without a lock. The name does not fit into the
-    string's own memory, so two operations that end at the same time free the same block twice. Some allocations later,
-    the process dies ("malloc(): unaligned tcache chunk detected", or a segmentation fault). With torch 2.11 to 2.15, a
-    loop of functional gathers, eight in flight, dies within seconds. If memory for the result is passed in, the
-    operation is called ``ALLGATHER``, which fits.
+    Torch's kernel runs an operation that gloo calls ``ALLGATHER_COALESCED``. When such an operation ends, the two
+    threads of a gloo process group write that name to one shared string, without a lock. The name does not fit into the
+    string's inline buffer, so two operations that end at the same time free the same heap block twice. Some allocations
+    later, the process crashes ("malloc(): unaligned tcache chunk detected", or a segmentation fault). With torch 2.11
+    to 2.15, a loop of functional gathers, eight in flight, crashes within seconds. If memory for the result is passed
+    in, the operation is called ``ALLGATHER``, which fits.
     """
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
     return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
@@ -553,7 +555,7 @@ def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
 def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
     """Call ``explain`` with torch's error when a wait for a collective on the CPU fails, in compiled code or not.
 
-    ``explain`` may raise another error in its place. Call this once per process.
+    ``explain`` may raise another error instead. Call this function once per process.
     """
 
     @torch.library.impl(_gloo, "wait_tensor", "CPU")
@@ -570,8 +572,8 @@ def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Seque
 
     Args:
         tensor: ``[sum(outgoing), ...]``.
-        incoming, outgoing: Numbers of rows from, and for, each rank. While Dynamo traces, they may be sizes that are
-            known only at run time.
+        incoming, outgoing: Number of rows from each rank, and to each rank. While Dynamo traces, they may be sizes that
+            are known only at run time.
         group: Name of the process group.
 
     Returns:
@@ -582,7 +584,7 @@ def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Seque
 
 
 with _disable_current_modes():
-    pass  # the first use imports modules: do that now, not in a finalizer, which may run in the middle of an import
+    pass  # the first use imports modules; do that now, because a finalizer may run in the middle of another import
 
 
 def wait_tensor_when_dropped(tensor: Tensor) -> None:
@@ -601,7 +603,8 @@ def without_modes() -> Iterator[None]:
 def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
     """Context that hides operators from selective activation checkpointing.
 
-    Selective checkpointing counts operators, saves the results of some, and matches them by count when it recomputes.
+    Selective checkpointing counts operators, saves the results of some, and matches them by position when it
+    recomputes.
     """
     if _len_torch_dispatch_stack() and any(
         isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
@@ -615,7 +618,7 @@ def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
 def storage_address(tensor: Tensor) -> int | None:
     """Return the address of a tensor's storage; None for a tensor that has none, or wraps others.
 
-    It is computed instead of read from ``untyped_storage()``, which would create a Python object per storage.
+    The address is computed, because ``untyped_storage()`` would create a Python object per storage.
     """
     try:
         return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
@@ -657,7 +660,7 @@ _DYNAMO_FOLDER = str(Path(torch.__file__).parent / "_dynamo")
 
 
 def called_by_guards() -> bool:
-    """Whether Dynamo's guards, not the code of a module, read the property that calls this.
+    """Whether the property that calls this function is read by Dynamo's guards instead of a module's code.
 
     ``hasattr(self, "weight")`` in a forward creates such a guard.
     """
@@ -666,7 +669,8 @@ def called_by_guards() -> bool:
 
 
 def graph_break(message: str) -> Exception:
-    """Return an exception that makes Dynamo leave the current code to Python. Under fullgraph, it is an error."""
+    """Return an exception that makes Dynamo leave the current code to Python. With ``fullgraph=True`` it is an
+    error."""
     from torch._dynamo.exc import Unsupported
 
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
@@ -678,9 +682,10 @@ def dynamo_traces() -> bool:
 
 
 def python_only(function: Any) -> Any:
-    """Keep Dynamo from compiling ``function``, and what it calls, when eager code calls it between two graphs.
+    """Decorate ``function`` so that Dynamo does not compile it, or its callees, when eager code calls it between
+    graphs.
 
-    A decorator. Compiled code may still inline the function.
+    Compiled code may still inline the function.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
@@ -732,9 +737,9 @@ def _storage_of(value: Tensor) -> int:
 
 
 def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Find the nodes picked by ``marks`` in a Dynamo graph, and its regions, whose value is written to.
+    """Find the nodes in a Dynamo graph and its regions that ``marks`` selects and whose value is written to.
 
-    This includes writes in place, through a view, and through ``.data``.
+    This includes in-place writes, and writes through a view or through ``.data``.
     """
     found: list[fx.Node] = []
     values = {node: node.meta.get("example_value") for node in gm.graph.nodes}
@@ -744,7 +749,7 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
             storages[_storage_of(value)] = node
     changed = [value for value in values.values() if isinstance(value, Tensor) and value._version]
     for node in gm.graph.nodes if storages else ():
-        # Operators on lists do not raise the versions of tensors without values.
+        # Operators on lists do not increment the versions of fake tensors.
         name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.startswith("_foreach_") and name.endswith("_") and node.args:
             changed += [values[each] for each in node.args[0] if isinstance(values.get(each), Tensor)]
@@ -758,7 +763,7 @@ def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Nod
 
 
 def requires_grad(placeholder: fx.Node) -> bool:
-    """Whether a placeholder of a Dynamo graph stands for a tensor that requires a gradient; made-up tensors do."""
+    """Whether a placeholder of a Dynamo graph requires a gradient. True if it stands for no real tensor."""
     argument = graph_argument(placeholder)
     return argument is None or bool(argument.requires_grad)
 
@@ -811,15 +816,12 @@ def concrete(size: Any) -> int:
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no values, because a model is only planned and not run."""
+    """Whether a tensor has no values, because the model is only planned and not run."""
     return isinstance(tensor, FakeTensor)
 
 
 def on_values(function: _F) -> _F:
-    """Run ``function`` on tensors with values (rank numbers) even while a model is only planned and others have none.
-
-    A decorator.
-    """
+    """Decorate ``function`` so that its tensors have values (such as ranks) even while a model is only planned."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -840,12 +842,13 @@ def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
     from torch._inductor.virtualized import V
 
     mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
-    with V.set_fake_mode(mode):  # needed by passes about random numbers
+    with V.set_fake_mode(mode):  # passes that replace random number operators need it
         return joint_graph_passes(joint)
 
 
 def backend_failed() -> type[Exception]:
-    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` has the backend's exception."""
+    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` returns the original
+    exception."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return BackendCompilerFailed
@@ -857,7 +860,7 @@ def inner_exception(failed: Exception) -> Exception:
 
 
 def not_traceable() -> type[Exception]:
-    """Return a class that includes what Dynamo raises under ``fullgraph=True`` if it would need several graphs."""
+    """Return a base class of the exceptions that Dynamo raises if ``fullgraph=True`` is not possible."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
@@ -874,9 +877,13 @@ def trace_with_aot(
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     decomposed: bool,
 ) -> Callable[..., Any]:
-    """Run AOTAutograd, with Inductor's decompositions if wanted, for graphs that are inspected and not compiled.
+    """Run AOTAutograd for graphs that are inspected and not compiled. The result can be called.
 
-    The result can be called.
+    Args:
+        gm: Graph module from Dynamo.
+        inputs: Example inputs of the graph.
+        partition: Function that partitions the joint graph.
+        decomposed: Whether to apply Inductor's decompositions.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -892,7 +899,7 @@ def trace_with_aot(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Context without torch's warnings through ``logging``, which it would repeat for code that nobody runs."""
+    """Context that silences torch's warnings through ``logging``, which would be repeated for code that never runs."""
     logger = logging.getLogger("torch")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -903,7 +910,7 @@ def quiet() -> Iterator[None]:
 
 
 def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
-    """Return the function that counts an operator's floating-point operations; None if it has none that count.
+    """Return the function that counts an operator's floating-point operations; None if torch registers none.
 
     It is called as ``formula(*args, **kwargs, out_val=result)``, with tensors.
     """
@@ -925,9 +932,9 @@ def is_backward_node(node: fx.Node) -> bool:
 # -- AOTAutograd and Inductor -----------------------------------------------------------------------------------------
 
 _ORDER_KEEPING: dict[str, Any] = {
-    # Would move every all-gather next to its wait to save memory, but the order of the FX graph is the schedule.
+    # Would move every all-gather next to its wait to save memory. The order of the FX graph is the schedule.
     "reorder_for_peak_memory": False,
-    # Would hoist all gathers of an inference graph to its top: the whole model in memory at once.
+    # Would hoist all gathers of an inference graph to its top, which puts the whole model in memory at once.
     "reorder_for_locality": False,
     "reorder_for_locality_in_training": False,
     "reorder_for_compute_comm_overlap": False,
@@ -942,15 +949,15 @@ _ORDER_KEEPING: dict[str, Any] = {
 def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
     """Whether this version's Inductor is known to compute wrong gradients for a model, with or without this package.
 
-    Affected are gradients of the routers of transformers' GPT-OSS, on the CPU, if the auxiliary loss is among the
-    outputs. In tests, torch 2.11 and 2.15 were right and 2.13 was wrong.
+    This affects router gradients of transformers' GPT-OSS on the CPU, if the auxiliary loss is among the outputs. In
+    tests, gradients were correct with torch 2.11 and 2.15 and wrong with 2.13.
     """
     is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
     return is_named_so and device_type == "cpu" and (2, 12) <= TORCH_VERSION < (2, 15)
 
 
 def inductor_config_patches() -> dict[str, Any]:
-    """Return the settings that keep Inductor from reordering collectives, as far as this torch has them."""
+    """Return the settings that keep Inductor from reordering collectives, without those that this torch lacks."""
     unknown = unknown_inductor_options(_ORDER_KEEPING)
     settings = {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
     return settings | {
@@ -961,7 +968,7 @@ def inductor_config_patches() -> dict[str, Any]:
 
 @functools.cache
 def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
-    """Wrap a function for Inductor's config that takes and returns the scheduler's nodes, in executable order."""
+    """Wrap a function for Inductor's config. It takes and returns the scheduler's nodes, in executable order."""
     from torch._inductor import custom_graph_pass
 
     # Torch 2.11 has no separate class for these passes.
@@ -983,12 +990,12 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
     """Before fusion, make starts, waits and nodes without dependencies depend on the previous start or wait.
 
-    Inductor itself keeps only starts in order. Its fusion joins kernels of different layers (an auxiliary loss reads
-    something from each). What both need is then computed first, waits included: gathers would start right before they
-    are awaited, and all reductions would be awaited at the end. Fusion can also join a kernel from the beginning with
-    one from the end that needs a constant from there. Everything else without dependencies (the padding in gradient
-    buckets, for example) would then come before it. With these dependencies, fusions that would make collectives change
-    places are cycles, which Inductor refuses.
+    Inductor itself keeps only starts in order. Its fusion joins kernels of different layers, for example for an
+    auxiliary loss that reads a value of each layer. Everything that either kernel needs is then computed first,
+    including waits: gathers would start right before they are awaited, and all reductions would be awaited at the end.
+    Fusion can also join a kernel from the beginning with one from the end that needs a constant from there. All other
+    nodes without dependencies, such as the padding in gradient buckets, would then run before it. With the added
+    dependencies, a fusion that would reorder collectives forms a cycle, which Inductor rejects.
     """
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.utils import contains_collective, contains_wait
@@ -1014,12 +1021,12 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
 def _in_order(nodes: list[Any]) -> list[Any]:
     """After fusion, run kernels in the order of the graph, and fused kernels as soon as they can run.
 
-    Operators without tensors (the graph's beginning) come first. Inductor collects CPU kernels and emits their code
-    later than such an operator, where it would already free buffers that only those kernels read.
+    Operators without tensors (``mfsdp::begin``) come first. Inductor collects CPU kernels and emits their code after
+    such an operator, but frees buffers that only those kernels read before it.
 
-    Inductor's own order is depth first. A fused kernel that begins early and needs something computed late would come
-    after all of that. A result that nothing waits for (gradients summed over layers, for example) would come last, and
-    keep the gathered weights that it reads alive until then.
+    Inductor's own order is depth first. A fused kernel that begins early but needs a value computed late would run
+    after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
+    be computed last, and would keep the gathered weights that it reads alive until then.
     """
     computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
     needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
@@ -1108,9 +1115,9 @@ def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) 
 
     Args:
         run: The pass.
-        uuid: Returns the identifier that enters cache keys; None: no caching. It is called whenever a key is made: for
-            AOTAutograd's cache before anything is traced, for Inductor's own when a partitioned graph is about to be
-            compiled.
+        uuid: Function that returns the identifier for cache keys; None: no caching. It is called whenever a key is
+            made: for AOTAutograd's cache before tracing, for Inductor's own cache before a partitioned graph is
+                compiled.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -1145,9 +1152,9 @@ def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid:
 
 
 def _uuid(uuid: str | None) -> str | None:
-    """Stand-in for a pass in pickles.
+    """Stand in for a pass in pickles.
 
-    Cache keys pickle Inductor's config, passes included: their identity is their uuid.
+    Cache keys pickle Inductor's config, including passes, which are identified by their uuid.
     """
     return uuid
 
@@ -1177,7 +1184,7 @@ def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
 
 
 def inductor_collective(operator: Any, *args: Any) -> Any:
-    """Lower ``operator`` like Inductor's own out-of-place collectives: buffers are kept until the wait."""
+    """Lower ``operator`` like Inductor's own out-of-place collectives, which keep buffers alive until the wait."""
     from torch._inductor import ir
 
     return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
@@ -1186,8 +1193,8 @@ def inductor_collective(operator: Any, *args: Any) -> Any:
 class InductorBucket:
     """A flat buffer in Inductor's IR whose parts are computed in place.
 
-    It works like ``ConcatKernel``, Inductor's implementation of ``torch.cat``, with two differences: parts lie at given
-    offsets, and a matmul is written into its slice even through a view (``t()``, ``reshape``).
+    It works like ``ConcatKernel``, Inductor's implementation of ``torch.cat``, with two differences: parts have given
+    offsets, and a matmul is written directly into its slice even through a view (``t()``, ``reshape``).
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
@@ -1266,14 +1273,14 @@ class InductorBucket:
 
 
 class RowShard(Shard):
-    """A ``Shard(0)``, equal to it, whose rows are not where ``torch.chunk`` would put them.
+    """A placement that equals ``Shard(0)`` but splits rows differently from ``torch.chunk``.
 
-    Code that asks the placement gets the right rows, such as the helpers of ``torch.distributed.checkpoint.state_dict``
-    for a state dict that rank 0 broadcasts.
+    Code that asks the placement for sizes and offsets gets the right rows, for example the helpers of
+    ``torch.distributed.checkpoint.state_dict`` for a state dict that rank 0 broadcasts.
 
     Args:
-        rows: Rows that this rank holds. With two sharded mesh dimensions, the last one has the rows and the first one
-            is :data:`EVERY_ROW`.
+        rows: Rows that this rank holds. With two sharded mesh dimensions, the last dimension has the rows and the first
+            has :data:`EVERY_ROW`. None: all rows.
     """
 
     def __init__(self, rows: range | None) -> None:
@@ -1299,14 +1306,14 @@ def local_shape_and_offset(
 
 
 def dtensor_of(local: Tensor, spec: DTensorSpec) -> Tensor:
-    """Create a DTensor without history. ``DTensor.from_local`` would run checks, and record for autograd."""
+    """Create a DTensor without history. ``DTensor.from_local`` would run checks and record an autograd operation."""
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def renew_mesh(mesh: DeviceMesh) -> None:
-    """Replace a mesh's process groups by new ones of the same ranks. Every rank of each group must call this.
+    """Replace a mesh's process groups by new groups of the same ranks. Every rank of each group must call this.
 
-    Other slices of the mesh that this one was taken from keep the old groups.
+    If the mesh is a slice of another mesh, other slices of that mesh keep the old groups.
     """
     for dim in range(mesh.ndim):
         mesh._dim_group_names[dim] = new_group_like(mesh.get_group(dim).group_name).group_name
@@ -1316,7 +1323,7 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     """Concatenate the dimensions of two slices of one mesh.
 
     Raises:
-        RuntimeError: They are not slices of one mesh.
+        RuntimeError: The arguments are not slices of one mesh.
     """
     with _disable_current_modes():  # the computation uses tensors
         mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
@@ -1329,8 +1336,8 @@ def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
 def keep_from_state_dict_helpers(owner: Any, *methods: Callable[..., Any]) -> None:
     """Make ``torch.distributed.checkpoint.state_dict`` call the class of ``owner`` instead of its replaced ``methods``.
 
-    This is what torch's own ``_patch_optimizer_state_dict`` does. The methods must not refer to ``owner``: they are
-    forgotten together with it.
+    Torch's own ``_patch_optimizer_state_dict`` works the same way. The methods must not hold a reference to ``owner``,
+    because they are unregistered when it is garbage collected.
     """
     _patched_state_dict.update(methods)
     weakref.finalize(owner, _patched_state_dict.difference_update, methods)
