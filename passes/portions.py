@@ -1,5 +1,4 @@
-"""Forward and backward graph: keep a portion of each gathered bucket, and gather the portions over fewer ranks in
-backward.
+"""Forward and backward graph: keep portions of gathered buckets, and gather them over fewer ranks in backward.
 
     forward     shard -> all_gather (all ranks) -> wait -> views -> ... last use
                                                     \\-> portion -> saved in the place of the shard
@@ -66,8 +65,7 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
 
 
 def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_outputs: int) -> None:
-    """Save a portion of the bucket that forward ``gathered``, and let the backward gather it ``again`` from
-    portions."""
+    """Save a portion of the bucket that forward ``gathered``; the backward gathers ``again`` from portions."""
     (_, whole), (start, _) = gathered.collective, again.collective
     forward, backward = whole.graph, start.graph
     shard = (again.before or (start,))[0].all_input_nodes[0]
