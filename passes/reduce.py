@@ -55,8 +55,11 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 def _await_at(
     found: list[roles.Reduction], i: int, stage: int, behind: Behind, context: Context
 ) -> tuple[fx.Node | None, str]:
-    """Return the node after which a stage of reduction ``i`` is awaited (None: the end of the graph), and a
-    description."""
+    """Return where a stage of reduction ``i`` is awaited.
+
+    Returns:
+        The node after which it is awaited, None for the end of the graph; and a description of the place.
+    """
     if behind.later == 0:
         return found[i].stages[stage][0], "at once"
     following = i + behind.later * (stage + 1)
