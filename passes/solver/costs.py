@@ -145,8 +145,7 @@ class CostModel:
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 
     def finish(self, info: BucketInfo) -> float:
-        """Return the seconds to cast a reduced gradient to the shard's dtype and to scale it; 0.0 if neither is
-        needed."""
+        """Return the seconds to cast a reduced gradient to the shard's dtype and scale it; 0.0 if not needed."""
         exchange, main = info.exchange, info.main_dtype.itemsize
         casts = exchange.comm_dtype != info.main_dtype
         scales = exchange.scale != 1 and not exchange.scales_first
