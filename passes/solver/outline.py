@@ -98,8 +98,7 @@ class Outline:
 
 
 def outline_of(flow: Flow, context: Context) -> Outline:
-    """Return the outline of a flow. It records when collectives are needed, not where they currently are in the
-    graph."""
+    """Return the outline of a flow. It records when collectives are needed, not where the graph has them now."""
     return _Outliner(flow, context).outline()
 
 
