@@ -107,8 +107,10 @@ def solve(
 def smallest(
     plan: StepOutlines, optimizer: OptimizerCost, *, prefetch: int | None = None, reshard: bool | int | None = None
 ) -> Solution:
-    """Return the schedule that takes the least memory. It does not depend on times, so it is the same for every
-    batch."""
+    """Return the schedule that takes the least memory.
+
+    It does not depend on times, so it is the same for every batch.
+    """
     return _Solver(plan, optimizer, prefetch, reshard)._smallest()
 
 
@@ -208,8 +210,12 @@ class _Solver:
         return self.plan.in_both if self.context.whole_model else frozenset()
 
     def _reductions(self, in_flight: int, by_bucket: bool = False) -> dict[int, Behind]:
-        """Return the places of waits with the reductions of ``in_flight`` units, or buckets if ``by_bucket``, in
-        flight."""
+        """Return how late each reduction is awaited.
+
+        Args:
+            in_flight: Number of units whose reductions are in flight.
+            by_bucket: Whether to count buckets instead of units.
+        """
         backward = self.plan.outlines.get(Phase.BACKWARD)
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
         overlap = self.context.overlap.reductions
@@ -550,8 +556,7 @@ def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Soluti
 
 
 def _rank(solution: Solution) -> tuple[float, float, int]:
-    """Return a sort key: time, then communication, then memory. Times are rounded, so that tiny differences do not
-    count."""
+    """Return a sort key: time, then communication, then memory. Times are rounded to ignore tiny differences."""
     timeline = solution.timeline
     sent = sum(exposure.seconds for exposure in timeline.exposures)
     return float(f"{timeline.seconds:.6g}"), float(f"{sent:.6g}"), timeline.peak_bytes
