@@ -110,8 +110,10 @@ class Placed:
 
 
 Saved = Mapping[str, Storage | None]
-"""Values that a forward graph saves for its backward graph, by name; None for inputs of the forward, which live
-anyway."""
+"""Values that a forward graph saves for its backward graph, by name.
+
+None stands for inputs of the forward, which stay in memory anyway.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,8 +228,7 @@ class _Reader:
         return [self.given[storage]]
 
     def _allocate(self, node: fx.Node, value: Any) -> Storage:
-        """Allocate storage for one of a node's values. Values that are not tensors get 0 bytes, to keep positions
-        aligned."""
+        """Allocate storage for one of a node's values. Values that are not tensors get 0 bytes, to keep their place."""
         size = 0
         if isinstance(value, Tensor):
             size = math.prod(compat.concrete(length) for length in value.shape) * value.dtype.itemsize
