@@ -352,8 +352,7 @@ class StepOutlines:
         return packed, others, ahead[-1]
 
     def _waiting(self, info: BucketInfo, begins: bool, ends: bool) -> list[Event]:
-        """Return the events that add packed gradients to the accumulated sum and, if ``ends``, prepare it for
-        reduction."""
+        """Return the events that accumulate packed gradients. If ``ends``, they leave the sum ready for reduction."""
         packed = info.layout.numel * info.exchange.comm_dtype.itemsize
         total = info.layout.numel * info.grad_dtype.itemsize
         if begins and ends:
