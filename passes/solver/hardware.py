@@ -1,5 +1,4 @@
-"""Performance numbers of machines, which steer predictions. They come from data files that name the source of each
-number.
+"""Performance numbers of machines, for predictions. They come from data files that name the source of each number.
 
     >>> hardware("h100-ib").flops_of("bfloat16")
     989500000000000.0
