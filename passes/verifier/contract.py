@@ -1,5 +1,4 @@
-"""Contract of a graph: properties that passes must preserve, recorded before the first pass and checked by the
-verifier.
+"""Contract of a graph: properties that passes must preserve. The verifier checks them.
 
 Some mistakes are invisible in a graph alone. A dropped gradient looks like a parameter without one, and swapped outputs
 look like any other outputs. Therefore a contract is recorded before the first pass: inputs and outputs by position, the
