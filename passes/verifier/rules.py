@@ -351,8 +351,7 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _in_step(found: Analysis, _: Contract | None) -> Findings:
-    """While a collective is in flight, nothing touches the memory that it uses, and it is awaited before the graph
-    ends.
+    """Nothing touches the memory of a collective in flight, and every collective is awaited before the graph ends.
 
     Collectives run on their own streams. Only their waits order them relative to computation and to each other. A
     reduction does not read the unawaited result of another reduction.
@@ -383,8 +382,7 @@ def _in_step(found: Analysis, _: Contract | None) -> Findings:
 
 
 def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
-    """No gathered bucket, or view or cast of one, is saved for backward or returned, except what the model itself
-    returns.
+    """No gathered bucket, view or cast of one is saved for backward or returned, unless the model itself returns it.
 
     Whole buckets may be saved if they were chosen to stay gathered, and portions if they were chosen to be kept.
     """
