@@ -171,8 +171,7 @@ class Analysis:
 
     @cached_property
     def writes(self) -> list[tuple[fx.Node, StorageRange]]:
-        """Writing nodes, and the memory that they write to. Our own collectives with an output argument do not
-        count."""
+        """Writing nodes and the memory that they write to, without our own collectives, which may write to outputs."""
         return [
             (node, self.memory(target))
             for node in self.graph.nodes
