@@ -127,9 +127,12 @@ DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 """Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older versions of torch call DTensor's."""
 
 PIPELINES_HOLD_MESSAGES = importlib.util.find_spec("torch.distributed.pipelining._recv_buffers") is None
-"""Whether a stage of torch's pipelines has a buffer for each message of a step, and keeps what it has sent until the
-backward. Newer torch (2.15) receives into memory for a single message, and releases outputs once they are sent.
-Gradients of inputs stay until the end of the step."""
+"""Whether a stage of torch's pipelines holds all messages of a step in memory.
+
+Older torch has a buffer for each message, and keeps sent outputs until the backward. Newer torch (2.15) receives into
+memory for a single message, and releases outputs once they are sent. Gradients of inputs stay until the end of the
+step.
+"""
 
 __all__ = [
     "DTENSOR_SUBCLASSES_DISPATCH",
@@ -470,8 +473,7 @@ def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
 
 
 def _as_gloo_tells(family: int, address: Any) -> bytes | None:
-    """Return the beginning of the ``sockaddr`` structure of an address, as in gloo's messages; None for other
-    families."""
+    """Return the beginning of an address's ``sockaddr`` structure, as in gloo's messages; None for other families."""
     if family == socket.AF_INET:
         return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_pton(family, address[0])
     if family == socket.AF_INET6:
@@ -669,8 +671,7 @@ def called_by_guards() -> bool:
 
 
 def graph_break(message: str) -> Exception:
-    """Return an exception that makes Dynamo leave the current code to Python. With ``fullgraph=True`` it is an
-    error."""
+    """Return an exception that makes Dynamo leave the current code to Python; with ``fullgraph``, it is an error."""
     from torch._dynamo.exc import Unsupported
 
     return Unsupported(message, "mfsdp_compile: a sharded parameter")
@@ -682,10 +683,9 @@ def dynamo_traces() -> bool:
 
 
 def python_only(function: Any) -> Any:
-    """Decorate ``function`` so that Dynamo does not compile it, or its callees, when eager code calls it between
-    graphs.
+    """Decorate ``function`` so that Dynamo does not compile it or its callees when eager code calls it.
 
-    Compiled code may still inline the function.
+    This is for calls between two graphs. Compiled code may still inline the function.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
@@ -847,8 +847,7 @@ def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def backend_failed() -> type[Exception]:
-    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` returns the original
-    exception."""
+    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` returns the original error."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     return BackendCompilerFailed
@@ -1021,8 +1020,8 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
 def _in_order(nodes: list[Any]) -> list[Any]:
     """After fusion, run kernels in the order of the graph, and fused kernels as soon as they can run.
 
-    Operators without tensors (``mfsdp::begin``) come first. Inductor collects CPU kernels and emits their code after
-    such an operator, but frees buffers that only those kernels read before it.
+    Operators without tensors (``mfsdp::begin``) come first. Inductor emits the code of pending CPU kernels after such
+    an operator, but at the operator it already frees buffers that only those kernels read.
 
     Inductor's own order is depth first. A fused kernel that begins early but needs a value computed late would run
     after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
