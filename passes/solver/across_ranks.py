@@ -5,15 +5,12 @@ depends on the result. Ranks therefore decide together, once for all graphs of o
 the same order, with the same options. Decisions refer to buckets, so they hold for batches of all shapes.
 
 1. When a rank compiles a structure for the first time, so do all others, before any of its collectives starts. This is
-where
-   they meet. Every rank offers the schedule that is best for its own batch, and tells the memory that its smallest
-   schedule needs.
-2. Every rank simulates, for its own batch, some of these schedules (those of the ranks that need the most memory first)
-and
-   the smallest schedule.
+   where they meet. Every rank offers the schedule that is best for its own batch, and reports the memory that its
+   smallest schedule needs.
+2. Every rank simulates some of these schedules for its own batch (those of the ranks that need the most memory first),
+   and the smallest schedule.
 3. Of the schedules that fit on every rank, the ranks take the one whose slowest rank is fastest. There is always one,
-unless
-   a rank cannot keep its budget at all. In that case all ranks raise that rank's error.
+   unless a rank cannot keep its budget at all. In that case all ranks raise that rank's error.
 
 Later graphs of the structure take the agreed schedule, so a rank that gets a batch of another length compiles alone. If
 that batch does not fit, the rank asks for another schedule. This takes all ranks, and afterwards all of them recompile.

@@ -7,8 +7,7 @@ are awaited. For a given memory bound it makes a schedule in three steps:
    earlier than memory allows all the way to its use. If a simulation shows it exposed nevertheless, because reductions
    delayed it, it moves earlier.
 2. Keep buckets that fit in memory. Those whose gathers in backward cost the most time per byte come first. The solver
-tries
-   this step both before and after step 1.
+   tries this step both before and after step 1.
 3. Await reductions later if that saves time.
 
 The solver tries several bounds between the needs of the smallest and the largest schedule, closer together where memory

@@ -5,28 +5,25 @@ These rules apply to any sharded training. In the terms of this package:
 ====  =====================  ===========================================================================================
 V1    awaited before use     Every gather is awaited before the first read of the bucket or of a view of it.
 V2    released after use     A bucket is gathered once in a graph, and released at most once, after its last read. The
-last
-                             read releases the memory, or a pass does with ``resize_storage_bytes_``.
+                             last read releases the memory, or a pass does with ``resize_storage_bytes_``.
 V3    memory apart           Gathered buckets that are in use at the same time never share memory. There is no buffer
-ring:
-                             collectives allocate their outputs, unless a pass gives them buffers, which are checked.
+                             ring: collectives allocate their outputs, unless a pass gives them buffers, which are
+                             checked.
 V4    reduced once           Each trainable element is in exactly one reduction of a backward; frozen elements are in
-none. V5    reduced complete       A reduction starts after all contributions to its gradients: for tied parameters, all
-uses. V6    one order              Each process group gets the collectives of the buckets' exchanges, stage by stage,
-with their
-                             operators, groups and sizes. Buckets with portions are gathered in backward over the ranks
-                             that hold the portions. Ranks compare the order at run time: :mod:`.announce`.
+                             none.
+V5    reduced complete       A reduction starts after all contributions to its gradients: for tied parameters, all uses.
+V6    one order              Each process group gets the collectives of the buckets' exchanges, stage by stage, with
+                             their operators, groups and sizes. Buckets with portions are gathered in backward over the
+                             ranks that hold the portions. Ranks compare the order at run time: :mod:`.announce`.
 V7    untouched in flight    Between the start of a collective and its wait, nothing reads its output or writes to its
                              memory. All collectives are awaited. Streams belong to the runtime; a graph orders by
                              waits.
 V8    not saved              No gathered bucket, view or cast of one is saved for backward or returned, except buckets
-and
-                             portions that were chosen to stay.
+                             and portions that were chosen to stay.
 V9    scaled right           The operations of the stages, the factor, and the sum over microbatches are those of the
                              bucket's exchange.
 V10   shards match           The gradient returned for a shard has the shard's position, elements and dtype. Parameters
-are
-                             read, and gradients packed, at their offsets in the bucket.
+                             are read, and gradients packed, at their offsets in the bucket.
 ====  =====================  ===========================================================================================
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
