@@ -148,8 +148,8 @@ def kept_by_policy(
 ) -> frozenset[int]:
     """Return the buckets that stay gathered from forward to backward.
 
-    With ``reshard_after_forward=False`` these are all buckets that both graphs use. Otherwise, with ``keep_last``, it is
-    the bucket that forward uses last, if the backward uses it before all others. A graph's only bucket is not kept.
+    With ``reshard_after_forward=False`` these are all buckets that both graphs use. Otherwise, with ``keep_last``, it
+    is the bucket that forward uses last, if the backward uses it before all others. A graph's only bucket is not kept.
 
     Args:
         last_used: Place of each bucket's last use in forward. Places are comparable.
