@@ -238,6 +238,7 @@ def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> 
 )
 @example(start=21, count=1, atom=7, shard_numel=24, align=4)  # not in the shard where it could begin
 @example(start=0, count=2, atom=4, shard_numel=5, align=4)  # in the fourth shard, which is not looked at
+@example(start=1, count=1, atom=5, shard_numel=10, align=8)  # at 24; 40 would be on the border of the first shard's end
 def test_a_parameter_is_placed_as_early_as_possible(
     start: int, count: int, atom: int, shard_numel: int, align: int
 ) -> None:
