@@ -24,8 +24,8 @@ HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
 
-# One run: what computes in one process leaves cores to ranks that wait for one another, or for a time-out.
-JOBS   ?= 3
+# One pytest run. Each worker imports torch and starts a fork server (25 CPU-seconds), so more workers than cores cost time.
+JOBS   ?= 2
 PYTEST  = $(BIN)/pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 # Hundreds of processes import the package: they need not compile its source each.
 unexport PYTHONDONTWRITEBYTECODE

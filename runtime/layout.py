@@ -374,7 +374,7 @@ def _place(start: int, numel: int, atom: int, shard_numel: int, align: int) -> i
         if offset + numel <= boundary:
             return offset
         on_border = _first_congruent(offset, align, boundary, atom)
-        if on_border is not None and not _cuts_a_row(on_border, numel, atom, shard_numel):
+        if on_border is not None and on_border <= boundary and not _cuts_a_row(on_border, numel, atom, shard_numel):
             return on_border
         offset = -(-boundary // align) * align
     return None

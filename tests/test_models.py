@@ -239,23 +239,30 @@ class Routed(nn.Module):
         return x.pow(2).mean() + torch.cat(found).softmax(-1).mean(0).pow(2).sum()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fake_world")
+@on_ranks(2)
 def test_generated_code_keeps_the_schedule() -> None:
-    """Generated code keeps every start and every wait in the order of the graph.
+    """Generated code keeps every start and every wait in the order of the graph, and gradients equal one process's.
 
     Inductor on its own keeps only the order of starts. Its fusion joins kernels of different layers, and each gather
     would be awaited where it starts.
     """
     from torch._inductor.utils import run_and_get_code
 
-    model = fully_shard_model(Routed(layers=2), fsdp_unit_modules=[Routed.Layer])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Routed(layers=2))
+    model, alone = fully_shard_model(made[0], fsdp_unit_modules=[Routed.Layer]), made[1]
     call = torch.compile(model, backend="mfsdp", fullgraph=True)
+    batches = torch.randn(world_size, 8, 32, generator=torch.Generator().manual_seed(1))
     with fresh_compilation():
-        _, codes = run_and_get_code(lambda: call(torch.randn(8, 32)).backward())
+        _, codes = run_and_get_code(lambda: call(batches[rank]).backward())
     (record,) = model.sharded.compiled_graphs
     for phase, code in zip((Phase.FORWARD, Phase.BACKWARD), codes, strict=True):
         assert order_of_code(code) == order_of_schedule(record.schedules[phase])
+    (sum(alone(batch) for batch in batches) / world_size).backward()
+    assert largest_difference(model.module, alone) <= 1e-5
 
 
 @pytest.mark.slow
