@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from published import GIB, run
 
-from mfsdp_compile.passes.context import Phase
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware
 from mfsdp_compile.passes.solver.simulate import Stage, Start, Timeline
 from mfsdp_compile.passes.solver.solve import BudgetError, solve

@@ -23,8 +23,9 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, Phase, Report
+from .context import Context, Report
 from .listing import collectives
+from .phase import Phase
 from .roles import reductions
 
 __all__ = ["apply"]

@@ -15,12 +15,12 @@ from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 
 from .decisions import Decisions
+from .phase import Phase
 
 __all__ = [
     "BucketInfo",
     "Context",
     "NodeKind",
-    "Phase",
     "Report",
     "Role",
     "SchedulePolicy",
@@ -209,15 +209,6 @@ class Context:
             f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}:"
             f"{self.float32_gradients}:{self.overlap}:{self.other_bytes if self.policy.is_solved else 0}"
         )
-
-
-class Phase(Enum):
-    """Kind of graph that a pass runs on."""
-
-    JOINT = "joint"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    INFERENCE = "inference"
 
 
 class NodeKind(Enum):

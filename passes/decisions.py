@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from .phase import Phase
+
 if TYPE_CHECKING:
-    from .context import BucketInfo, Context, Phase, SchedulePolicy
+    from .context import BucketInfo, Context, SchedulePolicy
 
 __all__ = [
     "Ahead",

@@ -12,7 +12,8 @@ from __future__ import annotations
 from torch import fx
 
 from . import roles
-from .context import Context, Phase, Report
+from .context import Context, Report
+from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, fx
 
 from . import roles
-from .context import Context, NodeKind, Phase, Report, role_of
+from .context import Context, NodeKind, Report, role_of
+from .phase import Phase
 
 __all__ = ["apply"]
 

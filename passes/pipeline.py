@@ -17,9 +17,10 @@ from mfsdp_compile.runtime import compat
 
 from . import announce, drop_unread, float32_gradients, portions, reduce, reshard, roles, schedule, unshard
 from .changes import changes, events
-from .context import Context, Phase, Report, SchedulePolicy, phase_of
+from .context import Context, Report, SchedulePolicy, phase_of
 from .decisions import Decisions
 from .listing import describe
+from .phase import Phase
 from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
 from .solver.costs import CostModel

@@ -12,8 +12,9 @@ from __future__ import annotations
 from torch import fx
 
 from . import roles
-from .context import Context, Phase, Report
+from .context import Context, Report
 from .decisions import Behind
+from .phase import Phase
 
 __all__ = ["apply"]
 

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from mfsdp_compile.runtime import compat
 
 from . import roles
-from .context import Context, Phase, Report
+from .context import Context, Report
 from .decisions import kept_by_policy
+from .phase import Phase
 
 __all__ = ["apply", "kept_buckets"]
 

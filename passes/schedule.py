@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from . import roles
-from .context import Context, Phase, Report
+from .context import Context, Report
 from .decisions import Ahead
+from .phase import Phase
 
 __all__ = ["apply"]
 

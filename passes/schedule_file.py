@@ -31,8 +31,8 @@ from pathlib import Path
 
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
-from .context import Phase
 from .decisions import Ahead, Behind, Decisions, Limit, Why
+from .phase import Phase
 
 __all__ = ["ScheduleText"]
 

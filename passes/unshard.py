@@ -24,7 +24,8 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, NodeKind, Phase, Report, Role, role_of, set_role
+from .context import Context, NodeKind, Report, Role, role_of, set_role
+from .phase import Phase
 from .roles import MARK
 
 __all__ = ["apply", "erase_markers"]

@@ -328,7 +328,7 @@ WORLDS: Mapping[str, Callable[[], dict[str, Any]]] = {
 @contextlib.contextmanager
 def _small_steps(is_program: bool) -> Iterator[None]:
     """Compile operator by operator unless a block says how. A program finds its process group created."""
-    from mfsdp_compile.backend.compile import compile
+    from mfsdp_compile.backend import compile
     from mfsdp_compile.backend.options import CompileOptions
 
     of = CompileOptions.of

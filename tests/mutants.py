@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 
 from mfsdp_compile.passes import roles
-from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, Phase, role_of
+from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, role_of
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.analysis import (
     PACK,
     RELEASE,

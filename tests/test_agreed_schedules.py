@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp_compile
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-from mfsdp_compile.passes.context import Phase
 from mfsdp_compile.passes.decisions import Decisions, gather_by_policy
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver.solve import BudgetError
 from mfsdp_compile.planning import forecast

@@ -602,7 +602,7 @@ def test_groups_of_several_devices() -> None:
                 on_gpu = nn.ParameterList([torch.empty(4, 4, device="cuda")])
             for module, device in ((on_gpu, None), (nn.Linear(4, 4, device="meta"), None), (nn.Linear(4, 4), "cuda")):
                 with (
-                    mock.patch("mfsdp_compile.runtime.topology.init_device_mesh", asked),
+                    mock.patch("mfsdp_compile.runtime.plan.meshes.init_device_mesh", asked),
                     pytest.raises(InterruptedError),
                 ):
                     fully_shard_model(module, device=device, init_model_with_meta_device=True)

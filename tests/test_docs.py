@@ -14,7 +14,8 @@ import torch
 from documents import NOT_RUN, PAGES, ROOT, WORLDS, Block, Cell
 from pool import Pools
 
-from mfsdp_compile.passes.context import Phase, Report
+from mfsdp_compile.passes.context import Report
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 
 BLOCKS = {page: documents.blocks_of(page) for page in PAGES}

@@ -155,7 +155,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
     top = {p.name for p in installed.iterdir() if p.suffix != ".dist-info"}
     assert top <= {"mfsdp_compile", "bin"}
-    for part in ("passes/unshard.py", "runtime/layout.py", "examples/llama.py", "megatron/settings.py", "py.typed"):
+    for part in ("passes/unshard.py", "runtime/layout.py", "models/llama.py", "megatron/settings.py", "py.typed"):
         assert (installed / "mfsdp_compile" / part).is_file()
 
 

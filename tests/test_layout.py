@@ -241,7 +241,7 @@ def test_impossible_layouts_are_refused(slots: list[Slot], shard_numel: int) -> 
 )
 @example(start=21, count=1, atom=7, shard_numel=24, align=4)  # does not fit in the first possible shard
 @example(start=0, count=2, atom=4, shard_numel=5, align=4)  # fits only in the fourth shard, which is not searched
-@example(start=1, count=1, atom=5, shard_numel=10, align=8)  # fits at 24; 40 would lie on the border after the first shard
+@example(start=1, count=1, atom=5, shard_numel=10, align=8)  # fits at 24; 40 is after the first shard
 def test_a_parameter_is_placed_as_early_as_possible(
     start: int, count: int, atom: int, shard_numel: int, align: int
 ) -> None:

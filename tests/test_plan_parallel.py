@@ -21,7 +21,7 @@ from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, layers_of_stage, parallelize
 from mfsdp_compile.parallel.context_parallel import ContextParallel
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage
-from mfsdp_compile.passes.context import Phase
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.planning import Candidate, Job, planner

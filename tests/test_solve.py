@@ -25,8 +25,9 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes import decisions as deciding
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import Phase, SchedulePolicy
+from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.decisions import Ahead, Decisions, Limit, Why
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver import across_ranks
 from mfsdp_compile.passes.solver import solve as solving
@@ -582,7 +583,7 @@ def test_text_knows_parts_of_units_stages_and_the_models_own_collectives() -> No
                 "gather  u1#1  1,024 B in float32 of 4 ranks",
                 "wait    u1#1",
                 "all_reduce  of the model itself",
-                "reduce  u1#1  256 B in float32, sum over 2 ranks, stage 2, if due",
+                "reduce  u1#1, stage 2  256 B in float32, sum over 2 ranks, if due",
                 "await   u1#1, stage 2",
             ]
         }

@@ -34,8 +34,9 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.models.llama import Block as LlamaBlock
 from mfsdp_compile.models.llama import Llama, LlamaConfig
 from mfsdp_compile.passes import pipeline
-from mfsdp_compile.passes.context import Context, Phase, Report
+from mfsdp_compile.passes.context import Context, Report
 from mfsdp_compile.passes.listing import collectives
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.analysis import tensor_of
 from mfsdp_compile.passes.verifier.rules import RULES
 from mfsdp_compile.passes.verifier.verify import breaches

@@ -24,13 +24,13 @@ from mfsdp_compile.passes.context import (
     BucketInfo,
     Context,
     NodeKind,
-    Phase,
     Role,
     SchedulePolicy,
     phase_of,
     set_phase,
     set_role,
 )
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
 from mfsdp_compile.runtime.exchange import Overlap

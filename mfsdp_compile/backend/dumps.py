@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import fx
 
 from mfsdp_compile.passes import readable, unshard
-from mfsdp_compile.passes.context import Phase, Report
+from mfsdp_compile.passes.context import Report
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
 
 __all__ = ["GraphFolder"]

@@ -17,9 +17,9 @@ Example: a parameter of a model with 2 layers, and its optimizer state ::
     optimizer.state.module.module.module.decoder.layers.i....exp_avg
 
     >>> decompose("decoder.layers.mlp.linear_fc1.weight", (2, 8, 3), gated=True)[1]
-    Part(name='decoder.layers.0.mlp.linear_fc1.weight_v', index=(0,), half=1)
+    TensorPart(name='decoder.layers.0.mlp.linear_fc1.weight_v', index=(0,), half=1)
     >>> compose("decoder.layers.0.mlp.linear_fc1.weight_v")
-    Part(name='decoder.layers.mlp.linear_fc1.weight', index=(0,), half=1)
+    TensorPart(name='decoder.layers.mlp.linear_fc1.weight', index=(0,), half=1)
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mfsdp_compile.passes.context import Phase, Report
+from mfsdp_compile.passes.context import Report
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime import compat
 

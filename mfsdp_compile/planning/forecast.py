@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mfsdp_compile.passes.context import Context, Phase
+from mfsdp_compile.passes.context import Context
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, resting_memory, simulate

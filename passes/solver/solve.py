@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..context import Phase
 from ..decisions import Ahead, Behind, Decisions, Limit, Why, reductions_later
+from ..phase import Phase
 from .flow import Category
 from .outline import Outline, Use
 from .simulate import Exposure, OptimizerCost, Stage, Timeline

@@ -7,8 +7,9 @@ from functools import cached_property
 
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
-from ..context import BucketInfo, Context, Phase
+from ..context import BucketInfo, Context
 from ..decisions import Behind, Decisions, kept_by_policy
+from ..phase import Phase
 from .costs import CostModel
 from .flow import Category, gather_of, reduction_of
 from .outline import Gradients, Outline, Use, grouped

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 
 from .. import roles
-from ..context import BucketInfo, Context, NodeKind, Phase, role_of
+from ..context import BucketInfo, Context, NodeKind, role_of
+from ..phase import Phase
 from ..roles import GATHERS, REDUCES
 
 __all__ = ["Analysis", "CollectiveNode", "Portion", "ReductionFlow", "StorageRange", "Whole", "arguments", "tensor_of"]

@@ -17,7 +17,8 @@ from torch import fx
 from mfsdp_compile.runtime.exchange import When
 
 from .. import roles
-from ..context import NodeKind, Phase, role_of
+from ..context import NodeKind, role_of
+from ..phase import Phase
 from .analysis import RELEASE, Analysis, CollectiveNode, ReductionFlow, StorageRange, arguments, tensor_of
 from .contract import Contract, GraphOutput, gradients_of, packed, reads_of
 

@@ -42,7 +42,8 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from ..context import Context, Phase, Report
+from ..context import Context, Report
+from ..phase import Phase
 from .analysis import Analysis
 from .contract import contract_of
 from .rules import RULES, Breach
