@@ -276,8 +276,9 @@ def _passes() -> dict[str, Any]:
 
     from mfsdp_compile.passes import roles
     from mfsdp_compile.passes.context import Context, Report
+    from mfsdp_compile.passes.phase import Phase
 
-    return {**_training(), "fx": fx, "roles": roles, "Context": Context, "Report": Report}
+    return {**_training(), "fx": fx, "roles": roles, "Context": Context, "Phase": Phase, "Report": Report}
 
 
 def _folder() -> dict[str, Any]:
