@@ -163,6 +163,17 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
+def shared_folder() -> Path:
+    """Create a temporary folder, on rank 0, for all ranks."""
+    import tempfile
+
+    import torch.distributed as dist
+
+    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made)
+    return Path(made[0])
+
+
 def server() -> Any:
     """Return the fork server of this process. It has imported everything and done nothing else."""
     context = mp.get_context("forkserver")

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import values
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from test_failures import values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 

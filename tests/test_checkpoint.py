@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
 from parity import raises_everywhere
-from pool import Pools, on_ranks
+from pool import Pools, on_ranks, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -193,14 +193,6 @@ def test_another_precision() -> None:
     Checkpoints(root).load(again, its_optimizer, allow_cast=["model.*", "optimizer.*"])
     for mine, its in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine.full_tensor(), its.full_tensor())
-
-
-def shared_folder() -> Path:
-    import tempfile
-
-    made = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(made)
-    return Path(made[0])
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
 from parity import raises_everywhere
-from pool import on_ranks
-from test_checkpoint import make, shared_folder, train
-from test_tensor import SHAPES, Bag
+from pool import on_ranks, shared_folder
+from test_checkpoint import make, train
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -466,9 +465,9 @@ def test_async_save_of_torch() -> None:
     The parameters include some without rows on a rank, 0-d ones, and several in one flat tensor, with optimizer state.
     """
 
-    class Summed(Bag):
+    class Summed(zoo.Bag):
         def forward(self, x: Tensor) -> Tensor:
-            return sum(((getattr(self, name) * x) ** 2).sum() for name in SHAPES)  # type: ignore[return-value]
+            return sum(((getattr(self, name) * x) ** 2).sum() for name in zoo.Bag.SHAPES)  # type: ignore[return-value]
 
     def build(strategy: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = fully_shard_model(parity.build(Summed), zero_dp_strategy=strategy)

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from parity import raises_everywhere
-from pool import on_ranks
-from test_checkpoint import shared_folder
+from pool import on_ranks, shared_folder
 from torch import nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from datetime import timedelta
 from typing import Any
 
 import parity
@@ -12,24 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import PATIENCE, SECONDS, Failing, short_mesh, values
 from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
-
-SECONDS = 3.0
-"""Timeout of the process group. Ranks may need longer on a machine that does other work."""
-PATIENCE = 30.0
-"""Seconds until every rank must have its error on such a machine, far below the timeout of the default group."""
-
-
-def short_mesh() -> DeviceMesh:
-    """Return a mesh of all ranks, with a timeout that a test can wait for."""
-    group = dist.new_group(timeout=timedelta(seconds=SECONDS))
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 
 
 def everywhere(mine: float) -> list[float]:
@@ -37,38 +25,6 @@ def everywhere(mine: float) -> list[float]:
     all_of_them = [0.0] * dist.get_world_size()
     dist.all_gather_object(all_of_them, mine)
     return all_of_them
-
-
-@torch.library.custom_op("mfsdp_tests::may_fail", mutates_args=())
-def may_fail(x: Tensor, number: int) -> Tensor:
-    """Return ``x + 1``, unless this rank is supposed to fail here."""
-    if Failing.where == number:
-        raise ValueError("a bad batch")
-    return x + 1
-
-
-@may_fail.register_fake
-def _(x: Tensor, number: int) -> Tensor:
-    return torch.empty_like(x)
-
-
-may_fail.register_autograd(lambda ctx, gradient: (gradient, None))
-
-
-class Failing(nn.Module):
-    """Three equal blocks, so that the size would not reveal a wrong gather."""
-
-    where = -1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(zoo.Block(8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
-            x = torch.ops.mfsdp_tests.may_fail(x, number)
-            x = block(x)
-        return torch.ops.mfsdp_tests.may_fail(x, 3).pow(2).mean()
 
 
 def make(mode: str, **arguments: Any) -> tuple[Any, Any, Any]:
@@ -82,10 +38,6 @@ def step(call: Any, optimizer: Any, batch: Tensor) -> None:
     call(batch).backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [param.to_local().clone() for param in model.parameters()]
 
 
 def assert_trained_by(model: nn.Module, batches: list[Tensor], mode: str, **arguments: Any) -> None:

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from doc_tables import DOCS, check_rows
+from failing import short_mesh
 from families import FAMILIES, IMAGE_TOKENS, LENGTH, Family, tokens, with_image_tokens
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import Pools, on_ranks
-from test_failures import short_mesh
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

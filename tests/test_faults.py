@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 import zoo
 from doc_tables import DOCS, check_rows
+from failing import SECONDS as SHORT
+from failing import short_mesh
 from parity import AOT_EAGER, EAGER
 from pool import on_ranks, server
-from test_failures import SECONDS as SHORT
-from test_failures import short_mesh
 from test_stalls import SECONDS, Training
 from torch import Tensor
 

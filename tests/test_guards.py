@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import on_ranks
-from test_checkpoint import shared_folder
+from pool import on_ranks, shared_folder
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer

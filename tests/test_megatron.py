@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
+from doc_tables import DOCS, check_table
 from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
-from test_parallelism_tables import DOCS, check_table
 from torch import Tensor, nn
 
 from mfsdp_compile import api, fully_shard_model, fully_shard_optimizer

@@ -9,34 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.diagnostics.measure import allocated
 
-WIDTH, LAYERS = 192, 6
+WIDTH, LAYERS = zoo.Wide.WIDTH, 6
 ACTIVATIONS = 64 << 10
 """Bytes allowed for activations: one row of 192 float32 values per operator, and fewer than a hundred operators."""
-
-
-class Wide(nn.Module):
-    """A unit of four matrices: parameters are all of the memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.linears:
-            x = torch.tanh(linear(x))
-        return x
 
 
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Wide() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(zoo.Wide() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -45,7 +33,7 @@ class Stack(nn.Module):
 
 
 def sharded(mode: str, **options: Any) -> tuple[nn.Module, Any, Tensor]:
-    model = fully_shard_model(Stack(), fsdp_unit_modules=[Wide])
+    model = fully_shard_model(Stack(), fsdp_unit_modules=[zoo.Wide])
     call: Any = model
     if mode != EAGER:
         call = torch.compile(model, backend="mfsdp", options={"inner": mode, **options})

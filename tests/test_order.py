@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import short_mesh, values
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
-from test_failures import short_mesh, values
 from torch import Tensor, nn
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer

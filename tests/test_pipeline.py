@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks
-from test_memory import WIDTH, Wide
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
@@ -401,13 +401,13 @@ def test_collectives(held: str) -> None:
 @contextlib.contextmanager
 def lone_stage(mode: str, **held: Any) -> Any:
     """Yield a pipeline of one stage, in one process of a fake world, so that all allocations are its own."""
-    model = fully_shard_model(nn.Sequential(*(Wide() for _ in range(6))), fsdp_unit_modules=[Wide])
+    model = fully_shard_model(nn.Sequential(*(zoo.Wide() for _ in range(6))), fsdp_unit_modules=[zoo.Wide])
     call: Any = model
     if mode != EAGER:
         call = torch.compile(model, backend="mfsdp", options={"inner": mode})
     stage = PipelineStage(call, 0, 1, torch.device("cpu"), group=dist.new_group([0]), **held)
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=loss_of)
-    x = torch.randn(MICROBATCHES, WIDTH)
+    x = torch.randn(MICROBATCHES, zoo.Wide.WIDTH)
     for _ in range(2):
         schedule.step(x, target=x)
         model.zero_grad_buffer()

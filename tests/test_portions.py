@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import PATIENCE, Failing, short_mesh, values
 from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, raises_everywhere
 from pool import on_ranks
-from test_failures import PATIENCE, Failing, short_mesh, values
 from torch import Tensor, fx
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from failing import short_mesh, values
 from parity import AOT_EAGER, raises_everywhere
 from pool import on_ranks
-from test_failures import short_mesh, values
 from test_order import Branches, count_agreements
 from torch import Tensor, nn
 

@@ -27,20 +27,10 @@ from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.redistribute import same_ranks
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 
-SHAPES = {"matrix": (7, 5), "vector": (11,), "scalar": (), "row": (1, 6), "empty": (0, 3), "cube": (3, 4, 2)}
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
 
 def bag() -> tuple[nn.Module, dict[str, Tensor]]:
-    whole = {name: param.detach().clone() for name, param in Bag().named_parameters()}
-    return fully_shard_model(Bag()).module, whole
+    whole = {name: param.detach().clone() for name, param in zoo.Bag().named_parameters()}
+    return fully_shard_model(zoo.Bag()).module, whole
 
 
 @on_ranks(2, 3)
@@ -249,7 +239,7 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = Bag(), Bag()
+        self.student, self.teacher = zoo.Bag(), zoo.Bag()
         self.head = nn.Linear(5, 13)
         self.teacher.requires_grad_(False)
         with torch.no_grad():
@@ -490,7 +480,7 @@ def test_statistics_of_two_tensors() -> None:
     assert model.matrix.numel() == 35
     if not compat.DTENSOR_SUBCLASSES_DISPATCH:
         return
-    alone = Bag()
+    alone = zoo.Bag()
     for loss in (
         F.mse_loss,
         F.smooth_l1_loss,
@@ -500,7 +490,7 @@ def test_statistics_of_two_tensors() -> None:
         lambda p, q: (p - q).var() + p.std(),
     ):
         for name in ("matrix", "vector", "cube"):
-            mine, its, target = getattr(model, name), getattr(alone, name), torch.full(SHAPES[name], 0.2)
+            mine, its, target = getattr(model, name), getattr(alone, name), torch.full(zoo.Bag.SHAPES[name], 0.2)
             mine.grad = its.grad = None
             loss(mine, target).backward()
             loss(its, target).backward()

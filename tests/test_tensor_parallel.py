@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 import zoo
+from failing import PATIENCE, Failing
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import Pools, on_ranks
-from test_failures import PATIENCE, Failing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -309,3 +310,37 @@ class AsksForParameters(Plain):
             if hasattr(self.up, "bias") and self.up.bias is not None and not hasattr(self.up, "scale"):
                 x = x + 1
             return super().forward(x) + getattr(self.norm, "weight", 0)
+
+
+class Wide(nn.Module):
+    """A unit of four matrices: parameters are all of the memory."""
+
+    WIDTH = 192
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = torch.tanh(linear(x))
+        return x
+
+
+class Bag(nn.Module):
+    """Parameters of many shapes, without a forward."""
+
+    SHAPES: ClassVar = {
+        "matrix": (7, 5),
+        "vector": (11,),
+        "scalar": (),
+        "row": (1, 6),
+        "empty": (0, 3),
+        "cube": (3, 4, 2),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in self.SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
