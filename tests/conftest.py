@@ -50,12 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = set(LONG.read_text(encoding="utf-8").splitlines())
     found: set[str] = set()
     for item in items:
-        name = item.nodeid.rpartition("tests/")[2]
+        name = item.nodeid.removeprefix("tests/")
         names = {name, name.partition("[")[0]} & long
         if names:
             item.add_marker(pytest.mark.long)
             found |= names
-    whole = {item.path.name for item in items} if not any("::" in given for given in config.args) else set()
+    is_whole = not any("::" in given for given in config.args)
+    whole = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items if is_whole}
     if stale := {name for name in long - found if name.partition("::")[0] in whole}:
         raise pytest.UsageError(f"{LONG} has {sorted(stale)}, which are no tests")
     files = {item.path for item in items if _alone(item) and item.get_closest_marker("slow")}

@@ -49,7 +49,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 NOT_RUN = {
     "a drawing": "no code at all",
     "a message": "of an error, which the test of messages compares with the sources",
-    "here, but by tests/test_examples.py": "what leaves Trainer's and accelerate's global state behind",
+    "here, but by tests/integrations/test_examples.py": "what leaves Trainer's and accelerate's global state behind",
     "another package": "code of a package that is not installed here, to be compared with ours",
     "part of a program": "lines out of a program that is somebody else's",
 }

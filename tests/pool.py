@@ -23,6 +23,10 @@ from typing import Any
 
 import pytest
 
+_HERE = Path(__file__).parent
+FOLDERS = [str(_HERE), *sorted({str(path.parent) for path in _HERE.glob("*/test_*.py")})]
+"""Folders that test modules and their helpers are imported from."""
+
 MANY = 8
 """Number of ranks from which a test belongs to the long set."""
 TIMEOUT = 240.0
@@ -179,8 +183,8 @@ def server() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["preload"])
     before = os.environ.get("PYTHONPATH")
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = here if before is None else os.pathsep.join([here, before])  # older Pythons use this
+    paths = [*FOLDERS, *([] if before is None else [before])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # older Pythons use this
     try:
         forkserver.ensure_running()
     finally:

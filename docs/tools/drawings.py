@@ -1,7 +1,7 @@
 """The drawings of the documentation, made from what the package does: layouts of buckets, collectives of steps, simulated
 timelines.
 
-``tests/test_drawings.py`` compares them with the files in ``docs/drawings``; with ``MFSDP_WRITE_DRAWINGS=1`` it writes these.
+``tests/documentation/test_drawings.py`` compares them with the files in ``docs/drawings``; with ``MFSDP_WRITE_DRAWINGS=1`` it writes these.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-RUNS = "test_checkpoint_runs.py -k"
-STRANGERS = "test_strangers.py -k"
+RUNS = "checkpoint/test_checkpoint_runs.py -k"
+STRANGERS = "checkpoint/test_strangers.py -k"
 PLACE = "mfsdp_compile/checkpoint"
 
 CHECKPOINT = (
@@ -56,7 +56,7 @@ CHECKPOINT = (
         "files of the right length are right",
         "            right = size == files[name].bytes and hash_file(path) == files[name]",
         "            right = size == files[name].bytes",
-        ("test_checkpoint.py -k flipped_byte",),
+        ("checkpoint/test_checkpoint.py -k flipped_byte",),
     ),
     Mutant(
         f"{PLACE}/manifest.py",
@@ -98,14 +98,14 @@ CHECKPOINT = (
         "files on the disk of another machine are not missed",
         "        self._check_arrived(files)\n",
         "",
-        ("test_checkpoint_corners.py -k do_not_see_one_folder",),
+        ("checkpoint/test_checkpoint_corners.py -k do_not_see_one_folder",),
     ),
     Mutant(
         f"{PLACE}/saving.py",
         ".metadata is not in the manifest",
         '            files[".metadata"] = hash_file(self._directory / ".metadata")\n',
         "",
-        ("test_checkpoint.py -k flipped_byte", "test_checkpoint_files.py -k changed_byte"),
+        ("checkpoint/test_checkpoint.py -k flipped_byte", "checkpoint/test_checkpoint_files.py -k changed_byte"),
     ),
     Mutant(
         f"{PLACE}/loading.py",
@@ -133,42 +133,42 @@ CHECKPOINT = (
         "the last name is written when old checkpoints are gone",
         "                write_durably(self.root / _LATEST, final.name)\n                self._remove_old(sharded.lineage)\n",
         "                self._remove_old(sharded.lineage)\n                write_durably(self.root / _LATEST, final.name)\n",
-        ("test_crash.py -k killed",),
+        ("checkpoint/test_crash.py -k killed",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "one more is kept than asked for",
         "        for path in own[: -self.keep]:",
         "        for path in own[: -self.keep - 1]:",
-        (f"{RUNS} two_jobs", "test_checkpoint.py -k folder_of_checkpoints"),
+        (f"{RUNS} two_jobs", "checkpoint/test_checkpoint.py -k folder_of_checkpoints"),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "two processes save into one folder",
         "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "            pass",
-        ("test_checkpoint.py -k two_processes",),
+        ("checkpoint/test_checkpoint.py -k two_processes",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "a forked process keeps the lock",
         "            fcntl.flock(file, fcntl.LOCK_UN)",
         "            pass",
-        ("test_checkpoint_corners.py -k forked",),
+        ("checkpoint/test_checkpoint_corners.py -k forked",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "gradients that wait are lost by a save",
         "            if waiting := sharded.grad_sync.microbatches:",
         "            if waiting := 0:",
-        ("test_checkpoint.py -k gradients_that_wait",),
+        ("checkpoint/test_checkpoint.py -k gradients_that_wait",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "an error of the first rank leaves the others waiting",
         "            except Exception as error:  # the other ranks wait for it\n                lock.close()",
         "            except ZeroDivisionError as error:\n                lock.close()",
-        ("test_checkpoint.py -k 'fails or two_processes'",),
+        ("checkpoint/test_checkpoint.py -k 'fails or two_processes'",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
@@ -182,27 +182,27 @@ CHECKPOINT = (
         "a step of the same number takes the place of the one before",
         "        while final.exists():",
         "        while False:",
-        (f"{RUNS} 'lower_step or takes_the_folder'", "test_checkpoint.py -k folder_of_checkpoints"),
+        (f"{RUNS} 'lower_step or takes_the_folder'", "checkpoint/test_checkpoint.py -k folder_of_checkpoints"),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "what is not sharded is written by every rank",
         "            if not is_first:",
         "            if False:",
-        ("test_checkpoint.py -k first_ranks",),
+        ("checkpoint/test_checkpoint.py -k first_ranks",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "each rank goes on with the first one's random numbers",
         '            state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}',
         '            state["rng"] = {"0": get_generators()}',
-        ("test_checkpoint.py -k random_numbers",),
+        ("checkpoint/test_checkpoint.py -k random_numbers",),
     ),
     Mutant(
         f"{PLACE}/folder.py",
         "a damaged last checkpoint is passed over in silence",
         "                    if path.name == name:",
         "                    if False:",
-        ("test_checkpoint.py -k folder_of_checkpoints", "test_checkpoint_corners.py -k manifest"),
+        ("checkpoint/test_checkpoint.py -k folder_of_checkpoints", "checkpoint/test_checkpoint_corners.py -k manifest"),
     ),
 )

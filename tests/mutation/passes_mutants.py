@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-PASSES = ("test_passes.py",)
-SOLVE = ("test_solve.py",)
-SIMULATE = ("test_simulate.py",)
-COSTS = ("test_costs.py",)
-VERIFY = ("test_verify.py -k 'mutant or accepted or name'",)
-PORTIONS = ("test_portions.py -k 'not eight'",)
-FLOAT32 = ("test_float32_gradients.py",)
+PASSES = ("passes/test_passes.py",)
+SOLVE = ("passes/test_solve.py",)
+SIMULATE = ("passes/test_simulate.py",)
+COSTS = ("passes/test_costs.py",)
+VERIFY = ("passes/test_verify.py -k 'mutant or accepted or name'",)
+PORTIONS = ("passes/test_portions.py -k 'not eight'",)
+FLOAT32 = ("passes/test_float32_gradients.py",)
 
 PASSES_MUTANTS = (
     # -- schedule, reduce, reshard ------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ PASSES_MUTANTS = (
         "what was decided is not followed",
         "        return first or gather_by_policy(",
         "        return gather_by_policy(",
-        ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
+        ("passes/test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
         "passes/reduce.py",
@@ -75,7 +75,7 @@ PASSES_MUTANTS = (
         "the second stage is awaited with the first",
         "    following = i + behind.later * (stage + 1)",
         "    following = i + behind.later",
-        ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
+        ("passes/test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
         "passes/reduce.py",
@@ -89,28 +89,28 @@ PASSES_MUTANTS = (
         "reductions start in another order than their gradients are there",
         "    found.sort(key=lambda r: order[ready[r]])\n",
         "",
-        ("test_passes.py",),
+        ("passes/test_passes.py",),
     ),
     Mutant(
         "passes/reshard.py",
         "gathered weights are saved for backward",
         '            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE',
         '            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE',
-        ("test_passes.py", "test_memory.py"),
+        ("passes/test_passes.py", "runtime/test_memory.py"),
     ),
     Mutant(
         "passes/reshard.py",
         "casts of weights are saved for backward",
         "        derived = [*gather.views, *_casts(gather)]",
         "        derived = [*gather.views]",
-        ("test_passes.py",),
+        ("passes/test_passes.py",),
     ),
     Mutant(
         "passes/reshard.py",
         "a part of a model keeps what forward used last",
         "kept_by_policy(context.policy, context.whole_model, last_used, needed)",
         "kept_by_policy(context.policy, True, last_used, needed)",
-        ("test_passes.py",),
+        ("passes/test_passes.py",),
     ),
     Mutant(
         "passes/drop_unread.py",
@@ -124,7 +124,7 @@ PASSES_MUTANTS = (
         "frozen parameters of a bucket that trains get gradients",
         "        if context.buckets[role.bucket].trainable and not compat.requires_grad(shell):",
         "        if False:",
-        ("test_passes.py -k frozen_since",),
+        ("passes/test_passes.py -k frozen_since",),
     ),
     # -- portions -----------------------------------------------------------------------------------------------------
     Mutant(
@@ -132,21 +132,21 @@ PASSES_MUTANTS = (
         "a portion is taken before forward's last use",
         "    last = max(gathered.uses)",
         "    last = min(gathered.uses)",
-        ("test_portions.py -k test_portions_are_copied_after_the_last_use",),
+        ("passes/test_portions.py -k test_portions_are_copied_after_the_last_use",),
     ),
     Mutant(
         "passes/portions.py",
         "all buckets keep portions, whatever was decided",
         "        if decided is not None and gather.bucket not in decided:",
         "        if False:",
-        ("test_portions.py -k schedule", "test_solve.py"),
+        ("passes/test_portions.py -k schedule", "passes/test_solve.py"),
     ),
     Mutant(
         "passes/portions.py",
         "a portion has the size of another one",
         "new_empty(info.layout.numel // info.portion_size)",
         "new_empty(info.layout.shard_numel)",
-        ("test_portions.py -k after_the_last_use",),
+        ("passes/test_portions.py -k after_the_last_use",),
     ),
     # -- solver -------------------------------------------------------------------------------------------------------
     Mutant(
@@ -175,7 +175,7 @@ PASSES_MUTANTS = (
         "ties are broken by the order of a set",
         "        for bucket in sorted(sorted(candidates), key=value, reverse=True):",
         "        for bucket in sorted(candidates, key=lambda b: value(b)[:2], reverse=True):",
-        ("test_solve.py -k small_models",),
+        ("passes/test_solve.py -k small_models",),
     ),
     Mutant(
         "passes/solver/solve.py",
@@ -189,7 +189,7 @@ PASSES_MUTANTS = (
         "what saves no time stays before what does",
         "            return exposed.get(bucket, 0.0) / size, seconds / size, last[bucket]",
         "            return 0.0, seconds / size, last[bucket]",
-        ("test_solve.py -k small_models",),
+        ("passes/test_solve.py -k small_models",),
     ),
     Mutant(
         "passes/solver/solve.py",
@@ -210,7 +210,7 @@ PASSES_MUTANTS = (
         "gathers that come late are not started earlier",
         "                    i - ahead.units - (not came_late.isdisjoint(use.buckets))",
         "                    i - ahead.units",
-        ("test_solve.py -k small_models",),
+        ("passes/test_solve.py -k small_models",),
     ),
     Mutant(
         "passes/solver/solve.py",
@@ -231,7 +231,7 @@ PASSES_MUTANTS = (
         "memory of saved activations is not in backward",
         "            level += sum(s.saved + s.temporary for s in outlines[Phase.FORWARD].segments)",
         "            level += 0",
-        ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
+        ("passes/test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
         "passes/solver/solve.py",
@@ -288,7 +288,7 @@ PASSES_MUTANTS = (
         "what is freed is allocated before",
         "            order = 0 if storage.handed_on else 4",
         "            order = 0",
-        ("test_solve.py -k test_graphs_do_what_their_outlines_say",),
+        ("passes/test_solve.py -k test_graphs_do_what_their_outlines_say",),
     ),
     Mutant(
         "passes/solver/costs.py",
@@ -360,104 +360,104 @@ PASSES_MUTANTS = (
         "reads before the wait pass",
         '            yield f"{reader} reads it unawaited", reader',
         '            if False:\n                yield f"{reader} reads it unawaited", reader',
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "gathers twice pass",
         "        if whole.bucket in seen:",
         "        if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reads after the release pass",
         "                if found.order[read] > at and read is not node and read.target is not RELEASE:",
         "                if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "gathers into memory that is in use pass",
         "                if memory.overlaps(other_memory) and start <= other_end and other_start <= end:",
         "                if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "writes to what is in use pass",
         "            if place[0].overlaps(memory) and found.order[place[3].node] < at and at <= place[2]:",
         "            if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reductions of frozen buckets pass",
         "        if not info.trainable:",
         "        if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "a second reduction passes",
         "        if bucket in seen:",
         "        if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "gradients that are lost pass",
         "        if not reduction.returned:",
         "        if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reductions that are missing pass",
         "    for bucket in (contract.gradients if contract is not None else {}).keys() - seen:",
         "    for bucket in ():",
-        ("test_passes.py",),
+        ("passes/test_passes.py",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "gradients in the place of others pass",
         "        elif gradient.name in index_of and expected.get(index) != expected[index_of[gradient.name]]:",
         "        elif False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reductions that start before their gradients pass",
         "                if order[source] > order[node]:",
         "                if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "sums with a term too few pass",
         "            if gradient.terms < was.terms:",
         "            if False:",
-        ("test_passes.py",),
+        ("passes/test_passes.py",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "gathers over other ranks pass",
         '        if (got := (given.get("group_size"), given.get("group_name"))) != wanted:',
         '        if (got := (given.get("group_size"), given.get("group_name"))) != got:',
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reductions with a stage too few pass",
         "        if len(reduction.stages) != len(exchange.groups):",
         "        if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
     Mutant(
         "passes/verifier/rules.py",
         "reductions over other ranks pass",
         "            if (operator, its_size, its_group) != (collective, size, group):",
         "            if False:",
-        ("test_verify.py -k test_every_mutant_is_rejected",),
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
 )

@@ -34,7 +34,7 @@ from mfsdp_compile.convert.to_torch_dist import plan_to_torch_dist
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OPTIMIZER = "optimizer.state.module.module.module"
 
 

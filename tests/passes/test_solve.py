@@ -498,7 +498,7 @@ for more in range(0, 30_000_000, 5_000_000):
 
 def test_decisions_do_not_depend_on_hashes(capsys: pytest.CaptureFixture[str]) -> None:
     """Decisions do not depend on Python's hash seed, because every rank must start the same collectives."""
-    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    script = SCRIPT.format(folder=str(Path(__file__).parents[1]))
     environment = {**os.environ, "PYTHONHASHSEED": "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"}
     other = subprocess.run(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, check=True

@@ -616,7 +616,7 @@ def counted(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, in
 
 UNITS, EXPERT_UNITS = 4, CONFIG.layers
 """Units of the model: before the layers, two layers, after the layers. Each layer also has a bucket of experts."""
-TABLE = Path(__file__).parent.parent / "docs" / "expert_parallel.md"
+TABLE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
 
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:

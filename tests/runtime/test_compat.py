@@ -30,7 +30,7 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.runtime import compat, ops
 from mfsdp_compile.runtime.exchange import Exchange
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_torch_version() -> None:

@@ -1,6 +1,6 @@
 """Every strategy, accumulation and scaling gives the gradients of one process.
 
-``pytest tests/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled and eager
+``pytest tests/runtime/test_strategies.py -k table -s`` prints the table: strategies x ways of accumulating x compiled and eager
 x scalings, with three microbatches on four ranks. Each cell is compared with an independent computation in one process.
 """
 

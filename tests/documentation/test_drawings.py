@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
-TOOLS = Path(__file__).resolve().parents[1] / "docs" / "tools"
+TOOLS = Path(__file__).resolve().parents[2] / "docs" / "tools"
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 NEAR = 1.5
 """Pixels by which positions may differ under other versions of torch than the one that drew.

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("mkdocs", reason="the site is built with the extra 'docs', which needs Python 3.11")
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (
     "mfsdp_compile",
     "mfsdp_compile.checkpoint",

@@ -58,7 +58,7 @@ def opened_inside(*folders: Path) -> Iterator[None]:
         sys.base_prefix,
         "/proc/self",
         "/usr/lib",
-        str(Path(__file__).parents[1]),
+        str(Path(__file__).parents[2]),
     ]
     assert not [path for path in OPENED if not path.startswith(tuple(map(os.path.realpath, allowed)))]
 
@@ -546,7 +546,7 @@ def test_dumps_do_not_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
         assert message in capsys.readouterr().out
 
 
-SMALL = (Path(__file__).parents[1] / "passes" / "solver" / "machines" / "h100-ib.json").read_text()
+SMALL = (Path(__file__).parents[2] / "passes" / "solver" / "machines" / "h100-ib.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torchtitan", reason="pip install -e .[torchtitan], with torch 2.15")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("torchtitan_job.py")
 
 

@@ -23,7 +23,7 @@ from test_trainers import trainers
 
 from mfsdp_compile.examples import job_config, torchtitan_style
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(torchtitan_style.__file__).with_suffix(".toml")
 
 

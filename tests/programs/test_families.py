@@ -1,6 +1,6 @@
 """Model families, unmodified, compared with one process. The tables in docs/models.md show what these tests measure.
 
-``MFSDP_WRITE_TABLES=1 pytest tests/test_families.py`` rewrites them.
+``MFSDP_WRITE_TABLES=1 pytest tests/programs/test_families.py`` rewrites them.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,9 +136,8 @@ def test_command_plans_a_workload() -> None:
     """The command plans a workload in a process that has compiled nothing before."""
     arguments = ["plan", "--model", f"{__name__}:RESNET", "--world", "4", "--dtype", "float32", "--hardware", "cpu"]
     code = f"from mfsdp_compile.cli import main; raise SystemExit(main({arguments}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "ZeRO-3" in done.stdout
 

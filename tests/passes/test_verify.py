@@ -1,6 +1,6 @@
 """The verifier rejects every mutant of real graphs by the right rule, accepts the graphs, and checks the user's passes.
 
-``pytest tests/test_verify.py -k mutant -s`` prints the table of rules and mutants.
+``pytest tests/passes/test_verify.py -k mutant -s`` prints the table of rules and mutants.
 """
 
 from __future__ import annotations

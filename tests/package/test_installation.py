@@ -14,7 +14,7 @@ import pytest
 
 from mfsdp_compile.cli import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 COMPILES = """
 import json, sys, torch, torch.distributed as dist

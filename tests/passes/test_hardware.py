@@ -17,7 +17,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware, Link, hardware, known
 from mfsdp_compile.planning import calibration
 from mfsdp_compile.planning.calibration import Effort, Measured, Timing, calibrate, describe, fit_link
 
-FOLDER = Path(__file__).parent.parent / "passes" / "solver" / "machines"
+FOLDER = Path(__file__).parents[2] / "passes" / "solver" / "machines"
 SOURCED = {field.name for field in fields(Hardware)} - {"name", "sources"}
 GPUS = ["a100-ib", "b200-ib", "gb200-nvl72", "h100-eth", "h100-ib", "h200-ib"]
 
