@@ -1,0 +1,33 @@
+"""Every private torch symbol that mfsdp-compile uses.
+
+Supported: torch 2.11 to 2.15. Symbols imported at the top of these modules are checked when the package is imported. If
+torch lacks one of them, the import fails and names the symbol, instead of a failure in the middle of a training step.
+Symbols of the compiler are imported inside the functions that use them, because importing Inductor takes seconds that
+eager users should not pay for. Each function has a test in ``tests/runtime/test_compat.py``. Nothing in torch is
+monkeypatched, but :mod:`.gloo` overrides two of its CPU kernels, one of them at import.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .version import *
+
+try:
+    from .aot import *
+    from .autograd import *
+    from .checkpoint import *
+    from .dispatch import *
+    from .distributed import *
+    from .dynamo import *
+    from .gloo import *
+    from .inductor import *
+    from .optim import *
+    from .pytree import *
+    from .stores import *
+    from .tensors import *
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torch {torch.__version__} lacks a symbol that mfsdp-compile needs ({error}). Supported: torch "
+        f"{MIN_TORCH[0]}.{MIN_TORCH[1]} to {MAX_TESTED_TORCH[0]}.{MAX_TESTED_TORCH[1]}"
+    ) from error

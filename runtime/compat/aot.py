@@ -1,0 +1,98 @@
+"""AOTAutograd: graphs of forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = [
+    "compile_with_aot_eager",
+    "flop_formula",
+    "is_backward_node",
+    "is_tangent",
+    "min_cut_partition",
+    "trace_with_aot",
+]
+
+
+def trace_with_aot(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    decomposed: bool,
+) -> Callable[..., Any]:
+    """Run AOTAutograd for graphs that are inspected and not compiled. The result can be called.
+
+    Args:
+        gm: Graph module from Dynamo.
+        inputs: Example inputs of the graph.
+        partition: Function that partitions the joint graph.
+        decomposed: Whether to apply Inductor's decompositions.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._inductor import lowering  # noqa: F401 -- the decomposition of max_pool2d uses it without importing it
+    from torch._inductor.decomposition import select_decomp_table
+
+    decompositions = select_decomp_table() if decomposed else None
+    trace = aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, decompositions=decompositions
+    )
+    return trace(gm, list(inputs))
+
+
+def flop_formula(operator: torch._ops.OpOverload) -> Callable[..., int] | None:
+    """Return the function that counts an operator's floating-point operations; None if torch registers none.
+
+    It is called as ``formula(*args, **kwargs, out_val=result)``, with tensors.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(operator.overloadpacket)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder of a backward graph is the gradient of an output of the forward."""
+    return "tangents" in str(node.target)  # the same test as in torch's partitioner
+
+
+def is_backward_node(node: fx.Node) -> bool:
+    """Whether a node of a joint or backward graph was created by autograd's backward."""
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    finish: Callable[[fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """Run AOTAutograd; the resulting graphs run op by op. ``finish`` rewrites forward, backward and inference graphs.
+
+    The graphs take their arguments out of a list, so that tensors saved for backward are freed after their last use.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        finish(graph_module)
+        graph_module.graph.set_codegen(_BoxedCodeGen())
+        graph_module.recompile()
+        forward = graph_module.forward
+
+        def run(arguments: list[Any]) -> Any:
+            return forward(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(gm, list(inputs))
+
+
+def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    from functorch.compile import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

@@ -1,0 +1,121 @@
+"""Autograd's engine, hooks on saved tensors, and function transforms."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id, _will_engine_execute_node
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks,  # type: ignore[attr-defined]
+    _push_saved_tensors_default_hooks,  # type: ignore[attr-defined]
+    _saved_tensors_hooks_is_enabled,  # type: ignore[attr-defined]
+    _top_saved_tensors_default_hooks,  # type: ignore[attr-defined]
+)
+from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
+
+__all__ = [
+    "Wanted",
+    "backward_id",
+    "below_function_transforms",
+    "counts_tensors",
+    "in_backward",
+    "on_backward_end",
+    "profiler_runs",
+    "refuses_saved_tensor_hooks",
+    "saved_tensor_hooks_active",
+    "saved_tensor_hooks_allowed",
+    "wanted",
+    "without_hook",
+]
+
+
+_execution_engine = torch.autograd.Variable._execution_engine
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside ``backward()``. True in hooks, and while activation checkpointing recomputes."""
+    return _current_graph_task_id() != -1
+
+
+def backward_id() -> int:
+    """Return a number that is the same throughout one backward pass; -1 outside of any."""
+    return _current_graph_task_id()
+
+
+class Wanted(Enum):
+    """What a running backward does with the gradient of a leaf."""
+
+    NOT = "nothing"
+    ADDED = "adds it to .grad"
+    RETURNED = "returns it"  # torch.autograd.grad
+
+
+def wanted(leaf: Any) -> Wanted:
+    """In backward, return what happens to the gradient of a leaf, given by its node.
+
+    ``torch.autograd.grad`` and ``backward(inputs=...)`` request only some gradients.
+    """
+    try:
+        return Wanted.ADDED if _will_engine_execute_node(leaf) else Wanted.NOT
+    except RuntimeError:  # torch raises this for a leaf whose gradient torch.autograd.grad returns
+        return Wanted.RETURNED
+
+
+def counts_tensors(hook: Callable[..., Any]) -> bool:
+    """Whether a tensor hook was created by ``torch.autograd.graph.register_multi_grad_hook``."""
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the innermost running backward has finished. It does not run if the backward raises."""
+    _execution_engine.queue_callback(callback)
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Whether this thread has default hooks on saved tensors (installed by checkpointing or offloading)."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether default hooks on saved tensors can be installed: not inside transforms like ``torch.func.grad``."""
+    return _saved_tensors_hooks_is_enabled()
+
+
+def refuses_saved_tensor_hooks(error: BaseException) -> bool:
+    """Whether a transform of ``torch.func`` has raised ``error`` because there are default hooks on saved tensors."""
+    return "torch.func" in str(error) and "saved tensor hooks" in str(error)
+
+
+def below_function_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Context that hides operators from the running transforms of ``torch.func``.
+
+    To the transforms, what is computed inside is a constant.
+    """
+    if _peek_functorch_interpreter() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+@contextlib.contextmanager
+def without_hook(pack: Callable[..., Any]) -> Iterator[None]:
+    """Temporarily remove this thread's default hooks on saved tensors, as long as the topmost is ``pack``'s."""
+    taken: list[tuple[Any, Any]] = []
+    while (top := _top_saved_tensors_default_hooks(False)) is not None and top[0] == pack:
+        taken.append(top)
+        _pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack_hook, unpack_hook in reversed(taken):
+            _push_saved_tensors_default_hooks(pack_hook, unpack_hook)
+
+
+def profiler_runs() -> bool:
+    """Whether torch's profiler is recording."""
+    return torch.autograd._profiler_enabled()

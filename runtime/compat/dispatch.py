@@ -1,0 +1,74 @@
+"""Modes that see operators and functions, and calls of modules."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Collection, Iterator
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from .version import MODULE_FILE
+
+__all__ = [
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "DispatchKey",
+    "TorchDispatchMode",
+    "TorchFunctionMode",
+    "in_call_of",
+    "no_torch_function",
+    "outside_selective_checkpoint",
+    "without_modes",
+]
+
+
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Context that hides operators from all dispatch modes, and functions from all function modes."""
+    with _disable_current_modes(), DisableTorchFunction():
+        yield
+
+
+def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
+    """Context that hides operators from selective activation checkpointing.
+
+    Selective checkpointing counts operators, saves the results of some, and matches them by position when it
+    recomputes.
+    """
+    if _len_torch_dispatch_stack() and any(
+        isinstance(mode, (_CachedTorchDispatchMode, _CachingTorchDispatchMode))
+        for mode in _get_current_dispatch_mode_stack()
+    ):
+        outside: contextlib.AbstractContextManager[None] = _disable_current_modes()
+        return outside
+    return contextlib.nullcontext()
+
+
+def in_call_of(modules: Collection[torch.nn.Module]) -> bool:
+    """Whether this thread is inside the call of one of ``modules``.
+
+    This is for code that runs eagerly in the middle of compiled code: the forwards around it were traced and do not
+    run. A call of a module leaves a frame of ``nn.Module._call_impl`` on the stack, even if Dynamo has rewritten it.
+    Other methods of ``nn.Module`` (``apply``, ``__repr__``, ``state_dict``) do not count as calls.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == MODULE_FILE and "_call_impl" in frame.f_code.co_name:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, torch.nn.Module) and owner in modules:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

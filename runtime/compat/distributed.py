@@ -1,0 +1,264 @@
+"""Process groups and functional collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.distributed_c10d import (
+    _get_default_group,
+    _get_default_timeout,
+    _new_process_group_helper,
+    _resolve_process_group,
+    _world,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .version import TORCH_FOLDER
+
+__all__ = [
+    "PIPELINES_HOLD_MESSAGES",
+    "all_gather",
+    "all_gather_out",
+    "all_reduce",
+    "all_reduce_on_host",
+    "all_to_all",
+    "all_to_all_autograd",
+    "collectives_started",
+    "device_type",
+    "device_types",
+    "fake_process_group",
+    "is_real_group",
+    "is_simulated",
+    "known_groups",
+    "new_group",
+    "new_group_like",
+    "process_group",
+    "reduce_scatter",
+    "stand_around_collectives",
+    "timeout_of",
+    "wait_tensor",
+    "wait_tensor_when_dropped",
+    "waits_in",
+]
+
+
+all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_gather_out = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_to_all = torch.ops._c10d_functional.all_to_all_single.default
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+PIPELINES_HOLD_MESSAGES = importlib.util.find_spec("torch.distributed.pipelining._recv_buffers") is None
+"""Whether a stage of torch's pipelines holds all messages of a step in memory.
+
+Older torch has a buffer for each message, and keeps sent outputs until the backward. Newer torch (2.15) receives into
+memory for a single message, and releases outputs once they are sent. Gradients of inputs stay until the end of the
+step.
+"""
+
+
+def device_types(group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the device types that a group, or the default one, communicates tensors of; GPUs first.
+
+    A group may have a backend for each of several device types (``init_process_group()`` creates such a group if there
+    are GPUs). Gloo also supports some collectives on CUDA tensors, but not those needed here. CUDA therefore does not
+    count if gloo is its only backend.
+    """
+    group = group or _get_default_group()
+    types = {device.type for device in group._device_types}
+    if "cuda" in types and (not torch.cuda.is_available() or "gloo" in group._get_backend(torch.device("cuda")).name()):
+        types -= {"cuda"}
+    return sorted(types & {"cpu", "cuda"}, reverse=True)
+
+
+def device_type(group: dist.ProcessGroup | None = None, preferred: str | None = None) -> str:
+    """Return the device type to communicate over a group, or the default one: ``preferred`` if possible, else CUDA."""
+    types = device_types(group)
+    return preferred if preferred in types else next(iter(types), "cpu")
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return the time after which a collective of the group fails, whatever backend runs it."""
+    timeouts = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend without options
+            timeouts.append(group._get_backend(device).options._timeout)
+    return max(timeouts, default=dist.default_pg_timeout)
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the group with the name that functional collectives use."""
+    return _resolve_process_group(name)
+
+
+def known_groups() -> dict[str, list[int]]:
+    """Return the ranks of every process group that this rank is in, by name."""
+    groups = [group for group in _world.pg_map if dist.get_rank(group) >= 0]
+    return {group.group_name: dist.get_process_group_ranks(group) for group in groups}
+
+
+def collectives_started(group: dist.ProcessGroup) -> int:
+    """Return the number of collectives that this rank has started on a group; 0 if the backend does not count them."""
+    try:
+        return group._get_sequence_number_for_group()
+    except RuntimeError:  # the group has several backends, or one that does not count
+        pass
+    counts: dict[Any, int] = {}
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            backend = group._get_backend(device)
+            counts[backend] = backend._get_sequence_number_for_group()
+    return sum(counts.values())
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether a process group is fake: its other ranks do not exist."""
+    return {backend.rpartition(":")[2] for backend in dist.get_backend(group).split(",")} == {"fake"}
+
+
+def is_real_group(name: str) -> bool:
+    """Whether a process group, given by name, is not fake."""
+    return not is_simulated(_resolve_process_group(name))
+
+
+@contextlib.contextmanager
+def fake_process_group(ranks: int) -> Iterator[None]:
+    """Context in which this process is the first of ``ranks`` simulated ranks.
+
+    Collectives return immediately, with undefined content.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Create a process group with the backend and timeout of another one. All of its ranks must call this.
+
+    Args:
+        name: Name of the other group.
+        ranks: Global ranks, including this one. None: those of the other group.
+    """
+    old = _resolve_process_group(name)
+    ranks = ranks if ranks is not None else dist.get_process_group_ranks(old)
+    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old))
+
+
+def new_group(
+    ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Create a process group. All of its ranks must call this; other ranks need not.
+
+    Torch names such a group by the number of groups that a rank has created, and ranks find each other by that name.
+    Ranks that have created different numbers of groups, such as ranks of different pipeline stages, would wait for each
+    other until they time out. This group is named by the number of groups that were created here with the same ranks.
+    """
+    ranks, default = tuple(sorted(ranks)), _get_default_group()
+    default_backend, store = _world.pg_map[default]
+    backend = dist.Backend(backend or default_backend)
+    _groups_made[ranks] += 1
+    name = hashlib.sha1(repr((ranks, _groups_made[ranks])).encode(), usedforsecurity=False).hexdigest()
+    made, _ = _new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        list(ranks),
+        backend,
+        store,
+        f"mfsdp_{name}",
+        timeout=timeout or _get_default_timeout(backend),
+        device_id=default.bound_device_id,
+        group_desc="mfsdp",
+    )
+    _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
+
+
+_groups_made: Counter[tuple[int, ...]] = Counter()
+
+
+def waits_in(frame: FrameType | None) -> str | None:
+    """Return the group name of the ``torch.distributed`` collective that a thread is in; None if it is in none.
+
+    Args:
+        frame: The innermost frame of the thread.
+    """
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH_FOLDER):
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals:
+            group = frame.f_locals["group"] or _get_default_group()
+            return group.group_name if isinstance(group, dist.ProcessGroup) else None
+        frame = frame.f_back
+    return None
+
+
+def stand_around_collectives(
+    names: Iterable[str], around: Callable[[str], contextlib.AbstractContextManager[Any]]
+) -> torch.library.Library:
+    """Run every start of a functional collective with one of these names inside ``around(name)``, compiled or not.
+
+    The wrapper is installed at a dispatch key that every call passes, and stays until ``_destroy()`` is called on the
+    result.
+    """
+    library = torch.library.Library("_c10d_functional", "IMPL")
+
+    def watch(name: str) -> None:
+        collective = getattr(torch.ops._c10d_functional, name).default
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            with around(name):
+                return collective.redispatch(keys.remove(DispatchKey.BackendSelect), *args, **kwargs)
+
+        library.impl(name, run, "BackendSelect", with_keyset=True)
+
+    for name in names:
+        watch(name)
+    return library
+
+
+def all_reduce_on_host(tensor: Tensor, op: str, group: str) -> Tensor:
+    """All-reduce a tensor on the CPU. This does not wait for the device if the group has a backend for the CPU."""
+    devices = {device.type for device in _resolve_process_group(group)._device_types}
+    if "cpu" not in devices and devices:
+        tensor = tensor.to(next(iter(devices)))
+    return wait_tensor(all_reduce(tensor, op, group)).cpu()
+
+
+def all_to_all_autograd(tensor: Tensor, incoming: Sequence[int], outgoing: Sequence[int], group: str) -> Tensor:
+    """Exchange rows of ``tensor`` between the ranks of a group. The backward sends gradients the opposite way.
+
+    Args:
+        tensor: ``[sum(outgoing), ...]``.
+        incoming, outgoing: Number of rows from each rank, and to each rank. While Dynamo traces, they may be sizes that
+            are known only at run time.
+        group: Name of the process group.
+
+    Returns:
+        ``[sum(incoming), ...]``.
+    """
+    received = all_to_all_single_autograd(tensor, list(incoming), list(outgoing), group)
+    return wait_tensor(received)
+
+
+with _disable_current_modes():
+    pass  # the first use imports modules; do that now, because a finalizer may run in the middle of another import
+
+
+def wait_tensor_when_dropped(tensor: Tensor) -> None:
+    """Run ``wait_tensor`` in a finalizer, which may run in the middle of a trace."""
+    with _disable_current_modes(), torch.no_grad():
+        wait_tensor(tensor)

@@ -1,0 +1,259 @@
+"""What Dynamo traces, the graphs it hands over, and their fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .version import MODULE_FILE
+
+__all__ = [
+    "add_parameter_placeholder",
+    "backend_failed",
+    "called_by_guards",
+    "compilation_metrics",
+    "concrete",
+    "copy_graph_module",
+    "detect_fake_mode",
+    "dynamo_traces",
+    "fake_mode",
+    "graph_argument",
+    "graph_break",
+    "graph_break_reasons",
+    "inner_exception",
+    "is_dynamo_disabled",
+    "is_fake",
+    "not_traceable",
+    "on_values",
+    "python_only",
+    "quiet",
+    "requires_grad",
+    "tracing_fake_mode",
+    "where_not_traceable",
+    "written",
+]
+
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_run_as_is = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+_F = TypeVar("_F", bound=Callable[..., Any])
+_DYNAMO_FOLDER = str(Path(torch.__file__).parent / "_dynamo")
+
+
+def called_by_guards() -> bool:
+    """Whether the property that calls this function is read by Dynamo's guards instead of a module's code.
+
+    ``hasattr(self, "weight")`` in a forward creates such a guard.
+    """
+    reader = sys._getframe(2).f_code.co_filename
+    return reader == MODULE_FILE or reader.startswith(_DYNAMO_FOLDER)
+
+
+def graph_break(message: str) -> Exception:
+    """Return an exception that makes Dynamo leave the current code to Python; with ``fullgraph``, it is an error."""
+    from torch._dynamo.exc import Unsupported
+
+    return Unsupported(message, "mfsdp_compile: a sharded parameter")
+
+
+def dynamo_traces() -> bool:
+    """Whether this thread is compiling."""
+    return TracingContext.try_get() is not None
+
+
+def python_only(function: Any) -> Any:
+    """Decorate ``function`` so that Dynamo does not compile it or its callees when eager code calls it.
+
+    This is for calls between two graphs. Compiled code may still inline the function.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
+    return function
+
+
+def is_dynamo_disabled(function: Any) -> bool:
+    """Whether ``torch.compiler.disable`` was applied to a function."""
+    return bool(getattr(function, "_torchdynamo_disable", False))
+
+
+def graph_argument(placeholder: fx.Node) -> Any:
+    """Return the real object that a placeholder of a Dynamo graph stands for; None for symbolic sizes."""
+    argument = placeholder.meta.get("grapharg")
+    return argument.example if argument is not None else None
+
+
+def _storage_of(value: Tensor) -> int:
+    """Return a number that identifies a storage; 0 for a value without one, inside a transform of ``torch.func``."""
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:
+        return 0
+
+
+def written(gm: fx.GraphModule, marks: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Find the nodes in a Dynamo graph and its regions that ``marks`` selects and whose value is written to.
+
+    This includes in-place writes, and writes through a view or through ``.data``.
+    """
+    found: list[fx.Node] = []
+    values = {node: node.meta.get("example_value") for node in gm.graph.nodes}
+    storages: dict[int, fx.Node] = {}
+    for node, value in values.items():
+        if isinstance(value, Tensor) and marks(node):
+            storages[_storage_of(value)] = node
+    changed = [value for value in values.values() if isinstance(value, Tensor) and value._version]
+    for node in gm.graph.nodes if storages else ():
+        # Operators on lists do not increment the versions of fake tensors.
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name.startswith("_foreach_") and name.endswith("_") and node.args:
+            changed += [values[each] for each in node.args[0] if isinstance(values.get(each), Tensor)]
+    for value in changed:
+        if (node := storages.get(_storage_of(value))) is not None and node not in found:
+            found.append(node)
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            found += written(child, marks)
+    return found
+
+
+def requires_grad(placeholder: fx.Node) -> bool:
+    """Whether a placeholder of a Dynamo graph requires a gradient. True if it stands for no real tensor."""
+    argument = graph_argument(placeholder)
+    return argument is None or bool(argument.requires_grad)
+
+
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy a graph module for passes to rewrite: Dynamo keeps reading its own graph after the backend has returned.
+
+    Submodules that hold graphs (bodies of checkpoint regions and of control flow) are copied too.
+    """
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, mapping)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
+    graph.output(output).meta = dict(gm.graph.output_node().meta)
+    copied = fx.GraphModule(gm, graph)
+    copied.meta.update(gm.meta)
+    if hasattr(gm, "_param_name_to_source"):
+        copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, copy_graph_module(child))
+    return copied
+
+
+def add_parameter_placeholder(graph: fx.Graph, name: str, like: fx.Node | None) -> fx.Node:
+    """Add a placeholder that AOTAutograd treats as a parameter: static address, no guards.
+
+    Args:
+        like: Placeholder whose source the new one takes over. AOTAutograd and Inductor look up sources for messages.
+            None if the placeholder stands for nothing in the user's program.
+    """
+    node = graph.placeholder(name)
+    if like is None:
+        node._dynamo_source = None  # type: ignore[attr-defined]
+    elif hasattr(like, "_dynamo_source"):
+        node._dynamo_source = like._dynamo_source  # type: ignore[attr-defined]
+    node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+    return node
+
+
+def concrete(size: Any) -> int:
+    """Return a size as a number; for a symbolic size, the number it had when the graph was traced."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return int(hint) if hint is not None else 1
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, because the model is only planned and not run."""
+    return isinstance(tensor, FakeTensor)
+
+
+def on_values(function: _F) -> _F:
+    """Decorate ``function`` so that its tensors have values (such as ranks) even while a model is only planned."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have shapes and devices, but no values."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def backend_failed() -> type[Exception]:
+    """Return the class that Dynamo raises if a backend fails; :func:`inner_exception` returns the original error."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return BackendCompilerFailed
+
+
+def inner_exception(failed: Exception) -> Exception:
+    """Return what a backend raised, from the exception that Dynamo raised for it."""
+    return failed.inner_exception  # type: ignore[attr-defined]
+
+
+def not_traceable() -> type[Exception]:
+    """Return a base class of the exceptions that Dynamo raises if ``fullgraph=True`` is not possible."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def where_not_traceable(error: Exception) -> Sequence[traceback.FrameSummary]:
+    """Return the calls that led to the line at which Dynamo gave up; empty if unknown."""
+    return getattr(error, "real_stack", None) or ()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Context that silences torch's warnings through ``logging``, which would be repeated for code that never runs."""
+    logger = logging.getLogger("torch")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def tracing_fake_mode() -> Any:
+    """Return the fake mode of the current compilation."""
+    return TracingContext.get().fake_mode
+
+
+def graph_break_reasons() -> Sequence[Any]:
+    """Return all graph breaks since the last reset, each with ``reason``, ``user_stack`` and ``graph_break``."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return graph_break_reasons
+
+
+def compilation_metrics() -> Sequence[Any]:
+    """Return metrics of every frame that Dynamo has compiled.
+
+    Each has ``co_name``, ``co_filename``, ``co_firstlineno`` and ``recompile_reason``.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return get_compilation_metrics()

@@ -1,0 +1,105 @@
+"""What gloo needs: two overridden kernels on the CPU, and connections that are broken on purpose."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import DispatchKey
+from torch.distributed.distributed_c10d import _world
+
+from .distributed import all_gather_out, wait_tensor
+from .stores import another_connection
+
+__all__ = ["break_connections", "on_failed_waits"]
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Make every wait for other ranks in this process group fail at once, on this rank and on the others.
+
+    The group cannot be used any more. Gloo cannot abort a wait (its ``abort()`` does nothing), but it notices closed
+    connections. The group's store holds the addresses that its ranks published for each other. They identify which of
+    the process's connections belong to the group.
+    """
+    store = _world.pg_map[group][1]
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if backend.name() == "gloo":
+            _close_connections(another_connection(store), f"{device.type}/", dist.get_rank(group), group.size())
+        else:
+            backend.abort()
+
+
+def _close_connections(store: dist.Store, prefix: str, rank: int, size: int) -> None:
+    listening: list[bytes] = []  # messages of the ranks, which contain the addresses that they listen at
+    number = 0
+    while store.check([f"{prefix}/{number}/{rank}"]):
+        listening += [store.get(f"{prefix}/{number}/{other}") for other in range(size)]
+        number += 1
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed in the meantime, or not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                _shut_down(os.dup(int(name)), listening)
+
+
+def _shut_down(descriptor: int, listening: Sequence[bytes]) -> None:
+    """Shut a connection down if one of its ends is among the addresses that ranks have published."""
+    with socket.socket(fileno=descriptor) as connection:
+        for end in (connection.getsockname(), connection.getpeername()):
+            address = _as_gloo_tells(connection.family, end)
+            if address is not None and any(address in told for told in listening):
+                connection.shutdown(socket.SHUT_RDWR)
+                return
+
+
+def _as_gloo_tells(family: int, address: Any) -> bytes | None:
+    """Return the beginning of an address's ``sockaddr`` structure, as in gloo's messages; None for other families."""
+    if family == socket.AF_INET:
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + socket.inet_pton(family, address[0])
+    if family == socket.AF_INET6:
+        flow = struct.pack("!I", address[2])
+        return struct.pack("=H", family) + struct.pack("!H", address[1]) + flow + socket.inet_pton(family, address[0])
+    return None
+
+
+_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CPU)
+_WAITS_ON_CPU = torch._C.DispatchKeySet(DispatchKey.CompositeExplicitAutograd)
+_gloo = torch.library.Library("_c10d_functional", "IMPL")
+
+
+@torch.library.impl(_gloo, "all_gather_into_tensor", "CPU")
+def _gather_on_cpu(shard: Tensor, group_size: int, group_name: str) -> Tensor:
+    """Override torch's kernel, which corrupts memory when two gathers end at the same time.
+
+    Torch's kernel runs an operation that gloo calls ``ALLGATHER_COALESCED``. When such an operation ends, the two
+    threads of a gloo process group write that name to one shared string, without a lock. The name does not fit into the
+    string's inline buffer, so two operations that end at the same time free the same heap block twice. Some allocations
+    later, the process crashes ("malloc(): unaligned tcache chunk detected", or a segmentation fault). With torch 2.11
+    to 2.15, a loop of functional gathers, eight in flight, crashes within seconds. If memory for the result is passed
+    in, the operation is called ``ALLGATHER``, which fits.
+    """
+    full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
+    return all_gather_out.redispatch(_ON_CPU, shard, group_size, group_name, out=full)
+
+
+def on_failed_waits(explain: Callable[[RuntimeError], None]) -> None:
+    """Call ``explain`` with torch's error when a wait for a collective on the CPU fails, in compiled code or not.
+
+    ``explain`` may raise another error instead. Call this function once per process.
+    """
+
+    @torch.library.impl(_gloo, "wait_tensor", "CPU")
+    def wait(tensor: Tensor) -> Tensor:
+        try:
+            return wait_tensor.redispatch(_WAITS_ON_CPU, tensor)
+        except RuntimeError as error:
+            explain(error)
+            raise

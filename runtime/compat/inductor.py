@@ -1,0 +1,328 @@
+"""Inductor: its options, its scheduler, and lowerings of our operators."""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from .version import TORCH_VERSION
+
+__all__ = [
+    "InductorBucket",
+    "compile_with_inductor",
+    "graph_pass",
+    "inductor_collective",
+    "inductor_config_patches",
+    "inductor_joint_passes",
+    "is_generated",
+    "is_miscompiled",
+    "partitioner",
+    "register_lowering",
+    "unknown_inductor_options",
+]
+
+
+def is_generated(file: str) -> bool:
+    """Whether a file contains code that Inductor has generated."""
+    cache = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
+    return cache is not None and file.startswith(cache.cache_dir())
+
+
+def inductor_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
+    """Run Inductor's passes over a joint graph before it is partitioned: constant folding, pattern replacement."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    mode = detect_fake_mode([node.meta.get("val") for node in joint.graph.find_nodes(op="placeholder")])
+    with V.set_fake_mode(mode):  # passes that replace random number operators need it
+        return joint_graph_passes(joint)
+
+
+_ORDER_KEEPING: dict[str, Any] = {
+    # Would move every all-gather next to its wait to save memory. The order of the FX graph is the schedule.
+    "reorder_for_peak_memory": False,
+    # Would hoist all gathers of an inference graph to its top, which puts the whole model in memory at once.
+    "reorder_for_locality": False,
+    "reorder_for_locality_in_training": False,
+    "reorder_for_compute_comm_overlap": False,
+    # On by default in torch 2.15; reorders around collectives, differently on different ranks (pytorch#189454).
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+}
+
+
+def is_miscompiled(module: torch.nn.Module, device_type: str) -> bool:
+    """Whether this version's Inductor is known to compute wrong gradients for a model, with or without this package.
+
+    This affects router gradients of transformers' GPT-OSS on the CPU, if the auxiliary loss is among the outputs. In
+    tests, gradients were correct with torch 2.11 and 2.15 and wrong with 2.13.
+    """
+    is_named_so = any(kind.__name__.startswith("GptOss") for kind in type(module).__mro__)
+    return is_named_so and device_type == "cpu" and (2, 12) <= TORCH_VERSION < (2, 15)
+
+
+def inductor_config_patches() -> dict[str, Any]:
+    """Return the settings that keep Inductor from reordering collectives, without those that this torch lacks."""
+    unknown = unknown_inductor_options(_ORDER_KEEPING)
+    settings = {name: value for name, value in _ORDER_KEEPING.items() if name not in unknown}
+    return settings | {
+        "_pre_fusion_custom_pass": _scheduler_pass(_chain_collectives),
+        "_post_fusion_custom_pass": _scheduler_pass(_in_order),
+    }
+
+
+@functools.cache
+def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
+    """Wrap a function for Inductor's config. It takes and returns the scheduler's nodes, in executable order."""
+    from torch._inductor import custom_graph_pass
+
+    # Torch 2.11 has no separate class for these passes.
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class Pass(base):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            return run(nodes)
+
+        def uuid(self) -> str:
+            return f"mfsdp_compile {run.__name__} 4"  # change the number when the pass changes
+
+        def __reduce__(self) -> Any:
+            return _uuid, (self.uuid(),)
+
+    return Pass()
+
+
+def _chain_collectives(nodes: list[Any]) -> list[Any]:
+    """Before fusion, make starts, waits and nodes without dependencies depend on the previous start or wait.
+
+    Inductor itself keeps only starts in order. Its fusion joins kernels of different layers, for example for an
+    auxiliary loss that reads a value of each layer. Everything that either kernel needs is then computed first,
+    including waits: gathers would start right before they are awaited, and all reductions would be awaited at the end.
+    Fusion can also join a kernel from the beginning with one from the end that needs a constant from there. All other
+    nodes without dependencies, such as the padding in gradient buckets, would then run before it. With the added
+    dependencies, a fusion that would reorder collectives forms a cycle, which Inductor rejects.
+    """
+    from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective, contains_wait
+
+    def follow(node: Any, other: Any) -> None:
+        for buffer in other.get_buffer_names():
+            node.add_fake_dep(WeakDep(buffer, mutating_buf=next(iter(node.get_buffer_names())), is_fake=True))
+
+    before: Any = None
+    computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
+    for node in nodes:
+        is_link = contains_collective(node) or contains_wait(node)
+        if before is not None and (is_link or not node.unmet_dependencies):
+            follow(node, before)
+        if is_link:
+            before = node
+        for dep in node.unmet_dependencies:
+            if (source := computes.get(dep.name)) is not None:
+                node.ancestors |= source.get_operation_names() | source.ancestors
+    return nodes
+
+
+def _in_order(nodes: list[Any]) -> list[Any]:
+    """After fusion, run kernels in the order of the graph, and fused kernels as soon as they can run.
+
+    Operators without tensors (``mfsdp::begin``) come first. Inductor emits the code of pending CPU kernels after such
+    an operator, but at the operator it already frees buffers that only those kernels read.
+
+    Inductor's own order is depth first. A fused kernel that begins early but needs a value computed late would run
+    after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
+    be computed last, and would keep the gathered weights that it reads alive until then.
+    """
+    computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
+    needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
+    readers: list[list[int]] = [[] for _ in nodes]
+    for i, sources in enumerate(needs):
+        sources.discard(i)
+        for source in sources:
+            readers[source].append(i)
+    place = [-1 if node.is_extern() and node.get_device() is None else node.min_order for node in nodes]
+    ready = [(place[i], i) for i, sources in enumerate(needs) if not sources]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        found.append(nodes[i])
+        for reader in readers[i]:
+            needs[reader].discard(i)
+            if not needs[reader]:
+                heapq.heappush(ready, (place[reader], reader))
+    assert len(found) == len(nodes), "the scheduler's nodes depend on one another in a circle"
+    return found
+
+
+def unknown_inductor_options(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are not settings of ``torch._inductor.config``."""
+    import torch._inductor.config as config
+
+    def exists(name: str) -> bool:
+        owner: Any = config
+        for part in name.split("."):
+            if not hasattr(owner, part):
+                return False
+            owner = getattr(owner, part)
+        return True
+
+    return [name for name in names if not exists(name)]
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
+    """Run AOTAutograd and Inductor. ``patches`` also apply to the backward, which is compiled later."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+
+
+def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:
+    """Create a pass over an FX graph for Inductor's config.
+
+    Args:
+        run: The pass.
+        uuid: Function that returns the identifier for cache keys; None: no caching. It is called whenever a key is
+            made: for AOTAutograd's cache before tracing, for Inductor's own cache before a partitioned graph is
+                compiled.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> str | None:
+            return uuid()
+
+        def __reduce__(self) -> Any:
+            return _uuid, (uuid(),)
+
+    return Pass()
+
+
+def partitioner(run: Callable[..., tuple[fx.GraphModule, fx.GraphModule]], uuid: Callable[[], str | None]) -> Any:
+    """Create a partitioner for Inductor's config, with a ``uuid`` for its cache keys as in :func:`graph_pass`."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return run(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> str | None:
+            return uuid()
+
+        def __reduce__(self) -> Any:
+            return _uuid, (uuid(),)
+
+    return Partitioner()
+
+
+def _uuid(uuid: str | None) -> str | None:
+    """Stand in for a pass in pickles.
+
+    Cache keys pickle Inductor's config, including passes, which are identified by their uuid.
+    """
+    return uuid
+
+
+def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
+    """Make Inductor turn ``operator`` into its IR with ``lower``, which takes and returns IR nodes."""
+    from torch._inductor.lowering import register_lowering as register
+
+    register(operator, type_promotion_kind=None)(lower)
+
+
+def inductor_collective(operator: Any, *args: Any) -> Any:
+    """Lower ``operator`` like Inductor's own out-of-place collectives, which keep buffers alive until the wait."""
+    from torch._inductor import ir
+
+    return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
+
+
+class InductorBucket:
+    """A flat buffer in Inductor's IR whose parts are computed in place.
+
+    It works like ``ConcatKernel``, Inductor's implementation of ``torch.cat``, with two differences: parts have given
+    offsets, and a matmul is written directly into its slice even through a view (``t()``, ``reshape``).
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+        from torch._inductor import ir
+
+        self._ir = ir
+        self._device, self._dtype = device, dtype
+        layout = ir.FixedLayout(device=device, dtype=dtype, size=[numel], stride=[1])
+        self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        self._storage = ir.StorageBox(self._kernel)
+        self._operations: list[str] = []
+
+    @staticmethod
+    def numel(part: Any) -> int:
+        numel = 1
+        for size in part.get_size():
+            numel *= int(size)
+        return numel
+
+    def store(self, part: Any, offset: int) -> None:
+        """Compute ``part`` at ``[offset, offset + numel)``."""
+        ir = self._ir
+        if part.get_dtype() != self._dtype:
+            from torch._inductor.lowering import to_dtype
+
+            part = to_dtype(part, self._dtype)
+        size = list(part.get_size())
+        slice_layout = ir.FixedLayout(
+            device=self._device,
+            dtype=self._dtype,
+            size=size,
+            stride=ir.FlexibleLayout.contiguous_strides(size),
+            offset=offset,
+        )
+        buffer = ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=self._storage, layout=slice_layout))
+        self._kernel.inputs.append(buffer)
+        data = part.data if isinstance(part, ir.TensorBox) else part
+        if isinstance(data, ir.BaseView):
+            data = data.unwrap_view()
+        if (
+            isinstance(data, ir.StorageBox)
+            and data.is_input_buffer()  # otherwise a matmul or a reduction, which a foreach kernel cannot contain
+            and ir.is_gpu(self._device.type)
+            and not ir.is_dynamic(buffer)
+        ):
+            self._operations.append(buffer.get_operation_name())
+
+    def fill(self, value: float, start: int, stop: int) -> None:
+        """Write a constant to ``[start, stop)``."""
+        if start >= stop:
+            return
+        ir, dtype = self._ir, self._dtype
+        self.store(
+            ir.Pointwise.create(
+                device=self._device,
+                dtype=dtype,
+                inner_fn=lambda index: ir.ops.constant(value, dtype),
+                ranges=[stop - start],
+            ),
+            start,
+        )
+
+    def finish(self) -> Any:
+        """Return the buffer in the form that a lowering returns."""
+        from torch._inductor.virtualized import V
+
+        self._kernel.name = V.graph.register_buffer(self._kernel)
+        self._kernel.inputs = self._ir.ConcatKernel.unwrap_storage(self._kernel.inputs)
+        V.graph.register_operation(self._kernel)
+        if len(self._operations) > 1:
+            V.graph.register_operation_list(self._operations)
+        return self._ir.TensorBox(self._storage)

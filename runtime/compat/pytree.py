@@ -1,0 +1,7 @@
+"""Trees of containers."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+
+__all__ = ["keystr", "tree_flatten_with_path", "tree_leaves", "tree_map_only"]

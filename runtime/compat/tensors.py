@@ -1,0 +1,110 @@
+"""Storage, bits, DTensor placements and meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .distributed import new_group_like
+from .version import TORCH_VERSION
+
+__all__ = [
+    "DTENSOR_SUBCLASSES_DISPATCH",
+    "EVERY_ROW",
+    "DTensorSpec",
+    "RowShard",
+    "TensorMeta",
+    "concatenate_meshes",
+    "dtensor_of",
+    "equal_bits",
+    "local_shape_and_offset",
+    "renew_mesh",
+    "storage_address",
+]
+
+
+DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
+"""Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older versions of torch call DTensor's."""
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same shape and dtype have equal bits. NaN equals the same NaN."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(integers), b.view(integers))
+
+
+def storage_address(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None for a tensor that has none, or wraps others.
+
+    The address is computed, because ``untyped_storage()`` would create a Python object per storage.
+    """
+    try:
+        return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+class RowShard(Shard):
+    """A placement that equals ``Shard(0)`` but splits rows differently from ``torch.chunk``.
+
+    Code that asks the placement for sizes and offsets gets the right rows, for example the helpers of
+    ``torch.distributed.checkpoint.state_dict`` for a state dict that rank 0 broadcasts.
+
+    Args:
+        rows: Rows that this rank holds. With two sharded mesh dimensions, the last dimension has the rows and the first
+            has :data:`EVERY_ROW`. None: all rows.
+    """
+
+    def __init__(self, rows: range | None) -> None:
+        super().__init__(0)
+        self.rows = rows
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
+        if self.rows is None:
+            return curr_local_size, 0
+        return len(self.rows), self.rows.start
+
+
+EVERY_ROW = RowShard(None)
+
+
+def local_shape_and_offset(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape of this rank's part of an ordinary DTensor, and the offsets at which it begins."""
+    with _disable_current_modes():  # the computation uses tensors
+        local, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)
+    return tuple(local), tuple(offset)
+
+
+def dtensor_of(local: Tensor, spec: DTensorSpec) -> Tensor:
+    """Create a DTensor without history. ``DTensor.from_local`` would run checks and record an autograd operation."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def renew_mesh(mesh: DeviceMesh) -> None:
+    """Replace a mesh's process groups by new groups of the same ranks. Every rank of each group must call this.
+
+    If the mesh is a slice of another mesh, other slices of that mesh keep the old groups.
+    """
+    for dim in range(mesh.ndim):
+        mesh._dim_group_names[dim] = new_group_like(mesh.get_group(dim).group_name).group_name
+
+
+def concatenate_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Concatenate the dimensions of two slices of one mesh.
+
+    Raises:
+        RuntimeError: The arguments are not slices of one mesh.
+    """
+    with _disable_current_modes():  # the computation uses tensors
+        mesh: DeviceMesh = DeviceMesh._concatenate([first, second])
+    return mesh
