@@ -188,13 +188,13 @@ def fully_shard_model(
         _refuse_without_experts(given)
     if calculate_per_token_loss and average_in_collective:
         raise ValueError(
-            "calculate_per_token_loss sums gradients and average_in_collective averages them: give one of them."
+            "calculate_per_token_loss sums gradients and average_in_collective averages them: pass only one of them."
         )
     policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
     precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
         raise ValueError(
-            "The model is sharded already: it is a MegatronFSDP. Pass the module that is inside only once."
+            "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
@@ -229,7 +229,8 @@ def fully_shard_model(
 
     if init_fn is not None and not init_model_with_meta_device:
         raise ValueError(
-            "init_fn is given without init_model_with_meta_device=True: it has no meaning for a model that has values."
+            "init_fn needs init_model_with_meta_device=True: it initializes parameters on the meta device, and this "
+            "model already has values."
         )
     scaling = Scaling.SUM_THEN_SCALE
     if calculate_per_token_loss or average_in_collective:
@@ -316,7 +317,7 @@ def fully_shard(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"fully_shard takes an nn.Module and its optimizer, in this order, got a {type(module).__name__} and a "
+            f"fully_shard takes an nn.Module and its optimizer, in this order; got a {type(module).__name__} and a "
             f"{type(optimizer).__name__}"
         )
     _check_flag("flat_optimizer", flat_optimizer)
@@ -378,14 +379,13 @@ def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} takes a whole number, got {reprlib.repr(value)}, a {type(value).__name__}")
     if given["whole_params"] is not None and not callable(given["whole_params"]):
         raise TypeError(
-            "whole_params takes a function of a parameter's name and the parameter that tells whether it is to lie whole on one "
-            f"rank, got {reprlib.repr(given['whole_params'])}"
+            f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(given['whole_params'])}"
         )
     units = given["fsdp_unit_modules"]
     if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
         raise TypeError(
-            "fsdp_unit_modules takes nn.Module classes, not modules, in a list, or import paths of classes, 'auto', or None; got "
-            f"a {type(units).__name__}"
+            "fsdp_unit_modules takes a list of nn.Module classes (not instances) or their import paths, 'auto', or "
+            f"None; got a {type(units).__name__}"
         )
 
 
@@ -397,9 +397,7 @@ def _check_flag(name: str, value: object) -> None:
 def _refuse_without_experts(given: Mapping[str, Any]) -> None:
     for name in ("hybrid_fsdp_expt_group", "expt_fsdp_group_ag", "is_expert"):
         if given[name] is not None:
-            raise ValueError(
-                f"{name} is given without expt_device_mesh, the mesh of the ranks that share experts: it has no meaning then."
-            )
+            raise ValueError(f"{name} needs expt_device_mesh, the mesh of the ranks that share experts.")
 
 
 def _refuse_other_data_parallelism(module: nn.Module) -> None:
@@ -407,9 +405,9 @@ def _refuse_other_data_parallelism(module: nn.Module) -> None:
         if isinstance(inner, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
             where = f"Module {name!r}" if name else "The model"
             raise ValueError(
-                f"{where} is a {type(inner).__name__}: torch's data parallelism has it already, and gradients would be reduced "
-                "twice. Use one of the two: pass fully_shard_model the module as it was before torch's fully_shard, "
-                "FullyShardedDataParallel or DistributedDataParallel."
+                f"{where} is a {type(inner).__name__}: torch's data parallelism is already applied to it, and "
+                "gradients would be reduced twice. Use one of the two: pass fully_shard_model the module as it was "
+                "before torch's fully_shard, FullyShardedDataParallel or DistributedDataParallel."
             )
 
 
@@ -423,7 +421,7 @@ def _precision(
         if main_params not in (default.main_params_dtype, wanted):
             raise ValueError(
                 f"preserve_fp32_weights={preserve_fp32_weights} means main_params_dtype={wanted}, but "
-                f"mixed_precision_policy says {main_params}. Give one of them."
+                f"mixed_precision_policy says {main_params}. Pass only one of them."
             )
         main_params = wanted
     if grad_reduce_in_fp32 is not None:
@@ -431,7 +429,7 @@ def _precision(
         if main_grads not in (default.main_grads_dtype, wanted):
             raise ValueError(
                 f"grad_reduce_in_fp32={grad_reduce_in_fp32} means main_grads_dtype={wanted}, but "
-                f"mixed_precision_policy says {main_grads}. Give one of them."
+                f"mixed_precision_policy says {main_grads}. Pass only one of them."
             )
         main_grads = wanted
     return replace(policy, main_params_dtype=main_params, main_grads_dtype=main_grads)
@@ -455,15 +453,15 @@ def _known_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is no device that this torch knows: {error}") from error
+        raise ValueError(f"device={device!r} is not a device of this build of torch: {error}") from error
 
 
 def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device:
     chosen = _known_device(device if device is not None else mesh.device_type)
     if chosen.type != mesh.device_type:
         raise ValueError(
-            f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}: parameters are gathered "
-            "where they live."
+            f"device={str(device)!r}, but the device mesh is of type {mesh.device_type!r}. Both must be the same type "
+            "of device."
         )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())

@@ -44,9 +44,10 @@ class MegatronFSDP(nn.Module):
     def __init__(self, module: nn.Module, sharded: ShardedModel | None = None, *args: Any, **kwargs: Any) -> None:
         if not (isinstance(module, nn.Module) and isinstance(sharded, ShardedModel)) or args or kwargs:
             raise TypeError(
-                "MegatronFSDP(...) shards nothing: it is what fully_shard_model returns. Call mfsdp_compile.fully_shard_model("
-                "module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...]); instead of a dist_index it takes the mesh, "
-                "the names of its dimensions and, with two of them, hybrid_fsdp_group."
+                "MegatronFSDP is the type that fully_shard_model returns, and does not shard a module itself. Call "
+                "mfsdp_compile.fully_shard_model(module, device_mesh=..., dp_shard_dim=..., fsdp_unit_modules=[...]); "
+                "instead of a dist_index it takes the mesh, the names of its dimensions and, with two of them, "
+                "hybrid_fsdp_group."
             )
         super().__init__()
         self.module = module
@@ -141,9 +142,9 @@ class MegatronFSDP(nn.Module):
         """
         if force_all_reduce and self.sharded.topology.strategy is not ShardingStrategy.NO_SHARD:
             raise ValueError(
-                "force_all_reduce=True asks for whole gradients on every rank, but with zero_dp_strategy="
-                f"{self.sharded.topology.strategy.name.lower()!r} parameters and gradients are this rank's rows. Leave "
-                "it out, or shard with zero_dp_strategy='no_shard'."
+                "force_all_reduce=True asks for full gradients on every rank, but with "
+                f"zero_dp_strategy={self.sharded.topology.strategy.name.lower()!r} each rank holds only its own rows "
+                "of parameters and gradients. Leave it out, or shard with zero_dp_strategy='no_shard'."
             )
         self.sharded.grad_sync.finish()
 
@@ -409,8 +410,7 @@ class MegatronFSDP(nn.Module):
         before = self.sharded.precision
         if replace(policy, grad_comm_dtype=before.grad_comm_dtype) != before:
             raise ValueError(
-                f"mixed_precision_context can change grad_comm_dtype and nothing else: the model has {before}, got "
-                f"{policy}."
+                f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {policy}."
             )
         self.sharded.set_precision(policy)
         try:

@@ -90,8 +90,8 @@ class SchedulePolicy:
             if self.reshard_after_forward < 1:
                 raise ValueError(f"reshard_after_forward takes at least 1 rank, got {self.reshard_after_forward}")
             warnings.warn(
-                "reshard_after_forward=1 keeps whole what forward has gathered, and means False. Say True to gather it again "
-                "in backward.",
+                "reshard_after_forward=1 keeps what forward has gathered, which is the same as False. Say True to "
+                "gather it again in backward.",
                 stacklevel=4,
             )
             object.__setattr__(self, "reshard_after_forward", False)

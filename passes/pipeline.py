@@ -229,10 +229,10 @@ def decide(graphs: Mapping[Phase, fx.Graph], record: CompileRecord, user_outputs
     if policy.memory_budget is not None and not context.whole_model:
         units = ", ".join(record.absent[:4]) + (f" and {len(record.absent) - 4} more" if len(record.absent) > 4 else "")
         raise ValueError(
-            f"memory_budget needs the whole model in one graph, but this one does not use {units}: what these have in memory "
-            "is not known here. If other graphs use them, compile with fullgraph=True to see what breaks the graph (or use "
-            "mfsdp_compile.explain). If forward does not use them at all, take them out of the model before "
-            "fully_shard_model. Or leave memory_budget out."
+            f"memory_budget needs the whole model in one graph, but this graph does not use {units}: what these have "
+            "in memory is not known here. If other graphs use them, compile with fullgraph=True to see what breaks "
+            "the graph (or use mfsdp_compile.explain). If forward does not use them at all, take them out of the "
+            "model before fully_shard_model. Or leave memory_budget out."
         )
     machine = prediction.costs.hardware
     budget, refusal = usable_budget(policy, machine.memory_bytes), ""
@@ -351,9 +351,9 @@ def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> 
         if asked != got:
             labels = [line.label if line else "nothing" for line in (asked, got)]
             raise ValueError(
-                f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {labels[0]!r}, where the graph "
-                f"can only have {labels[1]!r}. Gathers of a unit start together and in the order of their waits; "
-                "waits stand where parameters are first used, and reductions start where gradients are complete."
+                f"{text.where}: [{phase.value}] cannot be followed: entry {number} is {labels[0]!r}, but the graph "
+                f"only allows {labels[1]!r}. Gathers of a unit start together and in the order of their waits; waits "
+                "stand where parameters are first used, and reductions start where gradients are complete."
             )
 
 

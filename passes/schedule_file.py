@@ -78,7 +78,7 @@ class ScheduleText:
                 names = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.INFERENCE)}
                 if section[1] not in names:
                     raise ValueError(
-                        f"{where}:{number}: no graph is called {section[1]!r}; there are {', '.join(names)}"
+                        f"{where}:{number}: there is no graph {section[1]!r}; there are {', '.join(names)}"
                     )
                 current = found.setdefault(names[section[1]], [])
                 continue
@@ -105,12 +105,13 @@ class ScheduleText:
         wrong = [phase.value for phase, numbers in found.items() if numbers and phase is not Phase.BACKWARD]
         if wrong:
             raise ValueError(
-                f"{self.where}: [{wrong[0]}] gathers portions, which only [backward] can: forward leaves them to it"
+                f"{self.where}: [{wrong[0]}] gathers portions, but only [backward] can: the forward keeps them for it"
             )
         numbers = found.get(Phase.BACKWARD, set())
         if len(numbers) > 1:
             raise ValueError(
-                f"{self.where}: [backward] gathers portions of {sorted(numbers)} ranks; they are all of one number"
+                f"{self.where}: [backward] gathers portions of {sorted(numbers)} ranks, but all portions must be of "
+                "the same number of ranks"
             )
         return next(iter(numbers), 0)
 
@@ -182,7 +183,8 @@ class ScheduleText:
                     raise ValueError(f"{self.where}: [{phase.value}] gathers {name!r} twice")
                 if name not in waits[passed:]:
                     raise ValueError(
-                        f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather is awaited"
+                        f"{self.where}: [{phase.value}] has no 'wait {name}' after 'gather {name}': every gather must "
+                        "be awaited"
                     )
                 between = [unit_of[other] for other in waits[passed : waits.index(name)]]
                 units = sum(

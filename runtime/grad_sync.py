@@ -228,8 +228,9 @@ class GradSync:
         if (missing := step_checks.missing(self._buckets, reduced)) is not None and missing not in self._warned:
             self._warned.add(missing)
             warnings.warn(
-                f"Step {self._conduct.steps} of {self._conduct.name}: backward has reduced gradients of {missing}. Loss did not depend on the rest "
-                "on any rank; it has no gradients, and optimizers leave it alone. (Told once.)",
+                f"Step {self._conduct.steps} of {self._conduct.name}: backward reduced gradients of {missing}. The "
+                "loss did not depend on the others on any rank; it has no gradients, and optimizers leave it alone. "
+                "(Told once.)",
                 RuntimeWarning,
                 stacklevel=5,
             )

@@ -174,9 +174,9 @@ class ShardedModel:
             for split in bucket.splits:
                 if isinstance(split.partition, Peers) and experts is not None and not experts.named_alike:
                     raise NotImplementedError(
-                        f"Expert {split.name!r} is on some ranks only, and others have other names: {what} takes parameters that "
-                        "all ranks know. Number experts from 0 on every rank, or stack them in one parameter, or use "
-                        "torch.distributed.checkpoint with model.state_dict()."
+                        f"Expert {split.name!r} is only on some ranks; others have experts with other names: {what} "
+                        "takes parameters that all ranks know. Number experts from 0 on every rank, or stack them in "
+                        "one parameter, or use torch.distributed.checkpoint with model.state_dict()."
                     )
 
     def check_complete(self) -> None:
@@ -187,8 +187,8 @@ class ShardedModel:
                 if param is not None and id(param) not in self._known:
                     prefix = next(prefix for prefix, m in module.named_modules() if m is holder)  # type: ignore[union-attr]
                     raise RuntimeError(
-                        f"Parameter {f'{prefix}.{name}' if prefix else name!r} came after fully_shard_model: it is not "
-                        "sharded, and its gradient would not be reduced. Change the model before sharding it."
+                        f"Parameter {f'{prefix}.{name}' if prefix else name!r} came after fully_shard_model: it is "
+                        "not sharded and its gradient would not be reduced. Change the model before sharding it."
                     )
 
     # -- forward and backward -----------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class ShardedModel:
     def _refuse_in_step(self, what: str) -> None:
         if self.grad_sync.microbatches or self.eager.is_in_window:
             raise RuntimeError(
-                f"{what} while a step is under way. Do it after optimizer.step() and zero_grad(), before the next forward."
+                f"{what} during a step. Do it after optimizer.step() and zero_grad(), before the next forward."
             )
 
     # -- parameters ---------------------------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ torch.fx.node.has_side_effect(torch.ops.mfsdp.begin.default)
 @torch.library.impl(_library, "unshard", "CompositeExplicitAutograd")
 def _unshard(shell: Tensor, layout: str) -> Tensor:
     raise RuntimeError(
-        "A model that mfsdp-compile has sharded was compiled with another backend, which does not know how to gather "
-        f"parameters (here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another "
-        "compiler behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'})."
+        "A model that mfsdp-compile has sharded was compiled with another backend, which cannot gather parameters "
+        f"(here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another compiler "
+        "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'})."
     )
 
 

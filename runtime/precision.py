@@ -68,7 +68,7 @@ class MixedPrecisionPolicy:
                 "float32 all the same (main_params_dtype). Its reduce_dtype is grad_comm_dtype. Casts of inputs, outputs and "
                 "buffers belong into the model's forward."
             )
-        raise TypeError(f"{argument} takes a mfsdp_compile.MixedPrecisionPolicy, got a {kind}. {hint}")
+        raise TypeError(f"{argument} takes an mfsdp_compile.MixedPrecisionPolicy, got a {kind}. {hint}")
 
 
 class Scaling(str, Enum):

@@ -35,8 +35,8 @@ def recover(model: ShardedModel) -> None:
             group.probe(members.topology.mesh.device_type)  # the failure on all ranks may have been a collective's
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error} This rank has {stopped}. Call model.reset() on every rank; training can go on then, from the "
-            "weights as they are."
+            f"{error} This rank has {stopped}. Call model.reset() on every rank. Training can then continue from the "
+            "current weights."
         ) from None
     conduct.forget_failure()
     for bucket in model.buckets:

@@ -78,13 +78,13 @@ def check_first_step(
     for rank, its in zip(ranks, everyone, strict=True):
         if its["torn"]:
             raise RuntimeError(
-                f"On rank {rank}, {its['torn']}. Gradients that an optimizer would use are not those that were reduced; "
+                f"On rank {rank}, {its['torn']}. The gradients that the optimizer would use are not the reduced ones; "
                 "please report this. Weights and optimizer state are those of before."
             )
         if its["reduced"] != everyone[0]["reduced"]:
             apart = sorted(set(its["reduced"]) ^ set(everyone[0]["reduced"]))
             raise RuntimeError(
-                f"Ranks {ranks[0]} and {rank} have reduced gradients of different buckets in their first step: only one of "
+                f"Ranks {ranks[0]} and {rank} reduced gradients of different buckets in their first step: only one of "
                 f"them those of {_listed(apart)}. Please report this. Weights and optimizer state are those of before."
             )
     if bad := [

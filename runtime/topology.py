@@ -93,7 +93,7 @@ class Group:
         one = torch.ones(1, device=device_type)
         found = compat.wait_tensor(compat.all_reduce(one, "sum", self.name))
         if found.item() != self.size:
-            raise RuntimeError(f"Ones of {self.size} ranks have the sum {found.item()}.")
+            raise RuntimeError(f"Ones on {self.size} ranks sum to {found.item()}.")
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:

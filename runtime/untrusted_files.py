@@ -69,7 +69,7 @@ def safe_name(name: Any, what: str = "a name") -> str:
     if not isinstance(name, str):
         raise FileRefused(f"{what} is of type {type(name).__name__} instead of a string")
     if len(name) > MOST_LETTERS:
-        raise FileRefused(f"{what} has {len(name):,} characters, and {MOST_LETTERS:,} at most make sense")
+        raise FileRefused(f"{what} has {len(name):,} characters, more than the {MOST_LETTERS:,} allowed")
     if not name.isprintable():
         raise FileRefused(f"{what} has control characters: {name!r:.200}")
     return name
@@ -85,7 +85,7 @@ def child(folder: Path, name: Any) -> Path:
     path = PurePosixPath(name)
     climbs = ".." in path.parts or ".." in PureWindowsPath(name).parts
     if not path.parts or path.is_absolute() or climbs or PureWindowsPath(name).anchor:
-        raise FileRefused(f"a file lies outside of the folder, at {name!r}")
+        raise FileRefused(f"a file is outside the folder, at {name!r}")
     return folder / name
 
 
@@ -101,8 +101,8 @@ def inside(folder: Path, name: Any) -> Path:
     path = child(folder, name)
     if not _is_within(path, folder):
         raise FileRefused(
-            f"{path} is a link to {os.path.realpath(path)!r}, outside of the folder. If you trust it, put a copy of the "
-            "file in the place of the link"
+            f"{path} is a link to {os.path.realpath(path)!r}, outside of the folder. If you trust it, replace the "
+            "link with a copy of the file"
         )
     if not is_absent(path) and not is_regular(path):
         raise FileRefused(f"{path} is not a regular file")
@@ -229,7 +229,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
-            raise FileRefused(f"{path} has {size:,} bytes, and {most:,} at most make sense")
+            raise FileRefused(f"{path} has {size:,} bytes, more than the {most:,} allowed")
         return file.read(most)
 
 
@@ -260,7 +260,7 @@ def parse_json(text: str) -> Any:
         FileRefused: The text is something else, or nested deeper than :data:`MOST_DEPTH`.
     """
     if (depth := _depth(text)) > MOST_DEPTH:
-        raise FileRefused(f"the JSON is nested {depth:,} deep, and {MOST_DEPTH} at most make sense")
+        raise FileRefused(f"the JSON is nested {depth:,} deep, more than the {MOST_DEPTH} allowed")
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
     except FileRefused:
@@ -281,18 +281,18 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise FileRefused(f"the name {twice!r:.200} is there twice")
+        raise FileRefused(f"the name {twice!r:.200} occurs twice")
     return found
 
 
 def _no_constant(text: str) -> Any:
-    raise FileRefused(f"{text} is not a number of JSON")
+    raise FileRefused(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise FileRefused(f"{text:.50} is not a number that a double can hold")
+        raise FileRefused(f"{text:.50} does not fit in a double")
     return value
 
 

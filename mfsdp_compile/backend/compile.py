@@ -62,7 +62,7 @@ def mfsdp(
     if not shells:
         if not ShardedModel.any_exists():
             warnings.warn(
-                'backend="mfsdp" compiles a model that is not sharded, and there is no sharded one in this process: every '
+                'backend="mfsdp" compiles a model that is not sharded, and this process has no sharded model: every '
                 "rank would train alone. Call fully_shard_model first.",
                 stacklevel=2,
             )
@@ -121,8 +121,8 @@ def prepare(
     owners = models_of(buckets)
     if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
         warnings.warn(
-            f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the CPU where "
-            "the auxiliary loss is part of the outputs, with this package and without it. Use torch 2.15, "
+            f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the "
+            "CPU when the auxiliary loss is part of the outputs, with or without this package. Use torch 2.15, "
             "options={'inner': 'aot_eager'}, or output_router_logits=False, and compare with model.verify_step(batch).",
             stacklevel=2,
         )
@@ -191,9 +191,9 @@ class _Call:
             home: Home = args[position].mfsdp_home
             if home.bucket is not buckets[number] or home.index != index:
                 raise RuntimeError(
-                    f"Compiled code for {self._names[number]!r} was given parameters that are bucketed in "
-                    f"another way ({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules "
-                    "whose parameters are grouped into units differently. Compile these modules apart, with "
+                    f"Compiled code for {self._names[number]!r} was given parameters that are bucketed differently "
+                    f"({home.bucket.splits[home.index].name!r}): torch.compile shared code between modules whose "
+                    "parameters are grouped into units differently. Compile these modules apart, with "
                     "module.compile(backend='mfsdp') on each."
                 )
         for bucket, signature in zip(buckets, self._signatures, strict=True):
@@ -285,9 +285,9 @@ def _make_portions(owner: ShardedModel, size: int) -> None:
     group = owner.topology.gather_group
     if group is None:
         raise ValueError(
-            f"options['reshard_after_forward'] is {size}, but with {owner.topology} parameters are not gathered at each use, "
-            "so that the backward gathers nothing again. Take the option out, or shard parameters too (zero_dp_strategy="
-            "'optim_grads_params')."
+            f"options['reshard_after_forward'] is {size}, but with {owner.topology} parameters are not gathered at "
+            "each use, so the backward gathers nothing. Take the option out, or shard parameters too "
+            "(zero_dp_strategy='optim_grads_params')."
         )
     if group.size % size:
         divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
@@ -345,8 +345,9 @@ def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
         return given
     if given.reshard_after_forward is False:
         raise ValueError(
-            "options['reshard_after_forward'] is False, but the model is a stage of a pipeline: each forward under way would keep "
-            "gathered parameters of its own. Take it out, and give PipelineStage keep_gathered=True, which keeps them once."
+            "options['reshard_after_forward'] is False, but the model is a stage of a pipeline: each forward in "
+            "flight would keep its own gathered parameters. Take it out, and give PipelineStage keep_gathered=True, "
+            "which keeps them once."
         )
     keeps = True if given.reshard_after_forward == "auto" else given.reshard_after_forward
     return replace(given, keep_last=False, reshard_after_forward=keeps)

@@ -84,7 +84,7 @@ class CompileOptions:
         """Parse the arguments of ``torch.compile``. Raises ValueError for unknown options and unsupported values."""
         if mode not in (None, "default"):
             raise ValueError(
-                f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Give Inductor's settings in "
+                f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Pass Inductor's settings in "
                 "options, for instance options={'inductor': {'max_autotune': True}}."
             )
         given = dict(options or {})
@@ -121,8 +121,7 @@ class CompileOptions:
         for user_pass in passes:
             if not callable(user_pass) or isinstance(user_pass, type):
                 raise TypeError(
-                    f"options['passes'] takes functions or objects to be called with (graph, context, phase), got "
-                    f"{user_pass!r}"
+                    f"options['passes'] takes callables (graph, context, phase) -> Report, got {user_pass!r}"
                 )
         if inductor and inner != "inductor":
             raise ValueError(f"options['inductor'] is given, but the inner compiler is {inner!r}")
@@ -134,8 +133,8 @@ class CompileOptions:
             )
         if float32_gradients and inductor.get("triton.native_matmul"):
             raise ValueError(
-                "options['float32_gradients'] does nothing with Inductor's 'triton.native_matmul', which has no out dtype: "
-                "take one of them out of the options"
+                "options['float32_gradients'] has no effect with Inductor's 'triton.native_matmul', which has no out "
+                "dtype: remove one of the two options"
             )
         return CompileOptions(
             inner,
@@ -166,13 +165,13 @@ def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:
         rules.append("keep_last")
     if schedule.is_solved and (idle := [name for name in rules if name in given]):
         raise ValueError(
-            f"options {', '.join(map(repr, idle))}: with a memory_budget, or 'auto', this is decided by what is fastest and "
-            "fits; the option is for schedules by number. Leave it out, or give numbers for prefetch and "
+            f"options {', '.join(map(repr, idle))}: with a memory_budget, or 'auto', the solver decides this; the "
+            "option is for schedules that are set by numbers. Leave it out, or give numbers for prefetch and "
             "reshard_after_forward and no memory_budget."
         )
     if not schedule.is_solved and "budget_reserve" in given:
         raise ValueError(
-            "option 'budget_reserve' is a part of what a schedule may have in memory, and none is looked for: give "
+            "option 'budget_reserve' is part of a memory budget for the solver, which is not used here: give "
             "memory_budget too, or prefetch='auto', or leave it out."
         )
 
@@ -242,8 +241,8 @@ def _schedule_text(given: Any, numbers: Mapping[str, Any]) -> ScheduleText | Non
         return None
     if numbers:
         raise ValueError(
-            f"options['schedule'] says where everything stands, and so do {', '.join(map(repr, sorted(numbers)))}: give one "
-            "of them."
+            f"options['schedule'] fixes the whole schedule, and so do {', '.join(map(repr, sorted(numbers)))}: pass "
+            "only one of them."
         )
     return given if isinstance(given, ScheduleText) else ScheduleText.load(given)
 

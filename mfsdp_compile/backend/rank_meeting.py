@@ -55,8 +55,8 @@ class RankMeeting:
             return self._model.conduct.conclude(topic, lines, offer, combine)
         except RuntimeError as error:
             raise RuntimeError(
-                f"Ranks agree on a schedule when code for it is first compiled, and could not. {error} All ranks must compile "
-                "the same parts of the model, with the same options."
+                f"Ranks could not agree on a schedule, which they do when code is first compiled. {error} All ranks "
+                "must compile the same parts of the model, with the same options."
             ) from None
 
     def warn(self, error: Exception) -> None:

@@ -52,8 +52,8 @@ def compare_step(
     sharded = model.sharded
     if sharded.grad_sync.microbatches:
         raise RuntimeError(
-            "verify_step was called while gradients wait for their reduction. Call it after optimizer.step() and zero_grad(), "
-            "before the next backward."
+            "verify_step was called while gradients were waiting to be reduced. Call it after optimizer.step() and "
+            "zero_grad(), before the next backward."
         )
     options = dict(options) if options is not None else {"inner": "aot_eager"}
     exact = options.get("inner", "inductor") == "aot_eager"
@@ -125,7 +125,8 @@ def _loss(outputs: Any) -> Tensor:
     ]
     if not leaves:
         raise ValueError(
-            "verify_step: no output of the model depends on parameters. Give a loss of the output: loss=..."
+            "verify_step: no output of the model depends on its parameters. Pass a function that computes a loss from "
+            "the output: loss=..."
         )
     if len(leaves) == 1 and leaves[0].ndim == 0:
         return leaves[0]

@@ -249,8 +249,8 @@ class CheckpointReader:
         if not isinstance(loaded, Tensor) or loaded.shape != chunk.sizes or loaded.dtype != dtype:
             found = f"{tuple(loaded.shape)} {loaded.dtype}" if isinstance(loaded, Tensor) else type(loaded).__name__
             raise CheckpointError(
-                f"{self._named(info, key)}: .metadata promises {tuple(chunk.sizes)} {dtype}, the file has {found}. "
-                "They are not of the same checkpoint: copy it again."
+                f"{self._named(info, key)}: .metadata describes {tuple(chunk.sizes)} {dtype}, but the file has "
+                f"{found}. They are not of the same checkpoint: copy it again."
             )
         return loaded
 
@@ -278,7 +278,7 @@ class CheckpointReader:
         if not inside or sum(held.values()) != math.prod(entry.size):
             raise CheckpointError(
                 f"{self.directory / '.metadata'}: the chunks of {key} have {sum(held.values()):,} elements, its shape "
-                f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank has not saved its part: use another checkpoint."
+                f"{tuple(entry.size)} {math.prod(entry.size):,}. A rank did not save its part: use another checkpoint."
             )
         filled = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
         for chunk in filled:  # checked before memory is allocated for them
@@ -286,8 +286,8 @@ class CheckpointReader:
             self._check_length(info, key)
             if info.length < (needed := math.prod(chunk.sizes) * entry.properties.dtype.itemsize):
                 raise CheckpointError(
-                    f"{self._named(info, key)}: .metadata promises {needed:,} bytes of values in {info.length:,} bytes of the "
-                    "file. Use another checkpoint."
+                    f"{self._named(info, key)}: .metadata describes {needed:,} bytes of values in a file of "
+                    f"{info.length:,} bytes. Use another checkpoint."
                 )
         return filled or entry.chunks[:1]
 
@@ -312,11 +312,13 @@ class CheckpointReader:
     def _location(self, index: MetadataIndex) -> Any:
         info = self._where.get((index.fqn, index.offset))
         if info is None:
-            raise CheckpointError(f"{self.directory / '.metadata'} does not say where {index.fqn} {index.offset} lies.")
+            raise CheckpointError(
+                f"{self.directory / '.metadata'} does not say where {index.fqn} {index.offset} is stored."
+            )
         if info.transform_descriptors:
             raise CheckpointError(
-                f"{self.directory / info.relative_path}: {index.fqn} went through {info.transform_descriptors}, which "
-                "cannot be read here. Load the checkpoint with torch and save it without extensions."
+                f"{self.directory / info.relative_path}: {index.fqn} was written with {info.transform_descriptors}, "
+                "which cannot be read here. Load the checkpoint with torch and save it without extensions."
             )
         return info
 
@@ -337,11 +339,11 @@ class CheckpointReader:
             raise CheckpointError(f"{self.directory}: {key} cannot be read: {error}.") from None
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(
-                f"{self.directory / info.relative_path} is missing; {key} lies in it. Copy the checkpoint again."
+                f"{self.directory / info.relative_path} is missing; it contains {key}. Copy the checkpoint again."
             ) from None
         if info.offset + info.length > size:
             raise CheckpointError(
-                f"{path} is cut short: it has {size:,} bytes, and {key} lies at {info.offset:,} to "
+                f"{path} is truncated: it has {size:,} bytes, and {key} is at {info.offset:,} to "
                 f"{info.offset + info.length:,}. Copy the checkpoint again."
             )
         return path

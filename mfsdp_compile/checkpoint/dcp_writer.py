@@ -121,7 +121,7 @@ class CheckpointWriter:
 
     def _new(self, key: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> None:
         if key in self._entries:
-            raise CheckpointError(f"{self.directory}: two entries would be called {key!r}")
+            raise CheckpointError(f"{self.directory}: two entries would be named {key!r}")
         self._entries[key] = entry
 
     def _write(self, index: MetadataIndex, content: Tensor | bytes) -> None:
@@ -165,9 +165,11 @@ def new_output(out: Path, overwrite: bool = False, needed: int = 0) -> Iterator[
     out = Path(out)
     if out.exists() or out.is_symlink():
         if not overwrite:
-            raise CheckpointError(f"{out} exists. Give another name, or --overwrite to replace it.")
+            raise CheckpointError(f"{out} already exists. Choose another name, or pass --overwrite to replace it.")
         if out.is_dir() and any(out.iterdir()) and not (any(out.glob(".metadata")) or any(out.glob("*.safetensors"))):
-            raise CheckpointError(f"{out} is not a checkpoint: it is not overwritten. Remove it, or give another name.")
+            raise CheckpointError(
+                f"{out} is not a checkpoint, so it was not overwritten. Remove it, or choose another name."
+            )
     partial, old = (out.with_name(f"{out.name}.{kind}-{os.getpid()}") for kind in ("partial", "old"))
     out.parent.mkdir(parents=True, exist_ok=True)
     remove(partial)  # left by a killed process with the same pid

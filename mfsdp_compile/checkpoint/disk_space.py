@@ -38,9 +38,9 @@ def explaining_full_disks(directory: Path, needed: int) -> Iterator[None]:
         while not directory.is_dir() and directory != directory.parent:
             directory = directory.parent
         raise CheckpointError(
-            f"{_FULL[number]}: {directory} takes no more ({errno.errorcode[number]}). {needed:,} bytes were to be written, "
-            f"and {shutil.disk_usage(directory).free:,} are free there. Make room, or write to another disk; what was "
-            "written of this checkpoint is removed"
+            f"{_FULL[number]}: {directory} cannot be written to any more ({errno.errorcode[number]}). {needed:,} "
+            f"bytes were to be written; {shutil.disk_usage(directory).free:,} are free. Make room, or write to "
+            "another disk; what was written of this checkpoint is removed"
         ) from error
 
 

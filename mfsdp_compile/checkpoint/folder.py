@@ -95,7 +95,7 @@ class Checkpoints:
         """
         complete, damaged = self._find()
         for _, error in damaged:
-            warnings.warn(f"A checkpoint is left out: {error}", stacklevel=2)
+            warnings.warn(f"A checkpoint is skipped: {error}", stacklevel=2)
         return [path for _, path in complete]
 
     def latest(self) -> Path | None:
@@ -264,9 +264,7 @@ class Checkpoints:
                 write_durably(self.root / _LATEST, final.name)
                 self._remove_old(sharded.lineage)
             except OSError as error:  # the checkpoint itself is complete
-                warnings.warn(
-                    f"{final} is complete, but what is around it could not be kept in order: {error}", stacklevel=2
-                )
+                warnings.warn(f"{final} is complete, but cleaning up around it failed: {error}", stacklevel=2)
 
         manifest = _manifest(step, serial, sharded, dist.get_world_size(group), optimizer)
         writer = PublishingWriter(directory, manifest, publish)
@@ -298,10 +296,11 @@ class Checkpoints:
                 continue
             self._told.add(run)
             warnings.warn(
-                f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the last is {path.name}, made "
-                f"{manifest.created}. This run, {lineage.run}, has not loaded it, saves beside it, and does not remove it. If "
-                "another job is at work, give each a folder of its own: loading takes the last checkpoint of all. If this "
-                "training was begun anew, remove the old checkpoints; if it should go on from them, load first.",
+                f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
+                f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
+                "and does not remove it. If another job is at work, give each a folder of its own: loading takes the "
+                "last checkpoint of all. If this training was begun anew, remove the old checkpoints; if it should go "
+                "on from them, load first.",
                 stacklevel=4,
             )
 
@@ -379,7 +378,7 @@ def _locked(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"{root} is being saved into, by another process or another Checkpoints") from None
+            raise BlockingIOError(f"{root} is in use by a save of another process or another Checkpoints") from None
         try:
             yield
         finally:  # closing is not enough: a process forked in the meantime also has the file open

@@ -134,7 +134,7 @@ def load(
                     f"{directory} is damaged: {'; '.join(found)}. Copy it again, or use an earlier one. Nothing was loaded."
                 )
         elif verify:
-            raise CheckpointError(f"{directory} has no manifest, so that it cannot be verified.")
+            raise CheckpointError(f"{directory} has no manifest, so it cannot be verified.")
         patterns = [
             [p] if isinstance(p, str) else list(p)
             for p in (allow_missing, allow_unexpected, allow_reshaped, allow_cast)
@@ -155,7 +155,7 @@ def load(
             )
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
             raise CheckpointError(
-                f"{directory} is not laid out as its .metadata says ({type(error).__name__}: {error}). Nothing was loaded."
+                f"{directory} does not match its .metadata ({type(error).__name__}: {error}). Nothing was loaded."
             ) from error
         return [f"{name}: {key}" for name, key in plan[0].described()]
 
@@ -171,7 +171,7 @@ def load(
             dcp.load(values, storage_reader=SafeReader(directory), planner=SafeLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             causes = "; ".join(as_causes(error))
-            raise CheckpointError(f"Loading {directory} failed half-way: load another checkpoint. {causes}") from error
+            raise CheckpointError(f"Loading {directory} failed halfway: load another checkpoint. {causes}") from error
     found.finish(values)
     sharded.zero_gradients()  # they belong to other weights
     sharded.grad_sync.microbatches = 0
@@ -402,8 +402,8 @@ class _LoadPlan:
             if len(sources) > 1:
                 raise CheckpointError(
                     f"Parameter group {i} of the {type(optimizer).__name__} holds parameters of the groups "
-                    f"{sorted(sources)} of {self._reader.directory}, so that it has no single learning rate. Group "
-                    "parameters as they were. Nothing was loaded."
+                    f"{sorted(sources)} of {self._reader.directory}, so it has no single learning rate. Use the same "
+                    "parameter groups as when it was saved. Nothing was loaded."
                 )
             settings = stored[sources.pop()] if sources else {}
             own: dict[str, Any] = {key: group[key] for key in ("params", "param_names") if key in group}
@@ -462,8 +462,8 @@ class _LoadPlan:
         for first, second, key, loaded in self._twins:
             if not torch.equal(values[key].to_local(), loaded.to_local()):
                 warnings.warn(
-                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different values "
-                    f"for them: those of {first!r} were loaded.",
+                    f"{first!r} and {second!r} are one parameter here, but {self._reader.directory} has different "
+                    f"values for them. The values of {first!r} were loaded.",
                     stacklevel=3,
                 )
         if self._optimizer is None:

@@ -150,7 +150,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         found = typed(read_json(inside(directory, MANIFEST)), dict, "the manifest")
         digest = found.pop("sha256", None)
         if digest != _digest(found):
-            raise FileRefused("its hash is another")
+            raise FileRefused("its hash differs")
         if (version := whole(found.pop("format", None), "format")) != FORMAT:
             raise CheckpointError(
                 f"{path} has format {version}, and this version of mfsdp-compile reads format {FORMAT}. Load the "
@@ -163,7 +163,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     except FileRefused as error:
         raise CheckpointError(
             f"{path} is damaged ({error}). Copy the checkpoint again, or use an earlier one; verify=False loads it "
-            "without looking at the manifest."
+            "without checking the manifest."
         ) from None
 
 
@@ -174,7 +174,7 @@ def _checked(directory: Path, found: dict[str, Any]) -> Manifest:
         FileRefused: If something is missing or unexpected, or a value is out of range.
     """
     if odd := sorted(set(found) ^ {each.name for each in fields(Manifest)}):
-        raise FileRefused(f"it lacks, or has beside what it should, {odd[0]!r:.80}")
+        raise FileRefused(f"it lacks, or has in excess, {odd[0]!r:.80}")
 
     def text(name: str) -> str:
         return safe_name(found[name], name)

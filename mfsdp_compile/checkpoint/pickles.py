@@ -84,7 +84,7 @@ def _make(kind: Any, arguments: Any) -> Any:
         ValueError: If it is not a class, or metadata never calls it with such arguments.
     """
     if not isinstance(kind, _NamedClass) or type(arguments) is not tuple:
-        raise ValueError("the pickle calls what is no class")
+        raise ValueError("the pickle calls something that is not a class")
     if kind.name == "Size":
         (numbers,) = arguments
         return tuple(numbers) if type(numbers) in (tuple, list) else _refuse(kind)
@@ -105,7 +105,7 @@ def _make(kind: Any, arguments: Any) -> Any:
 
 
 def _refuse(kind: _NamedClass) -> Any:
-    raise ValueError(f"{kind.name} is called with what it never is in metadata")
+    raise ValueError(f"{kind.name} is called with arguments that metadata never has")
 
 
 def _as_key(key: Any) -> Any:
@@ -113,7 +113,7 @@ def _as_key(key: Any) -> Any:
     if type(key) is tuple and all(type(item) in (int, str) for item in key):
         return key
     if type(key) not in (str, int, bool, float, bytes, _InertObject, type(None)):
-        raise ValueError(f"a {type(key).__name__} is the key of a dictionary or in a set")
+        raise ValueError(f"a {type(key).__name__} is a dictionary key or in a set")
     return key
 
 
@@ -156,8 +156,8 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         } or (module in ("pathlib", "pathlib._local") and name in _PATHS):
             return _NamedClass(name)
         raise CheckpointError(
-            f"{self._path} asks for the class {module}.{name}, which no checkpoint's metadata needs. Unpickling it could "
-            "run any code, so it was not loaded. Do not use this checkpoint unless you know who wrote it."
+            f"{self._path} asks for the class {module}.{name}, which no checkpoint's metadata needs. Unpickling it "
+            "could run arbitrary code, so it was not loaded. Do not use this checkpoint unless you know who wrote it."
         )
 
     def _reduce(self) -> None:
@@ -167,7 +167,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
     def _newobj_ex(self) -> None:
         named = self.stack.pop()
         if named != {}:
-            raise ValueError("a class is called with arguments by name")
+            raise ValueError("a class is called with keyword arguments")
         self._reduce()
 
     def _build(self) -> None:
@@ -209,7 +209,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         return self.stack[-1]
 
     def _never(self) -> None:
-        raise ValueError("it has an operation that metadata never has")
+        raise ValueError("it has an opcode that metadata never has")
 
     dispatch |= {
         pickle.REDUCE[0]: _reduce,
@@ -251,8 +251,8 @@ def load_metadata(path: Path) -> Metadata:
         ).load()
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path.parent} has no {path.name}: it is not a checkpoint of torch.distributed.checkpoint, or one whose "
-            "saving was cut off before its end."
+            f"{path.parent} has no {path.name}: it is not a checkpoint of torch.distributed.checkpoint, or its save "
+            "was interrupted."
         ) from None
     except (CheckpointError, OSError):
         raise
@@ -304,7 +304,7 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     found = [ChunkStorageMetadata(_size(chunk["offsets"]), _size(chunk["sizes"])) for chunk in chunks]
     if odd := [chunk for chunk in found if not len(chunk.offsets) == len(chunk.sizes) == len(size)]:
         raise ValueError(
-            f"a tensor of {len(size)} dimensions has a chunk {tuple(odd[0].sizes)} at {tuple(odd[0].offsets)}"
+            f"a tensor with {len(size)} dimensions has a chunk {tuple(odd[0].sizes)} at {tuple(odd[0].offsets)}"
         )
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=dtype, requires_grad=bool(requires_grad)), size=size, chunks=found
@@ -458,9 +458,9 @@ def load_object(file: IO[bytes], where: Path | str) -> Any:
         refused = sorted(name for name in unknown if name.partition(".")[0] not in FOREIGN_PACKAGES)
         if refused:
             raise CheckpointError(
-                f"{where} holds objects of {', '.join(refused)}. Loading them could run any code, so they were not "
-                "loaded. If you trust whoever wrote the file, load it with torch.load(weights_only=False) and save it "
-                "again without them."
+                f"{where} holds objects of {', '.join(refused)}. Loading them could run arbitrary code, so they were "
+                "not loaded. If you trust whoever wrote the file, load it with torch.load(weights_only=False) and "
+                "save it again without them."
             )
         foreign = [(_foreign_class(name), name) for name in unknown]
         file.seek(0)

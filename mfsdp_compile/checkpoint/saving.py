@@ -112,9 +112,10 @@ class PublishingWriter(FileSystemWriter):
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{self._directory} on the first rank lacks {', '.join(absent[:4])}"
-                    f"{f' and {len(absent) - 4} more files' if len(absent) > 4 else ''} that other ranks have written to a "
-                    "folder of this name. All ranks must see the same folder: is it on a disk of one machine?"
+                    f"{self._directory} on the first rank lacks "
+                    f"{', '.join(absent[:4])}{f' and {len(absent) - 4} more files' if len(absent) > 4 else ''} that "
+                    "other ranks have written to a folder of this name. All ranks must see the same folder: is it on "
+                    "a local disk?"
                 )
             os.listdir(self._directory)  # makes NFS refresh its view
             time.sleep(0.1)

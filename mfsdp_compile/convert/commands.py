@@ -191,10 +191,12 @@ def _plan(given: argparse.Namespace) -> ConversionPlan:
     if (came, to) == ("fsdp_dtensor", "huggingface"):
         return huggingface.plan_to_huggingface(source, hub, single)
     if came == to:
-        raise CheckpointError(f"{source} is {came} already. Say with --to what it should become: {', '.join(FORMATS)}.")
+        raise CheckpointError(
+            f"{source} is {came} already. Pass the format to convert to with --to: {', '.join(FORMATS)}."
+        )
     raise CheckpointError(
-        f"{source} is {came}: its parameters and those of {to} are cut and named differently, for each model in its own "
-        "way. Use the model's own converter (Megatron Bridge)."
+        f"{source} is {came}: its parameters are split and named differently from those of {to}, in a way specific to "
+        "each model. Use the model's own converter (Megatron Bridge)."
     )
 
 
@@ -203,8 +205,8 @@ def _format_of(source: Path) -> str:
         if source.suffix == ".safetensors" or any(source.glob("*.safetensors*")):
             return "huggingface"
         raise CheckpointError(
-            f"{source} is no checkpoint that is known here: a directory with .metadata (torch_dist, fsdp_dtensor), or "
-            "one with .safetensors files, or such a file."
+            f"{source} is not a known checkpoint. Known are a directory with .metadata (torch_dist, fsdp_dtensor), a "
+            "directory with .safetensors files, and a .safetensors file."
         )
     return "torch_dist" if (source / "common.pt").exists() or _says_torch_dist(source) else "fsdp_dtensor"
 
@@ -220,7 +222,9 @@ def _says_torch_dist(source: Path) -> bool:
 def _carry_out(plan: ConversionPlan, given: argparse.Namespace) -> int:
     source, out = given.source.resolve(), given.out.resolve()
     if source == out or source in out.parents or out in source.parents:
-        raise CheckpointError(f"IN and OUT lie in each other: {given.source}, {given.out}. Write to another place.")
+        raise CheckpointError(
+            f"one of IN and OUT is inside the other: {given.source}, {given.out}. Choose another OUT."
+        )
     if given.dry_run:
         print("\n".join(plan.lines()))
         return 0
@@ -273,7 +277,7 @@ def _inspect(given: argparse.Namespace) -> int:
 def _verify(given: argparse.Namespace) -> int:
     manifest = read_manifest(given.directory)
     if manifest is None:
-        raise CheckpointError(f"{given.directory} has no manifest: nothing is known of what its files should be.")
+        raise CheckpointError(f"{given.directory} has no manifest, so there is nothing to compare its files with.")
     found = damaged_files(given.directory, manifest.files, sorted(manifest.files))
     for line in found:
         print(line)
@@ -298,7 +302,7 @@ def _compare(given: argparse.Namespace) -> int:
 def _edit(given: argparse.Namespace) -> int:
     pairs = getattr(given, "rename", [])
     if len(pairs) % 2:
-        raise CheckpointError(f"{pairs[-1]!r} has no replacement: give a pattern and a replacement, in pairs.")
+        raise CheckpointError(f"{pairs[-1]!r} has no replacement: pass pairs of a pattern and a replacement.")
     rename = list(zip(pairs[::2], pairs[1::2], strict=True))
     return _carry_out(inspect_checkpoint.plan_edit(given.source, rename, getattr(given, "patterns", [])), given)
 

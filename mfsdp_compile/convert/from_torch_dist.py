@@ -85,7 +85,7 @@ def load_common(path: Path) -> dict[str, Any]:
     except FileRefused as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from None
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path} holds a {type(common).__name__}, and not the dictionary that Megatron writes.")
+        raise CheckpointError(f"{path} holds a {type(common).__name__}, not the dictionary that Megatron writes.")
     return common
 
 
@@ -168,10 +168,10 @@ def _stays(key: str, plan: ConversionPlan) -> bool:
     """Return whether an entry is converted. If not, the reason is noted in the plan."""
     if re.match(r"(chained_\d+\.)?optimizer\.distributed\.", key):
         raise CheckpointError(
-            f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote them "
-            "can take apart. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's "
-            "state by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), "
-            "or without the optimizer (--no-save-optim)."
+            f"The optimizer is stored by communication buckets ({key}), which only the parallel layout that wrote "
+            "them can read. Save the checkpoint with --ckpt-fully-parallel-save and the distributed optimizer's state "
+            "by parameters (--dist-ckpt-optim-fully-reshardable, in older versions fully_sharded_model_space), or "
+            "without the optimizer (--no-save-optim)."
         )
     reasons = {
         "._extra_state": "state of Transformer Engine, made anew by calibration",
@@ -201,7 +201,8 @@ def _gated(tensors: Iterable[StoredTensor], common: Mapping[str, Any], options: 
             seen.add(shape[-2] == 2 * other[-1])  # gated: linear_fc1 outputs twice the columns that linear_fc2 takes
     if len(seen) > 1:
         raise CheckpointError(
-            "Some MLPs are gated (SwiGLU) and some are not. Say which with --swiglu-modules, or --no-swiglu for none."
+            "Some MLPs are gated (SwiGLU) and some are not. Name them with --swiglu-modules, or pass --no-swiglu if "
+            "none is."
         )
     return seen == {True}
 
@@ -286,8 +287,8 @@ def _group_values(
             number = group_of([*candidates, stored.name.name], options.group_map, len(groups))
             if number is None:
                 raise CheckpointError(
-                    f"The map of groups has no {candidates[0]}. Write it with the model that the checkpoint is of, or "
-                    "convert without it."
+                    f"The map of groups has no {candidates[0]}. Write it with the checkpoint's model, or convert "
+                    "without it."
                 )
             for name, value in groups[number].items():
                 if name != "params":

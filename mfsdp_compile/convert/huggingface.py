@@ -79,7 +79,7 @@ def plan_from_huggingface(source: Path, options: HuggingFaceOptions) -> Conversi
     tied = [(a, b) for a, b in _tied(options, _config(source), reader.layouts) if a not in reader.layouts]
     for name, other in tied:
         if other not in reader.layouts:
-            raise CheckpointError(f"{source} has no {other}, whose data {name} should share.")
+            raise CheckpointError(f"{source} has no {other}, which {name} should share its data with.")
     names = sorted(reader.layouts)
     for name in names:
         layout = reader.layouts[name]
@@ -123,8 +123,8 @@ def plan_to_huggingface(source: Path, options: HuggingFaceOptions, single_file: 
             keys[parsed.name] = key
     if not keys:
         raise CheckpointError(
-            f"{source} has no tensor that begins with {options.prefixes.model!r}. Give the prefix that its model has "
-            "with --model-prefix; mfsdp checkpoint inspect shows keys."
+            f"{source} has no tensor that begins with {options.prefixes.model!r}. Pass the model's prefix with "
+            "--model-prefix; mfsdp checkpoint inspect shows the keys."
         )
     stored = {name: Layout(tuple(reader.shape(key)), reader.dtype(key)) for name, key in keys.items()}
     carried = options.files_from or _carried(source)

@@ -68,7 +68,7 @@ def parse_index(text: str) -> tuple[int | slice, ...]:
         ValueError: If the text does not have this form.
     """
     if not re.fullmatch(r"\[?\s*(-?\d+|-?\d*:-?\d*(:\d*)?)(\s*,\s*(-?\d+|-?\d*:-?\d*(:\d*)?))*\s*\]?", text.strip()):
-        raise ValueError(f"{text!r} is not a slice: give for instance '0, :3'")
+        raise ValueError(f"{text!r} is not a slice such as '0, :3'")
     parts: list[int | slice] = []
     for part in text.strip("[] ").split(","):
         numbers = [int(n) if n.strip() else None for n in part.split(":")]
@@ -103,7 +103,7 @@ def show(directory: Path, key: str, index: str | None = None) -> str:
         tensor = reader.tensor(key, leading)[wanted[len(leading) :]]
     except IndexError as error:
         raise CheckpointError(
-            f"{key} has shape {list(reader.shape(key))}, there is no part {index}: {error}"
+            f"{key} has shape {list(reader.shape(key))}, so there is no part {index}: {error}"
         ) from error
     return f"{key}  {list(reader.shape(key))} {reader.dtype(key)}\n{tensor!r}"
 
@@ -182,7 +182,7 @@ def plan_edit(source: Path, rename: Sequence[tuple[str, str]] = (), remove: Sequ
                 continue
             new = next((pattern.sub(text, key) for pattern, text in renaming if pattern.search(key)), key)
             if new in kept:
-                raise CheckpointError(f"{source}: {kept[new]} and {key} would both be called {new!r}.")
+                raise CheckpointError(f"{source}: {kept[new]} and {key} would both be named {new!r}.")
             kept[new] = key
     except re.error as error:
         raise CheckpointError(f"not a regular expression: {error.pattern!r}: {error}") from error

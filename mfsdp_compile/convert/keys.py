@@ -78,7 +78,7 @@ class Prefixes:
     def __post_init__(self) -> None:
         for field in ("model", "optimizer", "groups"):
             if not getattr(self, field) or getattr(self, field).endswith("."):
-                raise ValueError(f"a prefix is words with dots between them, got {field}={getattr(self, field)!r}")
+                raise ValueError(f"a prefix must be words separated by dots, got {field}={getattr(self, field)!r}")
 
     def key(self, name: Name) -> str:
         """Return the key in fsdp_dtensor."""
@@ -172,7 +172,9 @@ def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[st
     """
     depth = stacked_dimensions(name)
     if len(shape) < depth:
-        raise ValueError(f"{name} should have {depth} dimensions for layers and experts, its shape is {tuple(shape)}")
+        raise ValueError(
+            f"{name} should have {depth} dimensions for layers and experts, but its shape is {tuple(shape)}"
+        )
     parts = []
     for index in itertools.product(*map(range, shape[:depth])):
         rest, single = list(index), name
@@ -182,7 +184,9 @@ def decompose(name: str, shape: Sequence[int], gated: bool, modules: Sequence[st
             single = single.replace(_STACKED_EXPERTS, ".experts.", 1) + str(rest.pop(0))
         if gated and is_gated(single, modules) and len(shape) > depth:
             if shape[depth] % 2:
-                raise ValueError(f"{name} cannot be two halves: it has {shape[depth]} rows, shape {tuple(shape)}")
+                raise ValueError(
+                    f"{name} cannot be split into two halves: it has {shape[depth]} rows, shape {tuple(shape)}"
+                )
             parts += [TensorPart(f"{single}_w", index, 0), TensorPart(f"{single}_v", index, 1)]
         else:
             parts.append(TensorPart(single, index))
@@ -242,7 +246,7 @@ def grid_of(shape: Sequence[int], flattened: Sequence[int]) -> tuple[int, ...]:
     *grid, block = flattened or (0,)
     fits = len(grid) == len(shape) and all(g > 0 and n % g == 0 for n, g in zip(shape, grid, strict=True))
     if not fits or math.prod(n // g for n, g in zip(shape, grid, strict=True)) != block:
-        raise ValueError(f"shape {tuple(flattened)} is not made of blocks of a tensor of shape {tuple(shape)}")
+        raise ValueError(f"shape {tuple(flattened)} does not consist of blocks of a tensor of shape {tuple(shape)}")
     return tuple(grid)
 
 
@@ -280,7 +284,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Any:
             if not isinstance(node, _Node):
                 raise ValueError(f"{key} lies below a key that has a value")
         if last in node:
-            raise ValueError(f"{key} has a value, and there are keys below it")
+            raise ValueError(f"{key} has a value and also keys below it")
         node[last] = leaf
     return _with_lists(root)
 

@@ -59,7 +59,7 @@ def param_to_param_group_map(
             mapped[f"{prefix}.{'.'.join(parts)}"] = number[id(parameter)]
         elif parameter.requires_grad:
             raise ValueError(
-                f"{name} is in no group of the optimizer. Give all optimizers of the model, or freeze the parameter."
+                f"{name} is in no parameter group. Pass all optimizers of the model, or freeze the parameter."
             )
     return mapped
 
@@ -82,7 +82,9 @@ def read_map(path: Path) -> dict[str, int]:
     try:
         return {safe_name(name): whole(n, f"the group of {name}") for name, n in typed(mapped, dict, "it").items()}
     except FileRefused as error:
-        raise CheckpointError(f"{path} is not an object of parameter names and numbers of groups: {error}.") from None
+        raise CheckpointError(
+            f"{path} is not a JSON object that maps parameter names to group numbers: {error}."
+        ) from None
 
 
 def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int]:
@@ -100,7 +102,7 @@ def map_from_dcp(directory: Path, prefix: str = "model.module") -> dict[str, int
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if type(value) is not int:
-            raise CheckpointError(f"{directory}: {key} is {type(value).__name__}, and not the number of a group.")
+            raise CheckpointError(f"{directory}: {key} is {type(value).__name__}, not a group number.")
         mapped[key.replace("module.module", prefix)] = value
     return mapped
 
@@ -131,7 +133,7 @@ def group_of(candidates: Iterable[str], mapped: Mapping[str, int], count: int) -
             if not 0 <= mapped[key] < count:
                 raise CheckpointError(
                     f"The map puts {key} into group {mapped[key]}, but the checkpoint's optimizer has {count} groups. "
-                    "Write the map with the settings that the checkpoint was trained with."
+                    "Write the map with the settings of the training run."
                 )
             return mapped[key]
     return None

@@ -91,7 +91,7 @@ class SafetensorsReader:
                     self.layouts[name] = Layout(tuple(part.get_shape()), self._dtype(file, name, part.get_dtype()))
         for name, file in self._file_of.items():
             if name not in self.layouts:
-                raise CheckpointError(f"{file} has no {name}, which {INDEX} says it has. Copy the folder again.")
+                raise CheckpointError(f"{file} has no {name}, which {INDEX} lists. Copy the folder again.")
 
     def tensor(self, name: str) -> Tensor:
         with self._opened(self._file_of[name]) as opened:
@@ -118,7 +118,7 @@ class SafetensorsReader:
     @staticmethod
     def _dtype(file: Path, name: str, code: str) -> torch.dtype:
         if code not in DTYPES:
-            raise CheckpointError(f"{file}: {name} has dtype {code}, which is not known here.")
+            raise CheckpointError(f"{file}: {name} has dtype {code}, which is not supported.")
         return DTYPES[code]
 
 
@@ -149,8 +149,9 @@ def _files(path: Path, names: Callable[[Path], list[str]]) -> Iterator[tuple[str
         files = [file for file in sorted(path.iterdir()) if file.name.endswith(".safetensors")]
         if len(files) != 1:
             raise CheckpointError(
-                f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder as Hugging Face's "
-                "save_pretrained makes it has one file, or an index; folders with .bin files have to be saved anew."
+                f"{path} has {len(files)} .safetensors files and no {INDEX}. A folder saved by Hugging Face's "
+                "save_pretrained has one file or an index. Folders with .bin files must be saved again as "
+                ".safetensors."
             )
         try:
             file = inside(path, files[0].name)

@@ -88,8 +88,8 @@ def plan_to_torch_dist(source: Path, options: TorchDistOptions) -> ConversionPla
     named, others = _parameters(reader, options)
     if not named:
         raise CheckpointError(
-            f"{source} has no key that begins with {options.prefixes.model!r} or {options.prefixes.optimizer!r}. Give "
-            "the prefixes that it has with --model-prefix and --optimizer-prefix; mfsdp checkpoint inspect shows keys."
+            f"{source} has no key that begins with {options.prefixes.model!r} or {options.prefixes.optimizer!r}. Pass "
+            "its prefixes with --model-prefix and --optimizer-prefix; mfsdp checkpoint inspect shows the keys."
         )
     targets = [
         _target(reader, name, parts, layout, options)
@@ -162,7 +162,9 @@ def _layout(source: Path) -> dict[str, Any]:
         return empty
     except FileRefused as error:
         path = source / CARRIED / "layout.json"
-        raise CheckpointError(f"{path} is damaged ({error}). Remove it to do without the old layout.") from error
+        raise CheckpointError(
+            f"{path} is damaged ({error}). Remove it to convert without the original layout."
+        ) from error
 
 
 def _parameters(reader: CheckpointReader, options: TorchDistOptions) -> tuple[dict[str, Name], list[str]]:
@@ -219,7 +221,7 @@ def _target(
         halves = parts[index]
         if set(halves) not in ({None}, {0, 1}):
             raise CheckpointError(
-                f"{reader.directory} has only one half of a gated matrix: {', '.join(halves.values())}"
+                f"{reader.directory} holds only one half of a gated matrix: {', '.join(halves.values())}"
             )
         sources[index] = tuple(halves[half] for half in sorted(halves, key=lambda half: half or 0))
         kinds = {(tuple(reader.shape(source)), reader.dtype(source)) for source in sources[index]}
@@ -240,8 +242,9 @@ def _target(
 
 def _differing(reader: CheckpointReader, name: Name, what: str, counts: tuple[int, ...]) -> str:
     return (
-        f"{reader.directory}: {keys.torch_dist_key(name)} cannot be one tensor for {list(counts)} layers (and experts): "
-        f"{what}. If layers differ by design, give --layers indexed, which is how Megatron stores such models."
+        f"{reader.directory}: {keys.torch_dist_key(name)} cannot be one tensor for {list(counts)} layers (and "
+        f"experts): {what}. If layers differ by design, pass --layers indexed, which is how Megatron stores such "
+        "models."
     )
 
 
@@ -254,7 +257,7 @@ def _grid(
         except ValueError as error:
             raise CheckpointError(
                 f"{key} cannot be flattened as it was before its conversion: {error}. Remove the checkpoint's "
-                f"subfolder {CARRIED} to do without the old layout."
+                f"subfolder {CARRIED} to convert without the original layout."
             ) from error
     depth = keys.stacked_dimensions(name.name)
     if name.state is None or not options.flatten_optimizer or len(shape) == depth:

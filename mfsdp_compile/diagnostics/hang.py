@@ -83,7 +83,7 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
                 raise FileRefused(f"it says that it is of rank {state['rank']}")
             states[state["rank"]] = state
         except (FileRefused, OSError) as error:
-            raise ValueError(f"{path} is not what a rank has written: {error}") from None
+            raise ValueError(f"{path} was not written by a rank: {error}") from None
     if len({state["world_size"] for state in states.values()}) > 1:
         raise ValueError(f"{folder} holds files of jobs of different sizes. Remove those of the other job.")
     return states

@@ -62,9 +62,10 @@ class MfsdpAccelerator(accelerate.Accelerator):
             return prepared
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
             raise ValueError(
-                f"accelerate is to compile with {self.state.dynamo_plugin.backend.value!r}, but a sharded model is compiled by "
-                "torch.compile(model, backend='mfsdp'), before prepare. Take dynamo_backend out of the Accelerator (or of "
-                "accelerate's configuration, or ACCELERATE_DYNAMO_BACKEND out of the environment)."
+                f"accelerate is configured to compile with {self.state.dynamo_plugin.backend.value!r}, but a sharded "
+                "model is compiled by torch.compile(model, backend='mfsdp'), before prepare. Remove dynamo_backend "
+                "from the Accelerator (or of accelerate's configuration, or ACCELERATE_DYNAMO_BACKEND out of the "
+                "environment)."
             )
         dtypes = {bucket.plan.compute_dtype for bucket in sharded.sharded.buckets}
         if self.mixed_precision != "no" and _DTYPES.get(self.mixed_precision) not in dtypes:
@@ -139,8 +140,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         theirs = [opt for opt in optimizers if id(opt.param_groups[0]["params"][0]) in parameters]
         if len(ours) > 1 or len(theirs) > 1:
             raise ValueError(
-                f"{len(ours)} sharded models with {len(theirs)} optimizers are prepared: MfsdpAccelerator saves and loads one of "
-                "each. Use mfsdp_compile.checkpoint.Checkpoints for them."
+                f"{len(ours)} sharded models and {len(theirs)} optimizers are prepared, but MfsdpAccelerator saves "
+                "and loads only one of each. Use mfsdp_compile.checkpoint.Checkpoints for them."
             )
         self._models = [model for model in models if sharded_model(model) is None]
         self._optimizers = [optimizer for optimizer in optimizers if optimizer not in theirs]

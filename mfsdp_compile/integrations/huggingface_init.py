@@ -57,8 +57,8 @@ class Initialisation(Initialiser):
         self._look_at(module)
         if not self._model_of:
             raise TypeError(
-                f"{type(self).__name__} initialises models of transformers, and there is none in this "
-                f"{type(module).__name__}. Leave init_fn out (modules then go by their reset_parameters()), or pass a function."
+                f"{type(self).__name__} initializes transformers models, and this {type(module).__name__} contains "
+                "none. Remove init_fn (modules then use their reset_parameters()), or pass a function."
             )
 
     def _look_at(self, module: nn.Module) -> None:

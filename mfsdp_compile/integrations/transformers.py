@@ -158,7 +158,7 @@ class MfsdpTrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError(
-                f"accelerate is configured for {self.accelerator.distributed_type.value}, and the model is sharded by "
+                f"accelerate is configured for {self.accelerator.distributed_type.value}, but the model is sharded by "
                 "mfsdp_compile. Start the program with torchrun, or choose plain multi-GPU training in accelerate's "
                 "configuration."
             )

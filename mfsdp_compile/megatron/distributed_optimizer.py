@@ -47,16 +47,16 @@ def DistributedOptimizer(
     owners = [unwrapped(model, "DistributedOptimizer").sharded for model in model_chunks]
     if per_model_buffers is not None and [id(each) for each in per_model_buffers] != [id(owner) for owner in owners]:
         raise ValueError(
-            "per_model_buffers are not the buffers of model_chunks, in their order: give "
-            "[model.param_and_grad_buffer for model in model_chunks], or leave them out."
+            "per_model_buffers must be the buffers of model_chunks in order: pass [model.param_and_grad_buffer for "
+            "model in model_chunks], or omit the argument."
         )
     for group in optimizer.param_groups:
         for param in group["params"]:
             home = getattr(param, "mfsdp_home", None)  # fully_shard_optimizer reports parameters that are not sharded
             if home is not None and not any(home.bucket.owner is owner for owner in owners):
                 raise ValueError(
-                    f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that is of none of the "
-                    f"{len(owners)} models in model_chunks. Name all models that it optimizes."
+                    f"The {type(optimizer).__name__} holds a parameter of shape {tuple(param.shape)} that belongs to "
+                    f"none of the {len(owners)} models in model_chunks. Pass all models that it optimizes."
                 )
     fully_shard_optimizer(optimizer)
     optimizer.sharded_state_dict = types.MethodType(_sharded_state_dict, optimizer)  # type: ignore[attr-defined]

@@ -128,8 +128,8 @@ class FullyShardedDataParallel(MegatronFSDP):
         """
         if sharded_offsets:
             raise ValueError(
-                "sharded_offsets place a tensor in one of the torch_dist format, and Megatron FSDP only supports fsdp_dtensor "
-                "checkpoint format. Leave them out; mfsdp convert makes one format of the other."
+                "sharded_offsets are for the torch_dist format, but Megatron FSDP only supports the fsdp_dtensor "
+                "checkpoint format. Omit them; mfsdp convert makes one format of the other."
             )
         return self.state_dict(prefix=prefix)
 
@@ -143,8 +143,8 @@ def _check_kinds(config: Any, ddp_config: Any, module: Any) -> None:
         return
     got = ", ".join(type(each).__name__ for each in (config, ddp_config, module))
     raise TypeError(
-        f"FullyShardedDataParallel takes (config, ddp_config, module), two configurations and an nn.Module, or (config, module, "
-        f"ddp_config); got ({got})."
+        "FullyShardedDataParallel takes (config, ddp_config, module), or (config, module, ddp_config), with two "
+        f"configurations and an nn.Module; got ({got})."
     )
 
 
@@ -167,7 +167,7 @@ def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[s
     if not {"device_mesh", "expt_device_mesh"} & sharding.keys():
         return mesh_arguments(config, instances, pg_collection)
     if pg_collection is not None:
-        raise TypeError("FullyShardedDataParallel got pg_collection and a device mesh: give one of them.")
+        raise TypeError("FullyShardedDataParallel got both pg_collection and a device mesh: pass only one of them.")
     mesh, outer = sharding.get("device_mesh"), sharding.get("dp_outer_dim")
     parts = mesh[outer].size() if mesh is not None and outer is not None else 1
     if parts != instances:
@@ -183,7 +183,7 @@ def _refuse_fusion(module: nn.Module) -> None:
         for attribute in _FUSED:
             if getattr(part, attribute, False) is True:
                 raise ValueError(
-                    f"Module {name!r}, a {type(part).__name__}, was built with {attribute}=True: it writes gradients of its weights "
-                    "to main_grad, past autograd. Set config.gradient_accumulation_fusion=False (--no-gradient-accumulation-fusion) "
-                    "before the model is built."
+                    f"Module {name!r}, a {type(part).__name__}, was built with {attribute}=True: it writes weight "
+                    "gradients to main_grad, bypassing autograd. Set config.gradient_accumulation_fusion=False "
+                    "(--no-gradient-accumulation-fusion) before the model is built."
                 )

@@ -36,9 +36,10 @@ def mesh_arguments(config: Any, instances: int, pg_collection: Any = None) -> di
         for name in _PARALLEL:
             if (size := getattr(config, name, 1)) > 1:
                 raise ValueError(
-                    f"{name} is {size}, so that not all ranks share this model, and FullyShardedDataParallel was not told which "
-                    "do. Pass pg_collection (ProcessGroupCollection.use_mpu_process_groups() makes one of Megatron's groups), or "
-                    "fully_shard_model's device_mesh, dp_shard_dim and tp_dim or expt_device_mesh."
+                    f"{name} is {size}, so not all ranks share this model, and FullyShardedDataParallel was not told "
+                    "which ones do. Pass pg_collection (ProcessGroupCollection.use_mpu_process_groups() makes one of "
+                    "Megatron's groups), or fully_shard_model's device_mesh, dp_shard_dim and tp_dim or "
+                    "expt_device_mesh."
                 )
         return _hybrid(instances) if instances > 1 else {}
     groups: dict[str, dist.ProcessGroup] = {}
@@ -78,7 +79,7 @@ def _experts(pg_collection: Any, outer: dist.ProcessGroup | None) -> dict[str, A
     tensor = getattr(pg_collection, "expt_tp", None)
     if tensor is not None and tensor.size() > 1:
         raise NotImplementedError(
-            f"pg_collection.expt_tp has {tensor.size()} ranks: experts that tensor-parallel ranks divide are not implemented. Set "
+            f"pg_collection.expt_tp has {tensor.size()} ranks: tensor-parallel experts are not implemented. Set "
             "expert_tensor_parallel_size=1."
         )
     if outer is None:
@@ -93,7 +94,7 @@ def _group(pg_collection: Any, name: str) -> dist.ProcessGroup:
     group = getattr(pg_collection, name, None)
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(
-            f"pg_collection.{name} is {group!r}, and must be the process group of this rank: "
+            f"pg_collection.{name} is {group!r}, but must be the process group of this rank: "
             "ProcessGroupCollection.use_mpu_process_groups() has it."
         )
     return group

@@ -66,15 +66,16 @@ def _precision(ddp: Any) -> MixedPrecisionPolicy:
     if not ddp("preserve_fp32_weights"):
         if main_params not in (None, torch.float32):
             raise ValueError(
-                f"preserve_fp32_weights=False means megatron_fsdp_main_params_dtype=None, which is {main_params}. Give one of them."
+                f"preserve_fp32_weights=False means megatron_fsdp_main_params_dtype=None, which is {main_params}. "
+                "Pass only one of them."
             )
         main_params = None
     if ddp("grad_reduce_in_fp32"):
         for name, dtype in (("main_grads_dtype", main_grads), ("grad_comm_dtype", grad_comm)):
             if dtype not in (None, torch.float32):
                 raise ValueError(
-                    f"grad_reduce_in_fp32=True means megatron_fsdp_{name}=torch.float32, which is {dtype}. Give one of them "
-                    "(--grad-reduce-in-bf16 sets grad_reduce_in_fp32=False)."
+                    f"grad_reduce_in_fp32=True means megatron_fsdp_{name}=torch.float32, which is {dtype}. Pass only "
+                    "one of them (--grad-reduce-in-bf16 sets grad_reduce_in_fp32=False)."
                 )
         main_grads = grad_comm = torch.float32
     return MixedPrecisionPolicy(main_params, main_grads, grad_comm)

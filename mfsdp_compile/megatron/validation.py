@@ -196,8 +196,8 @@ def _check(settings: _Settings) -> None:
     if outer is not ShardingStrategy.NO_SHARD:
         if instances == 1:
             raise ValueError(
-                f"outer_dp_sharding_strategy={outer.name.lower()!r} says what is sharded over the parts of the data-parallel "
-                "ranks, and num_distributed_optimizer_instances is 1: there is one part. Set it to the number of parts, or "
+                f"outer_dp_sharding_strategy={outer.name.lower()!r} says what is sharded between optimizer instances, "
+                "but num_distributed_optimizer_instances is 1. Set it to the number of parts, or "
                 "outer_dp_sharding_strategy='no_shard'."
             )
         if outer is not ShardingStrategy.OPTIM or strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
@@ -211,8 +211,8 @@ def _check(settings: _Settings) -> None:
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: communication and computation of FSDP wait for each other in one hardware queue. "
-            "Unset it (which may slow down tensor and context parallelism to some extent).",
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: communication and computation of FSDP share one hardware queue and "
+            "block each other. Unset it (which may slow down tensor and context parallelism to some extent).",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -230,7 +230,8 @@ def _refuse(settings: _Settings) -> None:
             continue
         if (value := getattr(ddp, of.name)) != default:
             raise NotImplementedError(
-                f"ddp.{of.name}={value!r} is not implemented: mfsdp-compile does not know this setting. Leave it at {default!r}."
+                f"ddp.{of.name}={value!r} is not implemented: this setting is unknown to mfsdp-compile. Leave it at "
+                f"{default!r}."
             )
 
 

@@ -57,8 +57,8 @@ class ContextParallel:
     def __init__(self, mesh: DeviceMesh, balanced: bool = True) -> None:
         if mesh.ndim != 1:
             raise ValueError(
-                f"ContextParallel takes one mesh dimension, got a mesh of {mesh.ndim}, {mesh.mesh_dim_names}. Pass the one "
-                "that sequences are parted over: mesh['cp']."
+                f"ContextParallel takes one mesh dimension, got a mesh of {mesh.ndim}, {mesh.mesh_dim_names}. Pass "
+                "the dimension that sequences are split over: mesh['cp']."
             )
         self.size = mesh.size()
         self.rank = mesh.get_local_rank()
@@ -156,8 +156,8 @@ class ContextParallel:
         if length == 0 or length % count:
             how = f"{len(self.chunks)} chunks for each of {self.size} context-parallel ranks"
             raise ValueError(
-                f"A sequence of {length} tokens cannot be cut into {how}: pad it to a multiple of {count}, and leave the "
-                "padding out of the loss."
+                f"A sequence of {length} tokens cannot be cut into {how}: pad it to a multiple of {count}, and "
+                "exclude the padding from the loss."
             )
         return count
 
@@ -180,9 +180,9 @@ class ContextParallel:
         if (rows, seen) not in self._masks:
             if torch.compiler.is_compiling():
                 raise RuntimeError(
-                    f"Causal context-parallel attention is compiled for chunks of {rows} tokens, which its masks are not "
-                    "made for. Cut the inputs with this ContextParallel's shard() or positions() first, outside of "
-                    "compiled code."
+                    f"Causal context-parallel attention is compiled for chunks of {rows} tokens, but its masks are "
+                    "for other sizes. Cut the inputs with this ContextParallel's shard() or positions() first, "
+                    "outside of compiled code."
                 )
             self._prepare(rows)
         return self._masks[rows, seen]

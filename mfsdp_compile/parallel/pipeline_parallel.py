@@ -158,9 +158,9 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> None:
         if not full_backward:
             warnings.warn(
-                "The schedule parts the backward in two, for inputs and for weights. A sharded stage runs both where the first "
-                "one stands: numbers are right, but weights are no work for bubbles. Schedule1F1B and ScheduleInterleaved1F1B "
-                "do not part it.",
+                "The schedule splits the backward into two, for inputs and for weights. A sharded stage runs both "
+                "where the first one stands: numbers are right, but weights are no work for bubbles. Schedule1F1B and "
+                "ScheduleInterleaved1F1B do not part it.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -262,8 +262,8 @@ def state_of(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer | Non
         for name, value in unwrapped(model, "state_of").state_dict().items():
             if name in weights:
                 raise ValueError(
-                    f"Two stages of this rank have a {name!r}: one would take the other's place in the checkpoint. Name layers "
-                    "by their number in the whole model, in an nn.ModuleDict for instance."
+                    f"Two stages of this rank have a {name!r}: one would overwrite the other in the checkpoint. Name "
+                    "layers by their number in the whole model, for example in an nn.ModuleDict."
                 )
             weights[name] = value
     state: dict[str, Any] = {"model": weights}

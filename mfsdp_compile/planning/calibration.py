@@ -245,7 +245,9 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float], ranks: Sequence[i
     largest = group == group.max()
     few, many = (taken[largest & (size == end)].mean() for end in (size[largest].min(), size[largest].max()))
     if many <= few or group.max() == 1:
-        raise ValueError(f"no bandwidth: collectives took {few:.3g} s with few bytes and {many:.3g} s with many")
+        raise ValueError(
+            f"no bandwidth measured: collectives took {few:.3g} s with few bytes and {many:.3g} s with many"
+        )
     hops = group - 1
     columns = np.stack([np.ones_like(size), hops, hops / group * size], axis=1) / taken[:, None]
     # With three unknowns it is cheap to try all combinations of zeros. The last one, seconds per byte, is never zero.

@@ -135,7 +135,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             microbatches=given.microbatches,
         )
         if given.bucket == "auto" and least is not None:
-            raise ValueError("--bucket auto tries sizes of units too: leave --unit out, or give --bucket a size")
+            raise ValueError("--bucket auto also tries unit sizes: remove --unit, or pass a size to --bucket")
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2
@@ -181,7 +181,9 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} takes numbers of ranks with commas, such as 8,64,512, got {text!r}") from None
+        raise ValueError(
+            f"{option} takes numbers of ranks separated by commas, such as 8,64,512; got {text!r}"
+        ) from None
     if min(numbers) < 1:
         raise ValueError(f"{option} takes numbers of at least 1, got {text!r}")
     return numbers

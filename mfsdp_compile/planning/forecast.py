@@ -67,7 +67,7 @@ class _Compiled:
 
 
 def _why_nothing(records: Sequence[CompileRecord]) -> str:
-    start = "There is nothing to report on: "
+    start = "There is nothing to report: "
     if not records:
         return f"{start}the model has not been compiled. Call torch.compile(model, backend='mfsdp'), and run a training step."
     failed = [f"{phase.value}: {why}" for r in records for phase, why in r.unpredicted.items()]
@@ -79,7 +79,7 @@ def _why_nothing(records: Sequence[CompileRecord]) -> str:
             "fullgraph=True."
         )
     if all(not r.schedules for r in records):
-        return f"{start}the graphs came out of a compile cache. Compile with options={{'report': True}}."
+        return f"{start}the graphs came from a compile cache. Compile with options={{'report': True}}."
     return f"{start}no backward has been compiled: run a training step."
 
 
@@ -97,7 +97,7 @@ def schedule_of(model: nn.Module) -> ScheduleText:
     for phase, found in sharded.conduct.begun_graphs:
         lines[Phase(phase)] = found
     if not lines:
-        raise RuntimeError("The model has not been compiled and run: there is no schedule yet.")
+        raise RuntimeError("There is no schedule yet: compile the model and run it first.")
     return ScheduleText.of(lines)
 
 
@@ -176,7 +176,7 @@ def _by_unit(timeline: Timeline, context: Context, measured: Sequence[Measuremen
         if found != expected:
             pairs = itertools.zip_longest(found, expected, fillvalue=("nothing",))
             other, wanted = next((" ".join(a), " ".join(b)) for a, b in pairs if a != b)
-            raise RuntimeError(f"the step that was measured has {other}, where {wanted} was predicted")
+            raise RuntimeError(f"the measured step has {other}, but {wanted} was predicted")
     before = 0.0
     last: Exposure | None = None
     for position in range(len(starts) + 1):

@@ -85,7 +85,7 @@ class Candidate:
             if self.inner % size:
                 raise ValueError(f"{size} {kind}-parallel ranks do not divide {self.inner} inner ranks")
         if self.keep_gathered and (self.degrees.pipeline == 1 or self.outer_shards or self.strategy != 3):
-            raise ValueError("keep_gathered is for pipelines whose parameters are sharded, without HFSDP")
+            raise ValueError("keep_gathered is only for pipelines with sharded parameters, without HFSDP")
 
     @property
     def world(self) -> int:
@@ -410,7 +410,7 @@ def plan(
         raise ValueError(f"world sizes must be at least 1, got {list(worlds)}")
     for each in degrees:
         if min(each) < 1:
-            raise ValueError(f"numbers of ranks that divide a model must be at least 1, got {each!r}")
+            raise ValueError(f"parallel sizes must be at least 1, got {each!r}")
     tried = chosen or [
         candidate for world in worlds for each in degrees for candidate in candidates(world, job.hardware, each)
     ]

@@ -118,8 +118,7 @@ def trace(
     """
     if dist.is_initialized():
         raise RuntimeError(
-            "A plan is made with a process group of ranks that do not exist, and there is a real one already: plan in a "
-            "process of its own."
+            "A plan needs a fake process group, but a real one already exists: plan in a process of its own."
         )
     divided = _divided(work, degrees)
     *fewer, every = _LEFT
@@ -191,7 +190,9 @@ def _trace(
     for run in runs:
         for unit, following in itertools.pairwise((run.before, run.names[0], run.after)):
             if more := readers.get(unit, set()) - {following}:
-                raise _NotAlikeError(f"{', '.join(sorted(more))} read what {unit} computes, and not {following} alone")
+                raise _NotAlikeError(
+                    f"{', '.join(sorted(more))} read the output of {unit}, not only that of {following}"
+                )
         outlines, buckets = _stretch(outlines, buckets, run)
     flops = sum(segment.flops for segment in outlines[Phase.FORWARD].segments)
     tokens = work.batch * work.length
@@ -225,8 +226,8 @@ def _divided(work: Workload, degrees: Degrees) -> Divided | None:
     for kind, size in degrees._asdict().items():
         if size > 1 and (work.divided is None or kind not in work.divided.by):
             raise ValueError(
-                f"{work.name} cannot be planned with {size} {kind}-parallel ranks: it does not say how it is divided over them "
-                "(Workload.divided)"
+                f"{work.name} cannot be planned with {size} {kind}-parallel ranks: the workload does not say how it "
+                "is divided over them (Workload.divided)"
             )
     assert work.divided is not None
     if work.length % (2 * degrees.context) and degrees.context > 1:
@@ -342,8 +343,8 @@ def _outlines(
                 f" and {len(record.absent) - 4} more" if len(record.absent) > 4 else ""
             )
             raise RuntimeError(
-                f"{work.name} does not use {shown} for the batch that is planned for. Give inputs that use all units (a batch "
-                "with images, where a model has a tower for these), or take them out of the model."
+                f"{work.name} does not use {shown} for the planned batch. Pass inputs that use all units (a batch "
+                "with images, if the model has a vision tower), or remove them from the model."
             )
         return compat.trace_with_aot(gm, inputs, partition, decomposed=fused)
 
@@ -547,7 +548,7 @@ def _stretch(
             found.append(replace(buckets[number], unit=name))
     stretched = {phase: _repeat(outline, run, numbers, phase is Phase.BACKWARD) for phase, outline in outlines.items()}
     if _left(stretched) != _left(outlines):
-        raise _NotAlikeError(f"{run.names[0]} saves for its backward what others release")
+        raise _NotAlikeError(f"{run.names[0]} saves for backward what others release")
     return stretched, found
 
 
@@ -564,7 +565,7 @@ def _repeat(outline: Outline, run: _EqualUnits, numbers: Mapping[tuple[int, int]
         return outline  # the backward of a model with this part frozen
     begin, end = places[0], places[-1] + 1
     if places != list(range(begin, end)):
-        raise _NotAlikeError(f"{run.names[0]} computes in between with the parameters of another unit")
+        raise _NotAlikeError(f"{run.names[0]} uses the parameters of another unit in between")
     count, length = len(run.names), end - begin
     own = {number for number, _ in numbers}
 

@@ -212,8 +212,8 @@ def workload(
         found = _from_factory(model, given, length)
     else:
         raise ValueError(
-            f"no model is called {model!r}. Known: {', '.join(SHAPES)}; or give hf:FOLDER with a config.json, or "
-            "package.module:name of a function that makes one"
+            f"unknown model {model!r}. Known: {', '.join(SHAPES)}; or pass hf:FOLDER with a config.json, or "
+            "package.module:name of a function that builds one"
         )
     return replace(found, unit_modules=unit_modules) if unit_modules is not None else found
 
@@ -268,8 +268,8 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(
-            f"hf:{path}: there is no such file, nor a config.json in such a folder; names are not looked up in the hub. "
-            f"Models that are known by name: {', '.join(SHAPES)}"
+            f"hf:{path}: neither a file nor a folder with a config.json; names are not looked up on the Hub. Models "
+            f"known by name: {', '.join(SHAPES)}"
         )
     try:
         values = typed(read_json(file), dict, "it")
@@ -277,7 +277,7 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
         names = [safe_name(name) for name in typed(values.get("architectures") or [], list, "architectures")]
         config = transformers.AutoConfig.for_model(**values)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is no configuration of transformers: {error}") from error
+        raise ValueError(f"{file} is not a transformers configuration: {error}") from error
     config.use_cache = False
     named = getattr(transformers, names[0], None) if names else None
     if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
@@ -285,8 +285,8 @@ def _hugging_face(path: str, dtype: torch.dtype) -> Workload:
     takes_images = getattr(named, "main_input_name", "input_ids") == "pixel_values"
     if hasattr(config, "vision_config"):
         raise ValueError(
-            f"{file}: it depends on the model where images are among tokens, so that inputs cannot be made up. Give a "
-            "package.module:name of a mfsdp_compile.planning.Workload, which says what they are"
+            f"{file}: where images go among tokens depends on the model, so inputs cannot be generated. Pass "
+            "package.module:name of an mfsdp_compile.planning.Workload, which says what they are"
         )
 
     def build() -> nn.Module:
@@ -332,7 +332,7 @@ def _from_factory(path: str, given: Mapping[str, Any], length: int | None) -> Wo
     if isinstance(factory, Workload):
         return replace(factory, **given, length=length or factory.length)
     if not callable(factory):
-        raise ValueError(f"{path} is a {type(factory).__name__}, and neither a function nor a Workload")
+        raise ValueError(f"{path} is a {type(factory).__name__}, not a function or a Workload")
     found = Workload(path, factory, "auto", _tokens(0), _sum_of_floats)
     return replace(found, **given, length=length or found.length)
 

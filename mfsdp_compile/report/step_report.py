@@ -77,7 +77,7 @@ class StepReport:
 
     def __post_init__(self) -> None:
         if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise ValueError(f"a budget is a number of bytes above 0, got {self.budget_bytes}")
+            raise ValueError(f"a budget must be a positive number of bytes, got {self.budget_bytes}")
 
 
 _MANY = 40

@@ -28,7 +28,7 @@ def write(report: StepReport, folder: Path | str, name: str) -> dict[str, Path]:
         OSError: If the files cannot be written. The message names the folder.
     """
     if not name or Path(name).name != name:
-        raise ValueError(f"name is the beginning of file names, without a folder; got {name!r}")
+        raise ValueError(f"name must be a prefix of file names, without a folder; got {name!r}")
     folder = Path(folder)
     texts = {
         "html": ("html", to_html(report)),
@@ -49,7 +49,7 @@ def write(report: StepReport, folder: Path | str, name: str) -> dict[str, Path]:
                 path.unlink(missing_ok=True)
         raise OSError(
             error.errno,
-            f"the report {name!r} cannot be written to {folder}: {error.strerror or error}. Give a folder "
-            "that can be written to, on a disk that is not full",
+            f"the report {name!r} cannot be written to {folder}: {error.strerror or error}. Choose a writable folder "
+            "on a disk with free space",
         ) from error
     return paths

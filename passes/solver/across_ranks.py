@@ -199,7 +199,7 @@ def settle(problem: Problem, meeting: Meeting) -> tuple[Settled, Timeline]:
             meeting.known[key] = _agree(problem, meeting, "Another schedule", [*lines, str(known)], again=True)
         except RuntimeError as error:
             meeting.failed(outgrown)
-            raise BudgetError(f"{outgrown} Not all ranks need another one now: {error}", outgrown.needed) from None
+            raise BudgetError(f"{outgrown} Not all ranks need another schedule now: {error}", outgrown.needed) from None
         except BudgetError:
             meeting.all_came()
             raise
@@ -262,17 +262,17 @@ def _fastest(seconds: Sequence[Sequence[float | None]]) -> int:
         if None not in of
     }
     if not slowest:
-        raise ValueError("no schedule fits on all ranks, though each has one: their graphs are not alike")
+        raise ValueError("no schedule fits on all ranks, although each rank has one: their graphs differ")
     return min(slowest, key=lambda number: slowest[number])
 
 
 def _outgrown(known: Settled, timeline: Timeline, budget: int, meeting: Meeting) -> str:
     return (
-        f"The memory budget cannot be kept with the schedule that ranks have agreed on, decided by rank {known.rank} for "
-        f"{known.batch}: with {meeting.batch}, rank {meeting.rank} has {excess(timeline, budget)}. What would help: a first "
-        "step with the longest batch on every rank, since that is when they agree; a larger memory_budget, or more of it in "
-        "reserve (budget_reserve); a schedule file for all ranks. After model.reset() on every rank they agree anew, so that "
-        "this step can be repeated."
+        f"The memory budget cannot be kept with the schedule that ranks agreed on, decided by rank {known.rank} for "
+        f"{known.batch}: with {meeting.batch}, rank {meeting.rank} has {excess(timeline, budget)}. What would help: a "
+        "first step with the longest batch on every rank, since that is when they agree; a larger memory_budget, or "
+        "more of it in reserve (budget_reserve); a schedule file for all ranks. After model.reset() on every rank "
+        "they agree anew, so that this step can be repeated."
     )
 
 
@@ -312,7 +312,7 @@ def from_plain(kind: Any, value: Any) -> Any:
         return kind(**{name: from_plain(hints[name], one) for name, one in value.items()})  # type: ignore[operator]
     if isinstance(kind, type) and issubclass(kind, (Enum, bool, int, str, float)):
         return kind(value)
-    raise TypeError(f"decisions hold a {kind}, which has no plain form")
+    raise TypeError(f"decisions hold a {kind}, which cannot be sent to other ranks")
 
 
 def effect(decisions: Any) -> str:

@@ -23,7 +23,7 @@ __all__ = ["Hardware", "Link", "hardware", "known_hardware"]
 
 def _finite(value: Any, what: str) -> None:
     if not math.isfinite(typed(value, (int, float), what)):
-        raise FileRefused(f"{what} is {value}, and must be finite")
+        raise FileRefused(f"{what} is {value}, but must be finite")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Hardware:
             safe_name(name), safe_name(text, f"the source of {name}")
         for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{self.name}: {name} is a fraction above 0, got {getattr(self, name)}")
+                raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
         for name in ("memory_bandwidth", "memory_bytes", "ranks_per_node"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
@@ -106,7 +106,7 @@ class Hardware:
             if link.bandwidth <= 0 or link.latency < 0:
                 raise ValueError(f"{self.name}: not a link: {link}")
         if "float32" not in self.flops or min(self.flops.values()) <= 0:
-            raise ValueError(f"{self.name}: flops need positive numbers, one for float32 among them: {self.flops}")
+            raise ValueError(f"{self.name}: flops must be positive numbers, and include float32: {self.flops}")
 
     def flops_of(self, dtype: str) -> float:
         """Return the peak of a dtype, or float32's if the table lacks the dtype."""
@@ -157,8 +157,8 @@ def hardware(name: str) -> Hardware:
             raise ValueError(f"hardware file {name}: {error}") from error
     if name not in known_hardware():
         raise ValueError(
-            f"no hardware is called {name!r}. Known: {', '.join(known_hardware())}; or give a file that `mfsdp "
-            "calibrate` has written, which ends in .json"
+            f"unknown hardware {name!r}. Known: {', '.join(known_hardware())}; or pass a .json file written by `mfsdp "
+            "calibrate`"
         )
     text = (resources.files(__package__) / "machines" / f"{name}.json").read_text()
     return Hardware.from_json(text, name)

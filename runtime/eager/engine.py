@@ -295,10 +295,10 @@ class EagerRuntime:
             self.owner.failed(error)
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
-                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside of an eager forward of a "
-                "sharded model: gathered parameters are kept out of what autograd saves by hooks, and torch.func allows "
-                "none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the transform to "
-                "the model from outside, or compile the model."
+                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside an eager forward of "
+                "a sharded model: gathered parameters are kept out of what autograd saves by hooks, and torch.func "
+                "allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the "
+                "transform to the model from outside, or compile the model."
             ) from error
 
     def _open(self, window: Window) -> None:
@@ -561,7 +561,7 @@ class EagerRuntime:
         bucket = packed.bucket
         if bucket.flat._version != packed.version:
             raise RuntimeError(
-                f"Parameters of {bucket.plan.unit!r} were changed in place between forward and backward (by an "
+                f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
                 "optimizer step?), so that gradients cannot be computed for the values that forward used."
             )
         self.owner.grad_sync.enter_backward()
@@ -659,8 +659,8 @@ class EagerRuntime:
 def refuse_write(unit: str, names: Sequence[str]) -> NoReturn:
     """Raise RuntimeError because forward has written to a parameter of ``unit``, one of ``names``."""
     raise RuntimeError(
-        f"Forward has written to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): "
-        "what it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
+        f"Forward wrote to a parameter of {unit!r} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): what "
+        "it wrote to was a gathered copy, and is lost. Write to parameters between steps (under torch.no_grad()), or "
         "hold what forward writes to in a buffer. An nn.Embedding with max_norm writes too."
     )
 
@@ -694,8 +694,8 @@ class OutdatedParameter(nn.Parameter):
     ) -> NoReturn:
         found = [each for each in compat.tree_leaves((args, kwargs)) if isinstance(each, OutdatedParameter)]
         raise RuntimeError(
-            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something has kept it since (an "
-            "attribute, a list, a cache): its values may be out of date. Read it from its module in each forward, or keep "
+            f"Parameter {found[0].mfsdp_name!r} was gathered for an earlier forward, and something still holds it (an "
+            "attribute, a list, a cache): its values may be stale. Read it from its module in each forward, or keep "
             "parameter.detach().clone() if values of then are what you want."
         )
 

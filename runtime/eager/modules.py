@@ -166,8 +166,8 @@ def register_forward(module: nn.Module, name: str) -> None:
     method = getattr(type(module), name)
     if not is_sharded(module):
         raise ValueError(
-            f"A {type(module).__name__} owns no sharded parameters, and is no unit: {name!r} has nothing to gather. Register "
-            "the method of the module that holds what it reads, or of the model."
+            f"A {type(module).__name__} owns no sharded parameters and is not a unit, so {name!r} has nothing to "
+            "gather. Register the method on the module that owns the parameters it reads, or on the model."
         )
     vars(module)[name] = types.MethodType(_in_window(method), module)
 
@@ -273,9 +273,9 @@ class _Sharded(nn.Module):
         if changed:
             kinds = ", ".join(sorted({type(module).__name__ for module in changed}))
             raise RuntimeError(
-                f"The function given to apply() has exchanged or added parameters of {kinds}, or its class: these would not be "
-                "sharded, nor trained. It was undone. Write into parameters in place (torch.nn.init..., parameter.copy_(values)), "
-                "or change the model before fully_shard_model."
+                f"The function given to apply() replaced or added parameters of {kinds}, or its class: these would "
+                "not be sharded, nor trained. It was undone. Write into parameters in place (torch.nn.init..., "
+                "parameter.copy_(values)), or change the model before fully_shard_model."
             )
         return self
 

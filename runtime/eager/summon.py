@@ -67,8 +67,8 @@ def _now(bucket: Bucket) -> list[Tensor]:
         if param is None or local_part(param).shape != split.part_shape:
             shape = "nothing" if param is None else f"a tensor of shape {tuple(param.shape)}"
             raise ValueError(
-                f"Parameter {sites[0].name!r} has become {shape} in summon_full_params; it is a part of a bucket, and keeps its "
-                f"shape {split.shape}. Copy values into it in place."
+                f"Parameter {sites[0].name!r} was changed to {shape} in summon_full_params, but it is part of a "
+                f"bucket and must keep its shape {split.shape}. Copy values into it in place."
             )
         found.append(local_part(param))
     return found

@@ -91,10 +91,11 @@ class ByMethod(Initialiser):
             own = _own_meta(owner)
             if own and self._method_of(owner) is None:
                 raise ValueError(
-                    f"[init_model_with_meta_device=True] Module {name!r}, a {type(owner).__name__}, does not have a "
-                    f"reset_parameters or _reset_parameters method, and has {', '.join(map(repr, own))} on the meta device. "
-                    "Give the class such a method, or pass init_fn=..., which is called with every module that owns such "
-                    "tensors (for models of transformers: mfsdp_compile.integrations.huggingface_init.Initialisation())."
+                    f"[init_model_with_meta_device=True] Module {name!r}, a {type(owner).__name__}, has "
+                    f"{', '.join(map(repr, own))} on the meta device, but no reset_parameters or _reset_parameters "
+                    "method. Give the class such a method, or pass init_fn=..., which is called with every module "
+                    "that owns such tensors (for models of transformers: "
+                    "mfsdp_compile.integrations.huggingface_init.Initialisation())."
                 )
 
     def __call__(self, owner: nn.Module) -> None:
@@ -115,7 +116,7 @@ class ByFunction(Initialiser):
 
     def __init__(self, function: InitFn) -> None:
         if not callable(function):
-            raise TypeError(f"init_fn takes a function of a module, got a {type(function).__name__}")
+            raise TypeError(f"init_fn takes a function (module) -> None, got a {type(function).__name__}")
         self._function = function
 
     def __call__(self, owner: nn.Module) -> None:
@@ -308,15 +309,16 @@ def _read_rows(home: Home, name: str, initialiser: Initialiser) -> None:
     split, rank = _split(home), home.bucket.topology.shard
     if _parted(home)[0] > 1:
         raise NotImplementedError(
-            f"Parameter {name!r} is an expert, of which ranks have different ones: which a file has under that name is not known. "
-            "Convert the file (mfsdp convert), and load the checkpoint into a model that was initialised."
+            f"Parameter {name!r} is an expert, and ranks hold different experts under that name: which one the file "
+            "holds is unknown. Convert the file (mfsdp convert), and load the checkpoint into a model that was "
+            "initialised."
         )
     if split.rows(rank):
         rows, found = _shard(home), initialiser.read(name, split.slices(rank))
         if found.shape != rows.shape:
             raise ValueError(
-                f"Reading values of parameter {name!r} {split.shape} gave a tensor of shape {tuple(found.shape)} for the part "
-                f"of shape {tuple(rows.shape)} that this rank holds: the file is of another model."
+                f"Reading values of parameter {name!r} {split.shape} returned a tensor of shape {tuple(found.shape)}, "
+                f"but this rank's part has shape {tuple(rows.shape)}: the file belongs to another model."
             )
         rows.copy_(found)
 
@@ -326,7 +328,7 @@ def _checked(owner: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     if values is None or tuple(values.shape) != tuple(shape):
         found = "nothing" if values is None else f"a tensor of shape {tuple(values.shape)}"
         raise ValueError(
-            f"Initialising a {type(owner).__name__} left {found} in the place of its parameter {name!r} of shape "
+            f"Initialising a {type(owner).__name__} left {found} in place of its parameter {name!r} of shape "
             f"{tuple(shape)}. Give values to it in place."
         )
     return values

@@ -325,8 +325,8 @@ def collect(bucket: Bucket) -> Tensor | None:
             gradient = like_rows(gradient, param)
         if not isinstance(gradient, DTensor) or gradient._local_tensor.shape != view.shape:
             raise RuntimeError(
-                f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor sharded like the "
-                "parameter. Set it to None or to a tensor computed from parameter.grad."
+                f"The gradient of {sites[0].name!r} is {_describe(gradient)}; it must be a DTensor with the "
+                "parameter's sharding. Set it to None or to a tensor computed from parameter.grad."
             )
         view.copy_(gradient._local_tensor)
     return total

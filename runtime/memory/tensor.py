@@ -308,7 +308,7 @@ class RowShardedTensor(DTensor):
 
     def _register(self, hook: Any, hooks: dict[int, Any]) -> RemovableHandle:
         if not self.requires_grad:
-            raise RuntimeError(f"{self.split.name!r} is frozen: a hook on its gradient would never run.")
+            raise RuntimeError(f"{self.split.name!r} is frozen, so a hook on its gradient would never run.")
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -346,7 +346,7 @@ class RowShardedTensor(DTensor):
         """Copy the rows to their own memory, outside of any bucket."""
         if not self.is_leaf:
             raise RuntimeError(
-                f"only leaves of the autograd graph can be copied, not a result made from {self.split.name!r}"
+                f"only leaves of the autograd graph can be deep-copied, not a result computed from {self.split.name!r}"
             )
         duplicate: Tensor = RowShardedTensor.wrap(self._local_tensor.detach().clone(), self.split, self.topology)
         if isinstance(self, nn.Parameter):
@@ -373,8 +373,9 @@ class RowShardedTensor(DTensor):
         """
         if compat.dynamo_traces():
             raise compat.graph_break(
-                f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: what reads parameters between "
-                "steps (an optimizer, a penalty on weights) runs eagerly. Take it out of what fullgraph=True compiles."
+                f"{self.split.name!r} is sharded over {self.split.layout.world_size} ranks: code that reads "
+                "parameters between steps (an optimizer, a penalty on weights) runs eagerly. Take it out of what "
+                "fullgraph=True compiles."
             )
         return ["_local_tensor"], (self.split, self.topology, self.requires_grad)
 
@@ -470,9 +471,10 @@ def _dispatch_unreduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def refuse_unreduced(gradient: UnreducedGradient) -> NoReturn:
     raise RuntimeError(
-        f"The gradient of {gradient.split.name!r} is not reduced yet: the last microbatch of this step was not marked as "
-        "such. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
-        "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in step()."
+        f"The gradient of {gradient.split.name!r} is not reduced yet: the last microbatch of this step was not "
+        "marked. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
+        "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in "
+        "step()."
     )
 
 
@@ -516,8 +518,8 @@ _PLAIN_ATTRIBUTES = {
 
 def _no_backward(gradient: Tensor) -> Tensor:
     raise RuntimeError(
-        f"torch {torch.__version__} cannot differentiate what was computed from sharded parameters between steps; torch "
-        "2.13 and newer can. Compute it from module.parameter inside a forward."
+        f"torch {torch.__version__} cannot differentiate through sharded parameters between steps; torch 2.13 and "
+        "newer can. Compute it from module.parameter inside a forward."
     )
 
 
@@ -1030,8 +1032,9 @@ _REDUCTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = 
 def _mismatch(func: Any, tensors: Sequence[RowShardedTensor]) -> RuntimeError:
     shards = ", ".join(f"{t.split.name!r} {tuple(t.shape)}" for t in tensors[:3])
     return RuntimeError(
-        f"{func} was given parameters of different shapes, or divided over other ranks in different ways, or is to write to "
-        f"several whose rows lie on different ranks: {shards}. Combine their full_tensor()s (a collective: call it on all ranks)."
+        f"{func} was given parameters of different shapes, or parameters that are divided over different ranks, or is "
+        f"to write to several whose rows lie on different ranks: {shards}. Combine their full_tensor()s (a "
+        "collective: call it on all ranks)."
     )
 
 

@@ -39,14 +39,14 @@ def named_groups(optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[nn
         if param not in names:
             raise ValueError(
                 f"Parameter group {i} of the {type(optimizer).__name__} holds a parameter of shape "
-                f"{tuple(param.shape)} that is not one of the model's. Build the optimizer from model.parameters()."
+                f"{tuple(param.shape)} that does not belong to the model. Build the optimizer from model.parameters()."
             )
         for key, value in optimizer.state.get(param, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != param.shape:
                 raise ValueError(
                     f"The {type(optimizer).__name__} has state {key!r} of shape {tuple(value.shape)} for "
-                    f"{names[param]!r} of shape {tuple(param.shape)}: only state of the parameter's shape can be "
-                    "sharded with it. Shard before the first step, or use an elementwise optimizer."
+                    f"{names[param]!r} of shape {tuple(param.shape)}: only state with the parameter's shape can be "
+                    "sharded. Shard before the first step, or use an elementwise optimizer."
                 )
     return {param: names[param] for _, param in held}
 
@@ -94,13 +94,14 @@ def check(optimizer: object, what: str, flat: bool) -> None:
         raise TypeError(f"{what} takes a torch.optim.Optimizer, got a {kind}. {hint}.")
     if vars(optimizer).get("mfsdp_extended"):
         raise ValueError(
-            f"The {type(optimizer).__name__} is extended already: fully_shard and fully_shard_optimizer do so, once."
+            f"The {type(optimizer).__name__} is already extended. Call fully_shard or fully_shard_optimizer on it "
+            "only once."
         )
     if flat:
         check_elementwise(optimizer)
     if type(optimizer) is torch.optim.Muon and "step" in vars(optimizer):
         raise ValueError(
-            "Something has wrapped this Muon's step() already, a learning-rate scheduler perhaps. Create it after "
+            "Something has already wrapped this Muon's step(), perhaps a learning-rate scheduler. Create it after "
             "fully_shard_optimizer: Muon over sharded parameters has a step of its own."
         )
 

@@ -220,8 +220,7 @@ class FlatStep:
                         raise RuntimeError(
                             f"The {type(optimizer).__name__}'s state {key!r} is a {type(value).__name__} of shape "
                             f"{tuple(value.shape)} for {len(run.params)} parameters of unit {run.bucket.plan.unit!r} "
-                            "together (flat=True): it cannot be told apart by parameter, so that a checkpoint would "
-                            "lack it."
+                            "together (flat=True): it cannot be separated by parameter, so a checkpoint would lack it."
                         )
 
 
@@ -229,7 +228,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if the optimizer is known not to work element by element."""
     if isinstance(optimizer, _NOT_ELEMENTWISE):
         raise ValueError(
-            f"flat=True: a {type(optimizer).__name__} does not work element by element; it has to see parameters."
+            f"flat=True: a {type(optimizer).__name__} does not work element by element; it needs whole parameters."
         )
 
 

@@ -50,8 +50,8 @@ def parameter_names(optimizer: torch.optim.Optimizer) -> list[str]:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"The {type(optimizer).__name__} holds two parameters called {twice!r}, of two models: its state has no "
-            "names then. Use one optimizer per model."
+            f"The {type(optimizer).__name__} holds two parameters named {twice!r} of two models, so its state cannot "
+            "be saved by name. Use one optimizer per model."
         )
     return names
 
@@ -171,9 +171,9 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
         ]
     except Exception as error:
         warnings.warn(
-            f"The state of the {type(optimizer).__name__} cannot be told before its first step ({type(error).__name__}: "
-            f"{error}), and its state dict has none: torch.distributed.checkpoint.load would not load any into it. "
-            "mfsdp_compile.checkpoint.load does.",
+            f"The state of the {type(optimizer).__name__} cannot be created before its first step "
+            f"({type(error).__name__}: {error}), so its state dict is empty and torch.distributed.checkpoint.load "
+            "would load nothing into it. mfsdp_compile.checkpoint.load does.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -201,7 +201,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
         elif isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
-                raise TypeError(f"its state {key!r} is a {type(value).__name__}, and no ordinary tensor")
+                raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
             state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
         else:
             state[key] = value
@@ -239,8 +239,8 @@ def _numbered(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -
         if len(sources) > 1:
             raise ValueError(
                 f"Parameter group {i} of the {type(optimizer).__name__} holds parameters that were in the groups "
-                f"{sorted(sources)} when the state was saved, so that it has no single learning rate. Group parameters "
-                "as before."
+                f"{sorted(sources)} when the state was saved, so it has no single learning rate. Group parameters as "
+                "before."
             )
         stored = dict(stored_groups[sources.pop()] if sources else group)
         if "param_names" in group:  # names of the current parameters of the group

@@ -72,8 +72,9 @@ class StepTracker:
             return
         try:
             raise RuntimeError(
-                f"The last step of {type(self._running).__name__} over {self._conduct.name} was not finished on this rank: some weights "
-                "are those after it, and some those before. Call model.reset() on every rank, and load a checkpoint."
+                f"The last step of {type(self._running).__name__} over {self._conduct.name} was not finished on this "
+                "rank: some weights are from after it, others from before. Call model.reset() on every rank, and load "
+                "a checkpoint."
             )
         except RuntimeError as error:
             self.fail(error)
@@ -93,8 +94,8 @@ class StepTracker:
             for r, (count, half) in zip(ranks, everyone, strict=True)
         ]
         warnings.warn(
-            f"{self._conduct.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer steps: its rows are of "
-            "different weights. Load a checkpoint before training goes on.",
+            f"{self._conduct.name} was reset after {', '.join(each[:8])}{', ...' if len(each) > 8 else ''} optimizer "
+            "steps: its rows come from different steps. Load a checkpoint before you continue training.",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -112,8 +112,8 @@ class ExpertPlacement:
         )
         if (holders.flatten(1).diff(dim=0) <= 0).any():
             raise ValueError(
-                f"expt_device_mesh divides experts over {holders.tolist()}, in which ranks that hold other experts are not in "
-                "increasing order in every place. Make it with init_device_mesh(device, (n / e, e), ...)."
+                f"expt_device_mesh divides experts over {holders.tolist()}, where ranks that hold different experts "
+                "are not always in increasing order. Make it with init_device_mesh(device, (n / e, e), ...)."
             )
         peers = holders.flatten(1)[:, (holders == dist.get_rank()).any(0).flatten()].flatten().tolist()
         for name in self.given.mesh_dim_names or ():
@@ -148,8 +148,9 @@ class ExpertPlacement:
         found = [bool(self.is_expert(name, param)) for name in names]
         if len(set(found)) > 1:
             raise ValueError(
-                f"Parameter {names[found.index(True)]!r} is an expert, and {names[found.index(False)]!r} is the same "
-                "parameter and none: it cannot be divided among ranks and be on all of them. Untie them, or pass is_expert."
+                f"Parameter {names[found.index(True)]!r} is an expert, and {names[found.index(False)]!r} is tied to a "
+                "parameter that is not an expert: a parameter cannot be both divided among ranks and on all of them. "
+                "Untie them, or pass is_expert."
             )
         return found[0]
 
@@ -185,17 +186,14 @@ def build_experts(
         ValueError, TypeError: Dimensions, groups or ranks do not fit together.
     """
     if recognise is not None and not callable(recognise):
-        raise TypeError(
-            "is_expert takes a function of a parameter's name and the parameter that tells whether it is an expert, got "
-            f"{recognise!r}"
-        )
+        raise TypeError(f"is_expert takes a function (name, parameter) -> bool, got {recognise!r}")
     topology, sharers = build_topology(
         mesh, shard_dim, outer_dim, hybrid_group, strategy, outer_strategy, gathers, EXPERT_ARGUMENTS
     )
     if mesh.device_type != dense.mesh.device_type:
         raise ValueError(
-            f"expt_device_mesh is of type {mesh.device_type!r}, device_mesh of type {dense.mesh.device_type!r}: a model lives on "
-            "one type of device."
+            f"expt_device_mesh is of type {mesh.device_type!r}, but device_mesh is of type "
+            f"{dense.mesh.device_type!r}. Both must be the same type of device."
         )
     data_parallel = dist.get_process_group_ranks(every)
     if not set(data_parallel).issuperset(own := dist.get_process_group_ranks(sharers)):

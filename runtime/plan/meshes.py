@@ -64,8 +64,8 @@ def build_topology(
         raise ValueError("outer_dp_sharding_strategy='optim' needs dp_outer_dim, the mesh dimension of outer ranks.")
     if outer_strategy is ShardingStrategy.OPTIM and strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS:
         raise ValueError(
-            f"outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params', got "
-            f"{strategy.name.lower()!r}: outer ranks can only divide what inner ranks have divided."
+            "outer_dp_sharding_strategy='optim' needs zero_dp_strategy='optim_grads_params', got "
+            f"{strategy.name.lower()!r}: outer ranks can only shard what inner ranks shard."
         )
     if (outer_dim is None) != (hybrid_group is None):
         raise ValueError(
@@ -80,13 +80,13 @@ def build_topology(
         mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(shard_dim or "fsdp",))
     elif shard_dim is None and (mesh.ndim > 1 or outer_dim is not None):
         raise ValueError(
-            f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the one to shard over with "
+            f"{called.mesh} has {mesh.ndim} dimensions, {mesh.mesh_dim_names}: name the dimension to shard over with "
             "dp_shard_dim."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"Rank {dist.get_rank()} calls fully_shard_model with a device mesh that it is not in: {mesh.mesh.tolist()}. "
-            "Give each rank the mesh of the ranks that share its model."
+            f"Rank {dist.get_rank()} calls fully_shard_model with a device mesh that it is not part of: "
+            f"{mesh.mesh.tolist()}. Give each rank the mesh of the ranks that share its model."
         )
     inner_mesh = mesh if shard_dim is None else _dimension(mesh, shard_dim, "dp_shard_dim", called)
     inner = inner_mesh.get_group()
@@ -111,9 +111,9 @@ def build_topology(
     except (KeyError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"dp_outer_dim={outer_dim!r} and dp_shard_dim={shard_dim!r} are dimensions of {called.mesh}, which has "
-            f"{mesh.mesh_dim_names}, but no two that make a mesh: they must have no rank but this one in common, and the outer "
-            f"one must come first. Make it with init_device_mesh(device, (m, n), mesh_dim_names=({outer_dim!r}, "
-            f"{shard_dim!r})). ({error})"
+            f"{mesh.mesh_dim_names}, but the two do not form a mesh: they must have no rank but this one in common, "
+            "and the outer one must come first. Make it with init_device_mesh(device, (m, n), "
+            f"mesh_dim_names=({outer_dim!r}, {shard_dim!r})). ({error})"
         ) from error
     if sorted(dist.get_process_group_ranks(hybrid_group)) != sorted(both.mesh.flatten().tolist()):
         raise ValueError(
@@ -143,9 +143,10 @@ def check_order(mesh: DeviceMesh, along: int, called: str) -> None:
     if (places != places[0]).any():
         name = (mesh.mesh_dim_names or range(mesh.ndim))[along]
         raise ValueError(
-            f"{called} has the ranks {mesh.mesh.tolist()} in its dimensions {mesh.mesh_dim_names}, which are in another order along "
-            f"{name!r} in one place than in another: process groups order ranks by number, so that those which should hold the "
-            f"same piece of a parameter would not. Let them increase along {name!r} everywhere, as init_device_mesh does."
+            f"{called} has the ranks {mesh.mesh.tolist()} in its dimensions {mesh.mesh_dim_names}, and their order "
+            f"along {name!r} differs from place to place: process groups order ranks by number, so that those which "
+            f"should hold the same piece of a parameter would not. Let them increase along {name!r} everywhere, as "
+            "init_device_mesh does."
         )
 
 
@@ -164,8 +165,8 @@ def tensor_parallel_mesh(
         raise ValueError(f"tp_dim={tp_dim!r} needs a device_mesh that has this dimension.")
     if tp_dim in data_parallel:
         raise ValueError(
-            f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: the ranks of "
-            "a dimension share either parameters or data."
+            f"tp_dim and {'dp_shard_dim' if tp_dim == data_parallel[0] else 'dp_outer_dim'} are both {tp_dim!r}: a "
+            "mesh dimension is either tensor parallel or data parallel."
         )
     tensor_parallel = _dimension(mesh, tp_dim, "tp_dim", DENSE_ARGUMENTS)
     ranks = dist.get_process_group_ranks(tensor_parallel.get_group())
@@ -187,8 +188,8 @@ def _check_kinds(
     """Raise TypeError if a mesh, a dimension's name or a process group has the wrong type."""
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{called.mesh} takes a torch.distributed.device_mesh.DeviceMesh, got a {type(mesh).__name__}. "
-            "DeviceMesh.from_group(group, device_type, mesh_dim_names=('dp',)) makes one of a process group."
+            f"{called.mesh} takes a torch.distributed.device_mesh.DeviceMesh, got a {type(mesh).__name__}. To make "
+            "one from a process group: DeviceMesh.from_group(group, device_type, mesh_dim_names=('dp',))."
         )
     for argument, name in dimensions.items():
         if name is not None:
@@ -196,8 +197,9 @@ def _check_kinds(
     for argument, group in ((called.hybrid_group, hybrid_group), (called.gathers, gathers)):
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
-                f"{argument} is a process group that rank {dist.get_rank()} is not in: torch.distributed.new_group gave it to "
-                "ranks that it was not made of. Give each rank the group that it is in."
+                f"{argument} is a process group that rank {dist.get_rank()} is not part of: "
+                "torch.distributed.new_group gave it to ranks that it was not made of. Give each rank the group that "
+                "it is in."
             )
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise TypeError(
@@ -220,7 +222,7 @@ def _dimension(mesh: DeviceMesh, name: str, argument: str, called: Arguments) ->
     except (KeyError, RuntimeError, ValueError) as error:
         if mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{argument}={name!r} is not a dimension of {called.mesh}, whose dimensions have no names. Give it some: "
+                f"{argument}={name!r} is not a dimension of {called.mesh}, whose dimensions have no names. Name them: "
                 f"init_device_mesh(device, {tuple(mesh.shape)}, mesh_dim_names=(..., {name!r}, ...))."
             ) from error
         raise ValueError(
@@ -246,9 +248,9 @@ def _check_covered(mesh: DeviceMesh, every: dist.ProcessGroup) -> None:
     for name in mesh.mesh_dim_names or ():
         if _DATA.match(name) and not covered.issuperset(dist.get_process_group_ranks(mesh.get_group(name))):
             raise ValueError(
-                f"The device mesh has a dimension {name!r} of {mesh.size((mesh.mesh_dim_names or ()).index(name))} ranks that "
-                "parameters are neither sharded over nor replicated over: gradients would not be reduced over it, and its "
-                f"ranks would part. Flatten it together with the others (mesh[..., {name!r}]._flatten('dp_{name}'), "
-                f"dp_shard_dim='dp_{name}'), name it as dp_outer_dim, or, if its ranks hold different models, pass the "
-                "sub-mesh of the other dimensions."
+                f"The device mesh has a dimension {name!r} of {mesh.size((mesh.mesh_dim_names or ()).index(name))} "
+                "ranks over which parameters are neither sharded nor replicated: gradients would not be reduced over "
+                "it, and its ranks would part. Flatten it together with the others (mesh[..., "
+                f"{name!r}]._flatten('dp_{name}'), dp_shard_dim='dp_{name}'), name it as dp_outer_dim, or, if its "
+                "ranks hold different models, pass the sub-mesh of the other dimensions."
             )

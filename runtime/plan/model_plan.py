@@ -103,9 +103,10 @@ class ModelPlan:
             for name, param in self.module.named_parameters():
                 if marked(param):
                     raise ValueError(
-                        f"Parameter {name!r} has allreduce=False: it is an expert that other data-parallel ranks do not have. "
-                        "Pass expt_device_mesh, the mesh of the ranks that share it: of n data-parallel ranks and e-fold expert "
-                        "parallelism one of (n / e, e) ranks, with dp_shard_dim as the name of the first dimension."
+                        f"Parameter {name!r} has allreduce=False: it is an expert, which other data-parallel ranks do "
+                        "not hold. Pass expt_device_mesh, the mesh of the ranks that share it: of n data-parallel "
+                        "ranks and e-fold expert parallelism one of (n / e, e) ranks, with dp_shard_dim as the name "
+                        "of the first dimension."
                     )
         elif self.experts.is_default and not self.expert_names:
             raise ValueError(
@@ -131,14 +132,14 @@ def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None,
     check_references(module)
     if unit_modules is None and unit_bytes is not None:
         raise ValueError(
-            f"unit_bytes={unit_bytes:,} joins small units, and fsdp_unit_modules is None: the whole model is one unit. Name "
-            "the classes to shard by, or leave unit_bytes out."
+            f"unit_bytes={unit_bytes:,} joins small units, but with fsdp_unit_modules=None the whole model is one "
+            "unit. Pass the classes to shard by, or remove unit_bytes."
         )
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
         warnings.warn(
-            "fsdp_unit_modules is None: the whole model is one unit, so that all of its parameters are gathered at "
-            f"once. Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
+            "fsdp_unit_modules is None: the whole model is one unit, so all of its parameters are gathered at once. "
+            f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
             stacklevel=4,
         )
     units = find_units(module, resolve_unit_classes(module, unit_modules))
@@ -180,10 +181,11 @@ def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
             )
         if param.is_complex():
             raise NotImplementedError(
-                f"Parameter {name!r} is complex, which collectives do not sum. Store torch.view_as_real(parameter)."
+                f"Parameter {name!r} is complex, and collectives cannot sum complex numbers. Store "
+                "torch.view_as_real(parameter) instead."
             )
         if param.is_meta and not allows_meta:
             raise ValueError(
-                f"Parameter {name!r} is on the meta device, and has no value. Pass init_model_with_meta_device=True to "
+                f"Parameter {name!r} is on the meta device and has no value. Pass init_model_with_meta_device=True to "
                 "initialise it, module by module, or initialise the model on a real device."
             )

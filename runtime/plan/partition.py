@@ -196,9 +196,9 @@ class Partitioner:
         mine = set(self.data_parallel.mesh_dim_names or ())
         if shared := mine & set(mesh.mesh_dim_names or ()):
             raise ValueError(
-                f"Parameter {name!r} is a DTensor over the mesh dimension {sorted(shared)[0]!r}, which parameters are to be "
-                "sharded over: it would be sharded twice. Distribute it over other dimensions (tensor-parallel ones), or "
-                "shard over others (dp_shard_dim)."
+                f"Parameter {name!r} is a DTensor over the mesh dimension {sorted(shared)[0]!r}, which parameters are "
+                "also sharded over by fully_shard_model: it would be sharded twice. Distribute it over other "
+                "dimensions (tensor-parallel ones), or shard over others (dp_shard_dim)."
             )
         partition = Partition(mesh, placements, tuple(param.shape))
         try:
@@ -232,19 +232,20 @@ class Partitioner:
             )
         if mesh is None:
             raise ValueError(
-                f"Parameter {name!r} is marked tensor_model_parallel: it is a part of a parameter, and tp_dim says of no mesh "
-                "dimension that has the others. Pass device_mesh with a tensor-parallel dimension, and its name as tp_dim."
+                f"Parameter {name!r} is marked tensor_model_parallel: it is a part of a parameter, but tp_dim does "
+                "not name the mesh dimension that holds the other parts. Pass device_mesh with a tensor-parallel "
+                "dimension, and its name as tp_dim."
             )
         dim, stride = getattr(param, "partition_dim", None), getattr(param, "partition_stride", 1)
         if not isinstance(dim, int) or not -param.ndim <= dim < param.ndim:
             raise ValueError(
-                f"Parameter {name!r} is marked tensor_model_parallel with partition_dim={dim!r}: it must be one of its "
+                f"Parameter {name!r} is marked tensor_model_parallel with partition_dim={dim!r}: the parameter has "
                 f"{param.ndim} dimensions."
             )
         if stride != 1:
             raise NotImplementedError(
-                f"Parameter {name!r} is marked with partition_stride={stride}: its part is not in one piece, which a DTensor "
-                "cannot say. Hold it as a parameter of its own for each piece."
+                f"Parameter {name!r} is marked with partition_stride={stride}: its rows are not contiguous, which a "
+                "DTensor cannot express. Make each contiguous block a parameter of its own."
             )
         dim %= param.ndim
         shape = list(param.shape)

@@ -49,7 +49,7 @@ def check_references(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if param.grad is not None:
             raise ValueError(
-                f"Parameter {name!r} has a gradient, of this rank alone, which sharding would lose. Use it, and call "
+                f"Parameter {name!r} has a gradient from this rank only, which sharding would lose. Use it, and call "
                 "model.zero_grad(), before fully_shard_model."
             )
         for hook in (param._backward_hooks or {}).values():  # type: ignore[attr-defined]
@@ -66,8 +66,8 @@ def _check_attributes(model: nn.Module) -> None:
         if id(value) in ids:
             raise ValueError(
                 f"Module {name or 'model'!r} ({type(module).__name__}) holds a parameter in its attribute "
-                f"{attribute!r}, outside of its registered parameters. After sharding, that reference would be the "
-                "old, unsharded tensor. Make it a property that reads the registered parameter."
+                f"{attribute!r}, outside its registered parameters. After sharding, that reference would be the old, "
+                "unsharded tensor. Make it a property that reads the registered parameter."
             )
 
 
@@ -153,7 +153,7 @@ def _shared_memory(param: _MemoryRange, other: _MemoryRange) -> str:
             "them. Assign the same nn.Parameter in both places, or compute one from the other in forward."
         )
     return (
-        f"The model's {other.what} is a view of {param.what}: after sharding it would keep the values of now. Make it a "
+        f"The model's {other.what} is a view of {param.what}: after sharding it would keep today's values. Make it a "
         "property that computes it from the parameter, or clone() it if it is to keep them."
     )
 
@@ -204,10 +204,10 @@ class ReplacedParameter:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"Parameter {vars(self)[_NAME]!r} was sharded: fully_shard_model has put another in its place, and this one, from "
-            "before, is not trained. Something still holds it: an optimizer, a list or a closure that was made before sharding. "
-            "Make it afterwards, from model.parameters(), or read module.<name> at each use; fully_shard(model, optimizer) takes "
-            "an optimizer along."
+            f"Parameter {vars(self)[_NAME]!r} was sharded: fully_shard_model has replaced it, and this one, from "
+            "before, is not trained. Something still holds it: an optimizer, a list or a closure that was made before "
+            "sharding. Make it afterwards, from model.parameters(), or read module.<name> at each use; "
+            "fully_shard(model, optimizer) takes an optimizer along."
         )
 
     # Methods of DTensors that do not call __torch_function__.

@@ -86,7 +86,7 @@ def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[t
             continue
         cls = _find_class(model, entry) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"fsdp_unit_modules takes nn.Module classes and import paths of such, got {entry!r}")
+            raise TypeError(f"fsdp_unit_modules takes nn.Module classes and their import paths, got {entry!r}")
         if not any(isinstance(module, cls) for module in model.modules()):
             raise ValueError(
                 f"No module of the model is a {cls.__module__}.{cls.__qualname__}, which fsdp_unit_modules names. "
@@ -275,7 +275,7 @@ def _find_class(model: nn.Module, name: str) -> type[nn.Module]:
     if len(found) != 1:
         what = "several classes of this name" if found else "no such class"
         raise ValueError(
-            f"fsdp_unit_modules names {name!r}, but the model has {what}. Give the import path, as in "
+            f"fsdp_unit_modules contains {name!r}, but the model has {what}. Give the import path, as in "
             f"'package.module.Class', or the class itself. Classes in the model: {_class_list(model)}."
         )
     return next(iter(found))

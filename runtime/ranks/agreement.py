@@ -647,7 +647,10 @@ def _explain(
     culprits = ", ".join(map(str, verdict["ranks"][:8])) + (", ..." if len(verdict["ranks"]) > 8 else "")
     if verdict["kind"] == "missing":
         reports = "".join(f" Before this, {report}." for report in _reports(group, verdict["ranks"][:4]))
-        return f"{topic}: rank {culprits} did not come within {timeout}, the other ranks of {list(ranks)[:8]} did.{reports}"
+        return (
+            f"{topic}: rank {culprits} did not arrive within {timeout}; the other ranks of {list(ranks)[:8]} "
+            f"did.{reports}"
+        )
     if verdict["kind"] == "failed":
         return f"{topic}: rank {culprits} failed with {verdict['error']}"
     first, other = verdict["first"], verdict["ranks"][0]

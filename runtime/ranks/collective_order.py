@@ -134,7 +134,7 @@ class _OrderState:
 
 def standstill(why: str) -> RuntimeError:
     """Return the error of a rank that waits for ranks which will never arrive."""
-    return RuntimeError(f"This rank would wait for others for good. {why} {ADVICE}")
+    return RuntimeError(f"This rank would wait forever for other ranks. {why} {ADVICE}")
 
 
 def order_of_group(name: str) -> Order:
@@ -347,8 +347,8 @@ class Order:
         except RuntimeError as error:
             so_far = f"; so far, what followed there was {' or '.join(usual[:4])}" if usual else ""
             raise RuntimeError(
-                f"This rank comes to {what} after {here.after}{'' if is_known else ', for the first time'}{so_far}. "
-                f"Other ranks do something else: {error} {ADVICE}"
+                f"This rank reaches {what} after {here.after}{'' if is_known else ', for the first time'}{so_far}. "
+                f"Other ranks are elsewhere: {error} {ADVICE}"
             ) from None
 
 

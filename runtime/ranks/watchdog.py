@@ -216,10 +216,11 @@ class Watchdog:
         if not live or any(order.stalled is not None for order in live):
             return
         raise RuntimeError(
-            f"A collective has failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: {error}. Another rank "
-            "has ended, was killed or stopped, or takes longer than the process group's time-out; what it printed last says why, "
-            "and `mfsdp hang` where each rank is. Weights and optimizer state are those of the last optimizer step; "
-            "model.reset() makes the model usable again where all ranks live."
+            f"A collective failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: "
+            f"{error}. Another rank has ended, was killed or stopped, or takes longer than the process group's "
+            "time-out; what it printed last says why, and `mfsdp hang` where each rank is. Weights and optimizer "
+            "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks "
+            "live."
         ) from error
 
     # -- the watching thread ------------------------------------------------------------------------------------------
@@ -435,15 +436,15 @@ def _offer(store: dist.Store, key: str, mine: dict[str, Any]) -> None:
 
 def _text(ask: dict[str, Any], here: str) -> str:
     return (
-        f"Ranks have gone different ways. Rank {ask['rank']} comes to "
-        f"{ask['what']}{_at(ask)}, and waits for the others to do the same; {here}."
+        f"Ranks have diverged. Rank {ask['rank']} has reached {ask['what']}{_at(ask)}, and waits for the others to do "
+        f"the same; {here}."
     )
 
 
 def _text_of_failure(failed: dict[str, Any], here: str) -> str:
     return (
-        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and does not start what other ranks "
-        f"wait for; {here}."
+        f"Rank {failed['rank']} {failed['how']} (after {failed['after']}{_at(failed)}), and will not start what other "
+        f"ranks wait for; {here}."
     )
 
 

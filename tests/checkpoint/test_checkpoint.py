@@ -598,7 +598,10 @@ def test_a_save_that_fails_is_an_error_on_all_ranks() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limit[1]))
         try:
             with raises_everywhere(
-                CheckpointError, "On rank 1: ", f"{root}/.saving-1 takes no more (EFBIG)", " bytes were to be written, "
+                CheckpointError,
+                "On rank 1: ",
+                f"{root}/.saving-1 cannot be written to any more (EFBIG)",
+                " bytes were to be written; ",
             ):
                 save(1, model, optimizer)
         finally:
@@ -651,7 +654,7 @@ def test_two_processes_do_not_save_into_one_folder() -> None:
     with open(root / ".lock", "w") as file:
         if dist.get_rank() == 0:
             fcntl.flock(file, fcntl.LOCK_EX)
-        with raises_everywhere(CheckpointError, "is being saved into"):
+        with raises_everywhere(CheckpointError, "is in use by a save"):
             Checkpoints(root).save(0, model)
     dist.barrier()
     Checkpoints(root).save(0, model)

@@ -219,7 +219,7 @@ def test_metadata_leads_nowhere_else(tmp_path: Path, path: str) -> None:
     for info in writer.metadata.storage_data.values():
         info.relative_path = path
     writer.close()
-    with pytest.raises(CheckpointError, match="lies outside of the folder"):
+    with pytest.raises(CheckpointError, match="is outside the folder"):
         read_metadata(tmp_path / "in")
 
 

@@ -159,7 +159,7 @@ def test_a_disk_that_is_full() -> None:
         large = fully_shard_model(nn.Linear(300, 300), fsdp_unit_modules=[nn.Linear])
         for attempt in (checkpoints.save, lambda *a: checkpoints.save_async(*a).result()):
             with raises_everywhere(
-                CheckpointError, "the disk is full: ", "takes no more (ENOSPC)", " bytes were to be"
+                CheckpointError, "the disk is full: ", "cannot be written to any more (ENOSPC)", " bytes were to be"
             ):
                 attempt(1, large)
             with contextlib.suppress(CheckpointError):

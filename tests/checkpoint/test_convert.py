@@ -597,7 +597,7 @@ def test_map_of_a_model_and_its_optimizer(tmp_path: Path) -> None:
     assert mapped == {f"model.module.{n}": int(n != "0.weight") for n in ("0.weight", "0.bias", "1.weight", "1.bias")}
     param_groups.write_map(mapped, tmp_path / "map.json")
     assert param_groups.read_map(tmp_path / "map.json") == mapped
-    with pytest.raises(ValueError, match="bias is in no group"):
+    with pytest.raises(ValueError, match="bias is in no parameter group"):
         param_groups.param_to_param_group_map(wrapped, torch.optim.SGD(decayed))
     both = param_groups.param_to_param_group_map(wrapped, [torch.optim.SGD(decayed), torch.optim.SGD(others)])
     assert both == mapped
@@ -683,7 +683,7 @@ def test_rename_and_remove_copy_the_data(tmp_path: Path) -> None:
         "checkpoint", "remove", tmp_path / "in", tmp_path / "none", "nothing_like_it", status=2
     )
     clash = mfsdp("checkpoint", "rename", tmp_path / "in", tmp_path / "none", "exp_avg_sq", "exp_avg", status=2)
-    assert "would both be called" in clash
+    assert "would both be named" in clash
     assert not (tmp_path / "none").exists()
 
 
@@ -714,7 +714,7 @@ def test_convert_on_the_command_line(tmp_path: Path) -> None:
     rest = mfsdp("checkpoint", "compare", tmp_path / "in", tmp_path / "back", status=1).splitlines()
     assert all("only in" in line for line in rest[:-1])
     assert "4 differences" in rest
-    assert "lie in each other" in mfsdp("convert", tmp_path / "in", tmp_path / "in" / "out", status=2)
+    assert "is inside the other" in mfsdp("convert", tmp_path / "in", tmp_path / "in" / "out", status=2)
     assert "does not exist" in mfsdp("convert", tmp_path / "no", tmp_path / "x", status=2)
     assert "Bridge" in mfsdp("convert", tmp_path / "in", tmp_path / "x.safetensors", status=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "in", "out"]
@@ -763,6 +763,6 @@ def test_the_command_in_a_process_of_its_own(tmp_path: Path) -> None:
     done = run("convert", tmp_path / "good", tmp_path / "out")
     assert (done.returncode, done.stderr) == (
         2,
-        f"mfsdp: {tmp_path / 'out'} exists. Give another name, or --overwrite to replace it.\n",
+        f"mfsdp: {tmp_path / 'out'} already exists. Choose another name, or pass --overwrite to replace it.\n",
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "in", "out"]

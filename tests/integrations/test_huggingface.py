@@ -266,7 +266,10 @@ def test_mistakes_are_explained() -> None:
                 shard(on_meta(make), init_fn)
 
         refused(
-            TypeError, "none in this Linear", make=lambda: nn.Linear(2, 2), init_fn=huggingface_init.Initialisation()
+            TypeError,
+            "this Linear contains none",
+            make=lambda: nn.Linear(2, 2),
+            init_fn=huggingface_init.Initialisation(),
         )
         refused(CheckpointError, "nowhere", init_fn=huggingface_init.Pretrained(path / "nowhere"))
         refused(
@@ -292,7 +295,7 @@ def test_mistakes_are_explained() -> None:
         refused(
             ValueError,
             ".mlp.experts.",
-            "of another model",
+            "belongs to another model",
             make=mixtral,
             init_fn=huggingface_init.Pretrained(path / "mixtral"),
         )

@@ -846,7 +846,7 @@ def test_units() -> None:
     argument. This configuration is mandatory." Here the layers of a transformer are found automatically."""
     sharded = FullyShardedDataParallel(CONFIG, settings(), parity.build(zoo.Plain), disable_bucketing=True)
     assert [unit.name for unit in sharded.sharded.eager.units if not unit.is_root] == [f"blocks.{i}" for i in range(3)]
-    with pytest.raises(ValueError, match="Name the classes to shard by"):
+    with pytest.raises(ValueError, match="Pass the classes to shard by"):
         FullyShardedDataParallel(CONFIG, settings(), nn.Linear(3, 3))
 
 
@@ -922,7 +922,7 @@ def test_optimizers_that_are_refused() -> None:
         DistributedOptimizer(optimizer, model)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="takes the model that fully_shard_model returned"):
         DistributedOptimizer(optimizer, [nn.Linear(1, 1)])
-    with pytest.raises(ValueError, match="are not the buffers of model_chunks"):
+    with pytest.raises(ValueError, match="must be the buffers of model_chunks"):
         DistributedOptimizer(optimizer, [model], [other.param_and_grad_buffer])
     with pytest.raises(ValueError, match="of none of the 1 models in model_chunks"):
         DistributedOptimizer(optimizer, [other])
@@ -930,7 +930,7 @@ def test_optimizers_that_are_refused() -> None:
     with pytest.raises(ValueError, match="that is not sharded"):
         DistributedOptimizer(torch.optim.AdamW(nn.Linear(1, 1).parameters()), [model])
     DistributedOptimizer(optimizer, [torch.compile(model, backend="mfsdp")], [model.param_and_grad_buffer])
-    with pytest.raises(ValueError, match="sharded_offsets place a tensor"):
+    with pytest.raises(ValueError, match="sharded_offsets are for the torch_dist format"):
         model.sharded_state_dict(sharded_offsets=((0, 0, 1),))
     assert list(model.sharded_state_dict("prefix.")) == [f"prefix.{name}" for name in model.state_dict()]
 
@@ -1058,7 +1058,7 @@ def test_models_on_the_meta_device() -> None:
     with torch.device("meta"):
         custom = zoo.Scalars()
     config = TransformerConfig(init_model_with_meta_device=True)
-    with raises_everywhere(ValueError, "does not have a reset_parameters or _reset_parameters method"):
+    with raises_everywhere(ValueError, "no reset_parameters or _reset_parameters method"):
         FullyShardedDataParallel(config, settings(), custom, fsdp_unit_modules=[zoo.Block])
 
 

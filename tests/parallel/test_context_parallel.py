@@ -342,7 +342,7 @@ def test_mistakes_are_explained() -> None:
         ContextParallel(mesh)
     half = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     if dist.get_rank() in (2, 3):
-        with raises_everywhere(ValueError, "a device mesh that it is not in", "[0, 1]"):
+        with raises_everywhere(ValueError, "a device mesh that it is not part of", "[0, 1]"):
             fully_shard_model(build(False), half, fsdp_unit_modules=[Block])
 
     context = ContextParallel(mesh["cp"])

@@ -585,7 +585,7 @@ def test_plans_with_expert_parallel_ranks(capsys: pytest.CaptureFixture[str]) ->
         ("mixtral-8x7b", "0", "--ep takes numbers of at least 1"),
         ("mixtral-8x7b", "7", "EP 7 do not divide [64] ranks"),
         ("mixtral-8x7b", "16", "8 experts cannot be divided by the 16 ranks"),
-        ("llama2-7b", "2", "it does not say how it is divided over them (Workload.divided)"),
+        ("llama2-7b", "2", "the workload does not say how it is divided over them (Workload.divided)"),
     ):
         assert main(["plan", "--model", model, "--world", "64", "--ep", size]) == 2
         assert complaint in capsys.readouterr().err
@@ -696,7 +696,7 @@ def test_arguments_that_do_not_fit_together() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
     fsdp, ep = mesh["fsdp"].get_group(), mesh["ep"].get_group()
     for name, value in {"hybrid_fsdp_expt_group": fsdp, "expt_fsdp_group_ag": fsdp, "is_expert": bool}.items():
-        refused(ValueError, f"{name} is given without expt_device_mesh", **{name: value})
+        refused(ValueError, f"{name} needs expt_device_mesh", **{name: value})
     refused(TypeError, "is_expert takes a function", expt_device_mesh=mesh, dp_shard_dim="fsdp", is_expert="experts")
     refused(ValueError, "expt_device_mesh has 2 dimensions", "dp_shard_dim", expt_device_mesh=mesh)
     refused(
@@ -790,7 +790,7 @@ def test_ranks_in_another_order_hold_no_experts(fake_world: int) -> None:
     """
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [3, 2]]), mesh_dim_names=("fsdp", "ep"))
     model = nn.ModuleDict({"experts": nn.Linear(4, 8), "shared_experts": nn.Linear(4, 8)})
-    with pytest.raises(ValueError, match="not in increasing order in every place"):
+    with pytest.raises(ValueError, match="not always in increasing order"):
         fully_shard_model(model, expt_device_mesh=mesh, dp_shard_dim="fsdp")
 
 
@@ -819,7 +819,7 @@ def test_models_whose_experts_do_not_fit() -> None:
 
     tied = _model(CONFIG, group)
     tied.shared_down = tied.layers[0].mixture.experts.down
-    refused(ValueError, "is an expert, and 'shared_down' is the same parameter", model=tied, **arguments)
+    refused(ValueError, "is an expert, and 'shared_down' is tied to a parameter", model=tied, **arguments)
 
     wider = _model(dataclasses.replace(CONFIG, hidden=24 + 8 * (rank == 1)), group)
     refused(RuntimeError, "rank 1 of 4 differs from rank 0", "an expert's", model=wider, **arguments)

@@ -296,7 +296,7 @@ def test_dimensions_that_marks_name(fake_world: int) -> None:
         assert (partition.placements, partition.shape) == ((Shard(dim % 2),), shape)
     for wrong in (2, -3, None, 0.0):
         param.partition_dim = wrong  # type: ignore[attr-defined]
-        with pytest.raises(ValueError, match=f"partition_dim={wrong}: it must be one of its 2 dimensions"):
+        with pytest.raises(ValueError, match=f"partition_dim={wrong}: the parameter has 2 dimensions"):
             partitioner.of("weight", param)
 
 

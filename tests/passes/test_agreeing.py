@@ -80,7 +80,7 @@ class Guest:
             result = json.loads(hall._result)
             hall._barrier.wait(hall.patience)
         except threading.BrokenBarrierError:
-            raise RuntimeError("a rank did not come") from None
+            raise RuntimeError("a rank did not arrive") from None
         return result
 
     def warn(self, error: Exception) -> None:
@@ -204,8 +204,8 @@ def test_ranks_with_other_options_are_told() -> None:
 def test_a_rank_that_does_not_come() -> None:
     hall = Hall(2, patience=0.2)
     found = hall.run({0: problem()})
-    assert "did not come" in str(found[0])
-    assert hall.told == [(0, "failed: a rank did not come")], "the others learn why they miss this one"
+    assert "did not arrive" in str(found[0])
+    assert hall.told == [(0, "failed: a rank did not arrive")], "the others learn why they miss this one"
 
 
 # -- afterwards -------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_a_batch_that_has_outgrown_a_schedule_on_one_rank() -> None:
     error = hall.run({1: problem(8, budget)})[1]
     assert isinstance(error, BudgetError)
     for fragment in (
-        "the schedule that ranks have agreed on, decided by rank 0 for batch 0",
+        "the schedule that ranks agreed on, decided by rank 0 for batch 0",
         "with batch 1, rank 1 has",
         "in memory in the",
         "too much",
@@ -290,7 +290,7 @@ def test_a_batch_that_has_outgrown_a_schedule_on_one_rank() -> None:
         "budget_reserve",
         "a schedule file",
         "model.reset()",
-        "a rank did not come",
+        "a rank did not arrive",
     ):
         assert fragment in str(error)
     assert [what.partition(":")[0] for _, what in hall.told] == ["warning", "failed"]
@@ -338,7 +338,7 @@ def test_reasons_have_no_effect_and_the_rest_has() -> None:
 
 
 def test_types_without_a_plain_form_are_refused() -> None:
-    with pytest.raises(TypeError, match="no plain form"):
+    with pytest.raises(TypeError, match="cannot be sent to other ranks"):
         from_plain(Timeline | bytes, b"")
 
 

@@ -267,7 +267,7 @@ def test_training_goes_on_after_reset() -> None:
 def test_ranks_that_ask_for_something_else_are_told() -> None:
     _, call, optimizer = failing(again=True if dist.get_rank() == 3 else 2)
     begun = time.monotonic()
-    with raises_everywhere(Exception, "did not come within"):
+    with raises_everywhere(Exception, "did not arrive within"):
         step(call, optimizer, parity.batches(1)[0, dist.get_rank()])
     assert time.monotonic() - begun < 2 * PATIENCE  # compilation, and 1.5 times the timeout once or twice
 
@@ -294,7 +294,7 @@ def test_refused(number: int, strategy: int, message: str) -> None:
 
 
 def test_one_means_false_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps whole what forward has gathered"):
+    with pytest.warns(UserWarning, match="reshard_after_forward=1 keeps what forward has gathered"):
         options = CompileOptions.of({"reshard_after_forward": 1}, None)
     assert options.schedule.reshard_after_forward is False
     assert "reshard_after_forward=False" in str(options)
@@ -330,7 +330,7 @@ def test_schedule_files_have_portions() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("gather  blocks.1\n", "gather  blocks.1, portions of 2\n", r"\[forward\] gathers portions, which only"),
+        ("gather  blocks.1\n", "gather  blocks.1, portions of 2\n", r"\[forward\] gathers portions, but only"),
         ("blocks.1, portions of 2", "blocks.1, portions of 4", r"\[backward\] gathers portions of \[2, 4\] ranks"),
     ],
 )

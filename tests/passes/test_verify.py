@@ -318,7 +318,7 @@ def test_passes_return_reports() -> None:
     [
         ({"passes": gathers_again}, TypeError, "takes a list of passes"),
         ({"passes": ["mine"]}, TypeError, "got 'mine'"),
-        ({"passes": [Watches]}, TypeError, "functions or objects"),
+        ({"passes": [Watches]}, TypeError, "callables"),
         ({"verify": "never"}, ValueError, "must be one of"),
     ],
 )

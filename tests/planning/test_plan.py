@@ -357,17 +357,17 @@ def test_command_tells_when_nothing_fits(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "llama9"], "no model is called 'llama9'. Known: demo"),
-        (["--model", "hf:nowhere"], "hf:nowhere: there is no such file"),
+        (["--model", "llama9"], "unknown model 'llama9'. Known: demo"),
+        (["--model", "hf:nowhere"], "hf:nowhere: neither a file nor a folder"),
         (["--model", "nowhere:model"], "nowhere:model cannot be imported"),
-        (["--model", "demo", "--hardware", "abacus"], "no hardware is called 'abacus'"),
+        (["--model", "demo", "--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--model", "demo", "--world", "many"], "--world takes numbers of ranks"),
         (["--model", "demo", "--world", "0"], "--world takes numbers of at least 1"),
         (["--model", "demo", "--budget", "lots"], "--budget takes bytes"),
         (["--model", "demo", "--batch", "0"], "batch and length must be at least 1"),
         (["--model", "demo", "--reshard", "1"], "--reshard takes true, false, auto or a number of at least 2 ranks"),
         (["--model", "demo", "--unit", "lots"], "--unit takes bytes"),
-        (["--model", "demo", "--unit", "1MiB", "--bucket", "auto"], "--bucket auto tries sizes of units too"),
+        (["--model", "demo", "--unit", "1MiB", "--bucket", "auto"], "--bucket auto also tries unit sizes"),
     ],
 )
 def test_command_explains_wrong_arguments(

@@ -198,5 +198,5 @@ def test_a_configuration_is_as_it_was() -> None:
 
 def test_a_configuration_with_images_among_tokens(tmp_path: Path) -> None:
     transformers().LlavaConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"where images are among tokens.*planning\.Workload"):
+    with pytest.raises(ValueError, match=r"where images go among tokens.*planning\.Workload"):
         workload(f"hf:{tmp_path}")

@@ -298,7 +298,7 @@ def test_a_budget_that_is_exceeded() -> None:
     made = report(budget_bytes=100 * MIB)
     over = bytes_text(made.timeline.peak_bytes - 100 * MIB)
     assert f"The budget is 100.00 MiB: exceeded by {over}." in table("peak memory", made).about
-    with pytest.raises(ValueError, match="a budget is a number of bytes above 0, got 0"):
+    with pytest.raises(ValueError, match="a budget must be a positive number of bytes, got 0"):
         report(budget_bytes=0)
 
 

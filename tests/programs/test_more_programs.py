@@ -537,7 +537,7 @@ def test_writes_without_a_trace_are_found_in_any_forward() -> None:
     model = fully_shard_model(parity.build(functools.partial(Writes, layers=1)), fsdp_unit_modules=[zoo.Block])
     for _ in range(2):
         model(torch.ones(2, 8)).backward()
-    with parity.raises_everywhere(RuntimeError, "written to a parameter"):
+    with parity.raises_everywhere(RuntimeError, "wrote to a parameter"):
         model(torch.ones(2, 8))
 
 

@@ -52,7 +52,7 @@ def test_writes_in_forward_are_refused() -> None:
                 return super().forward(x)
 
     _model, call = parity.shard(parity.build(Clamps), EAGER, units=[Clamps.block])
-    with torch.no_grad(), parity.raises_everywhere(RuntimeError, "written to a parameter", "'blocks.0'"):
+    with torch.no_grad(), parity.raises_everywhere(RuntimeError, "wrote to a parameter", "'blocks.0'"):
         call(torch.randn(4, 8))
 
 

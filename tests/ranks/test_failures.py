@@ -163,7 +163,7 @@ def test_reset_with_two_dimensions(mode: str) -> None:
 def test_a_reset_that_a_rank_does_not_take_part_in() -> None:
     model, _, _ = make(EAGER)
     if dist.get_rank() == 0:
-        with raises_everywhere(RuntimeError, "model.reset()", "rank 1 did not come"):
+        with raises_everywhere(RuntimeError, "model.reset()", "rank 1 did not arrive"):
             model.reset()
     else:
         time.sleep(SECONDS * 4 + 1)

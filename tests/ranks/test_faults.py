@@ -74,7 +74,7 @@ def finds_steps_that_differ(model: Any) -> None:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         model.reset()
-    assert any("rows are of different weights" in str(w.message) for w in found), [str(w.message) for w in found]
+    assert any("rows come from different steps" in str(w.message) for w in found), [str(w.message) for w in found]
 
 
 def goes_on(training: Training) -> None:
@@ -197,10 +197,10 @@ def test_a_rank_that_does_not_come_to_a_save() -> None:
         checkpoints = Checkpoints(root[0])
         if dist.get_rank() == CULPRIT:
             time.sleep(2.5 * SHORT)
-        with expected("Saving a checkpoint: rank 1 did not come within"):
+        with expected("Saving a checkpoint: rank 1 did not arrive within"):
             checkpoints.save(1, model)
         has_row(
-            "it does not come to `Checkpoints.save`", "Saving a checkpoint: rank 1 did not come within", "save again"
+            "it does not come to `Checkpoints.save`", "Saving a checkpoint: rank 1 did not arrive within", "save again"
         )
         checkpoints.save(1, model)
         dist.barrier()
@@ -258,17 +258,17 @@ def test_a_rank_is_killed_or_stopped(mode: str, how: signal.Signals, tmp_path: P
             process.start()
         assert hear(CULPRIT)[0] == "here"
         text, took = hear(1 - CULPRIT)
-        assert "A collective has failed on rank 0, in " in text, text
+        assert "A collective failed on rank 0, in " in text, text
         assert "Another rank has ended, was killed or stopped" in text
         assert took < SECONDS
         if how == signal.SIGSTOP:
             os.kill(ranks[CULPRIT].pid or 0, signal.SIGCONT)
             text, _ = hear(CULPRIT)
-            assert "A collective has failed on rank 1, in " in text, text
+            assert "A collective failed on rank 1, in " in text, text
             assert [hear(rank)[0] for rank in range(2)] == ["goes on"] * 2
     finally:
         for process in ranks:
             process.kill()
             process.join()
     fault, afterwards = ("it is stopped", RESET) if how == signal.SIGSTOP else ("it is killed", RESTART)
-    has_row(f"{fault}, in backward", "A collective has failed on rank 0, in", afterwards)
+    has_row(f"{fault}, in backward", "A collective failed on rank 0, in", afterwards)

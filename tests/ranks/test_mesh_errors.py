@@ -170,12 +170,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "3.4 dp_outer_dim: ranks of the inner dimension in several orders": (
         {**HSDP, "device_mesh": "crossed"},
         ValueError,
-        ("device_mesh has the ranks [[3, 0], [1, 2]]", "in another order along 'inner'", "increase along 'inner'"),
+        ("device_mesh has the ranks [[3, 0], [1, 2]]", "their order along 'inner'", "increase along 'inner'"),
     ),
     "3.4 tp_dim: ranks of the data-parallel dimension in several orders": (
         {"device_mesh": "crossed tp", "dp_shard_dim": "dp", "tp_dim": "tp"},
         ValueError,
-        ("device_mesh has the ranks [[0, 3], [2, 1]]", "in another order along 'dp'"),
+        ("device_mesh has the ranks [[0, 3], [2, 1]]", "their order along 'dp'"),
     ),
     "1.1 hybrid_fsdp_group: no group": (
         {**HSDP, "hybrid_fsdp_group": "mesh"},
@@ -185,7 +185,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "1.1 hybrid_fsdp_group: another rank's": (
         {**HSDP, "hybrid_fsdp_group": "not mine"},
         ValueError,
-        ("hybrid_fsdp_group is a process group that rank", "is not in"),
+        ("hybrid_fsdp_group is a process group that rank", "is not part of"),
     ),
     "1.1 fsdp_group_ag: no group": (
         {"fsdp_group_ag": "mesh"},
@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "1.1 fsdp_group_ag: another rank's": (
         {"fsdp_group_ag": "not mine"},
         ValueError,
-        ("fsdp_group_ag is a process group that rank", "is not in"),
+        ("fsdp_group_ag is a process group that rank", "is not part of"),
     ),
     "1.1 tp_dim: unknown": (
         {"device_mesh": "dp tp", "dp_shard_dim": "dp", "tp_dim": "model"},
@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "1.1 expt_fsdp_group_ag: another rank's": (
         {**OVER_INNER, "dp_shard_dim": "both", "expt_device_mesh": "mesh", "expt_fsdp_group_ag": "not mine"},
         ValueError,
-        ("expt_fsdp_group_ag is a process group that rank", "is not in"),
+        ("expt_fsdp_group_ag is a process group that rank", "is not part of"),
     ),
     **{
         f"seed 001, 1.1 HFSDP: with zero_dp_strategy={inner}": (
@@ -317,7 +317,7 @@ ONE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "experts": (
         {**OVER_INNER, "dp_shard_dim": "both"},
         {"hybrid_fsdp_expt_group": "WORLD"},
-        "hybrid_fsdp_expt_group is given without expt_device_mesh",
+        "hybrid_fsdp_expt_group needs expt_device_mesh",
     ),
 }
 

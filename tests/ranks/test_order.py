@@ -293,7 +293,7 @@ class Store:
         self.asked += lines
         self.epochs.append(epoch)
         if self.refuses:
-            raise RuntimeError("rank 7 did not come")
+            raise RuntimeError("rank 7 did not arrive")
 
 
 def go(order: Order, store: Store, *steps: str | StepPhase) -> None:
@@ -325,10 +325,10 @@ def test_a_known_way_is_free() -> None:
 def test_nothing_follows_a_standstill() -> None:
     store, order = Store(), Order()
     go(order, store, *STEP)
-    order.stalled = "Ranks have gone different ways."
+    order.stalled = "Ranks have diverged."
     store.asked.clear()
     for step in (FORWARD, "gather a"):
-        with pytest.raises(RuntimeError, match="Ranks have gone different ways"):
+        with pytest.raises(RuntimeError, match="Ranks have diverged"):
             go(order, store, step)
     assert not store.asked
 
@@ -344,7 +344,7 @@ def test_what_is_known_and_not_expected_is_asked_for() -> None:
     go(order, store, *STEP, *STEP, FORWARD, "gather a", "gather b", *STEP, *STEP)
     store.refuses = True
     go(order, store, FORWARD, "gather a", "gather b")
-    with pytest.raises(RuntimeError, match="comes to a forward with gradients of the model after gather b"):
+    with pytest.raises(RuntimeError, match="reaches a forward with gradients of the model after gather b"):
         go(order, store, FORWARD)
 
 
@@ -372,12 +372,12 @@ def test_operations_on_parameters_at_rest() -> None:
 @pytest.mark.parametrize(
     ("astray", "message"),
     [
-        ((FORWARD, "gather b"), "comes to gather b after a forward .*, for the first time; so far, .* was gather a"),
-        ((FORWARD, "gather a", BACKWARD), "comes to a backward after gather a"),
-        ((FORWARD, "gather a", "gather b", "gather c"), "comes to gather c after gather b"),
-        ((FORWARD, "gather a", "gather b", FORWARD), "comes to a forward with gradients of the model after gather b"),
+        ((FORWARD, "gather b"), "reaches gather b after a forward .*, for the first time; so far, .* was gather a"),
+        ((FORWARD, "gather a", BACKWARD), "reaches a backward after gather a"),
+        ((FORWARD, "gather a", "gather b", "gather c"), "reaches gather c after gather b"),
+        ((FORWARD, "gather a", "gather b", FORWARD), "reaches a forward with gradients of the model after gather b"),
         ((*STEP[:-1], FORWARD), "after reduce b"),
-        ((EVALUATION,), "comes to a forward without gradients of the model after reduce a"),
+        ((EVALUATION,), "reaches a forward without gradients of the model after reduce a"),
     ],
 )
 def test_another_way_is_asked_for(astray: tuple[Any, ...], message: str) -> None:

@@ -126,7 +126,7 @@ def test_one_rank_leaves_out_its_backward(mode: str) -> None:
                 continue
             loss.backward()
 
-    training.stalls(program, "Rank 1 comes to a forward with gradients", "rank 0", "Branches #1")
+    training.stalls(program, "Rank 1 has reached a forward with gradients", "rank 0", "Branches #1")
 
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
@@ -139,7 +139,7 @@ def test_one_rank_takes_another_branch(mode: str) -> None:
     def program() -> None:
         training.step(without=(0,) if dist.get_rank() == 1 else ())
 
-    training.stalls(program, "Rank 1 comes to", "rank 0", skipped)
+    training.stalls(program, "Rank 1 has reached", "rank 0", skipped)
 
 
 @on_ranks(2, timeout=120)
@@ -153,7 +153,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
             param.norm()
         training.step()
 
-    training.stalls(norm, "Rank 0 comes to a norm", "enter.weight")
+    training.stalls(norm, "Rank 0 has reached a norm", "enter.weight")
     for known in range(2):
         training = Training()
         param = next(training.model.parameters())
@@ -167,7 +167,7 @@ def test_one_rank_uses_parameters_at_rest() -> None:
                 param.full_tensor()
             training.step()
 
-        training.stalls(whole, "Rank 1 comes to full_tensor() of", "enter.weight")
+        training.stalls(whole, "Rank 1 has reached full_tensor() of", "enter.weight")
 
 
 @on_ranks(2, timeout=120)
@@ -179,7 +179,7 @@ def test_one_rank_falls_back_from_the_compiler() -> None:
     def program() -> None:
         (training.model if dist.get_rank() == 1 else training.call)(training.x).backward()
 
-    training.stalls(program, "Rank 1 comes to a forward with gradients of the model", "rank 0")
+    training.stalls(program, "Rank 1 has reached a forward with gradients of the model", "rank 0")
 
 
 @on_ranks(2, timeout=120)
@@ -193,7 +193,7 @@ def test_one_rank_runs_another_batch() -> None:
             training.step()
         training.evaluate()
 
-    training.stalls(program, "Rank 0 comes to a forward without gradients", "rank 1")
+    training.stalls(program, "Rank 0 has reached a forward without gradients", "rank 1")
 
 
 @on_ranks(2, timeout=120)
@@ -212,7 +212,7 @@ def test_the_others_wait_for_one_that_evaluates() -> None:
                 training.evaluate()
             dist.barrier(over)
 
-        training.stalls(program, "Rank 0 comes to a forward without gradients", unexplained=(1,))
+        training.stalls(program, "Rank 0 has reached a forward without gradients", unexplained=(1,))
 
 
 @on_ranks(4, timeout=120)

@@ -100,7 +100,7 @@ def test_a_rank_that_fails_or_does_not_come(culprit: int) -> None:
     dist.barrier()
     if rank == culprit:
         time.sleep(3)
-    with raises_everywhere(RuntimeError, f"rank {culprit} did not come within 0:00:01"):
+    with raises_everywhere(RuntimeError, f"rank {culprit} did not arrive within 0:00:01"):
         agree("a rank", ["same"], timeout=timedelta(seconds=1))
     agree("a rank", ["same"])
 
@@ -136,7 +136,7 @@ def test_a_model_is_sharded_and_trained() -> None:
         torch.testing.assert_close(
             model.module.get_parameter(name).grad.full_tensor(), param.grad, rtol=1e-4, atol=1e-6
         )
-    with raises_everywhere(RuntimeError, "Other ranks do something else"):
+    with raises_everywhere(RuntimeError, "Other ranks are elsewhere"):
         if dist.get_rank() == 3:
             model.eval()
             with torch.no_grad():
@@ -178,7 +178,7 @@ def test_a_store_that_has_gone() -> None:
         branch.part = Gone()  # type: ignore[assignment]
     timeout = timedelta(seconds=2)
     with raises_everywhere(
-        RuntimeError, *(["rank 2 failed with the end of its process"] if branch.number else ["did not come"])
+        RuntimeError, *(["rank 2 failed with the end of its process"] if branch.number else ["did not arrive"])
     ):
         agree("another thing", ["same"], timeout=timeout)
 

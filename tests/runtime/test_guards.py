@@ -183,5 +183,5 @@ def test_verify_step_between_steps_only() -> None:
     model, _ = make(zero_dp_strategy=0)
     with model.no_sync():
         model(inputs()).sum().backward()
-    with pytest.raises(RuntimeError, match="wait for their reduction"):
+    with pytest.raises(RuntimeError, match="were waiting to be reduced"):
         model.verify_step(inputs())

@@ -334,5 +334,5 @@ class Parted(zoo.Plain):
 def test_wrong_sizes() -> None:
     with pytest.raises(ValueError, match="unit_bytes must be at least 1"):
         fully_shard_model(zoo.Plain(), fsdp_unit_modules=[zoo.Block], unit_bytes=0)
-    with pytest.raises(ValueError, match="unit_bytes=100 joins small units, and fsdp_unit_modules is None"):
+    with pytest.raises(ValueError, match="unit_bytes=100 joins small units, but with fsdp_unit_modules=None"):
         fully_shard_model(zoo.Plain(), unit_bytes=100)

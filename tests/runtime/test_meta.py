@@ -235,12 +235,12 @@ def test_mistakes_are_explained() -> None:
     stubborn = on_meta(lambda: nn.Sequential(Layer(), Stubborn()))
     refused(
         ValueError,
-        "[init_model_with_meta_device=True] Module '1', a Stubborn, does not have a reset_parameters",
+        "[init_model_with_meta_device=True] Module '1', a Stubborn, has",
         "'weight'",
         "init_fn",
         model=stubborn,
     )
-    refused(ValueError, "init_fn is given without", init_model_with_meta_device=False, init_fn=normal)
+    refused(ValueError, "init_fn needs", init_model_with_meta_device=False, init_fn=normal)
     refused(TypeError, "init_fn takes a function", init_fn=3)
 
     def replaces(module: nn.Module) -> None:
@@ -249,7 +249,7 @@ def test_mistakes_are_explained() -> None:
         else:
             normal(module)
 
-    refused(ValueError, "left a tensor of shape (2, 2) in the place of its parameter 'weight'", init_fn=replaces)
+    refused(ValueError, "left a tensor of shape (2, 2) in place of its parameter 'weight'", init_fn=replaces)
 
     torch.manual_seed(dist.get_rank())
     refused(RuntimeError, "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)")

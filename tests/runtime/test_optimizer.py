@@ -268,7 +268,7 @@ def test_state_dicts_of_other_parameters_are_refused(fake_world: int) -> None:
 
 def test_models_with_the_same_names_have_optimizers_of_their_own(fake_world: int) -> None:
     params = [p for _ in range(2) for p in fully_shard_model(nn.Linear(4, 8)).parameters()]
-    with pytest.raises(ValueError, match=r"two parameters called 'module.weight', of two models"):
+    with pytest.raises(ValueError, match=r"two parameters named 'module.weight' of two models"):
         fully_shard_optimizer(torch.optim.SGD(params, lr=0.1)).state_dict()
 
 
@@ -754,7 +754,7 @@ def test_state_that_nobody_can_tell_before_the_first_step() -> None:
 
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules="auto")
     optimizer = fully_shard_optimizer(Own(model.parameters(), lr=0.1))
-    with pytest.warns(RuntimeWarning, match="state of the Own cannot be told before its first step .KeyError"):
+    with pytest.warns(RuntimeWarning, match="state of the Own cannot be created before its first step .KeyError"):
         assert optimizer.state_dict()["state"] == {}
 
 

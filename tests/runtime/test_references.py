@@ -303,7 +303,7 @@ def test_apply_cannot_exchange_parameters() -> None:
         module.more = nn.Parameter(torch.zeros(3))
 
     for change in (new_weight, parametrized, one_more):
-        with raises_everywhere(RuntimeError, "apply() has exchanged or added parameters of", "Linear"):
+        with raises_everywhere(RuntimeError, "apply() replaced or added parameters of", "Linear"):
             model.apply(change)
         call(torch.randn(4, 8)).backward()
     with raises_everywhere(ZeroDivisionError):

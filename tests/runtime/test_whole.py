@@ -170,14 +170,17 @@ def test_mistakes_are_explained() -> None:
             model.gathered(mistake)
     with model.no_sync():
         model(tokens(), tokens()).backward()
-    with raises_everywhere(RuntimeError, "while a step is under way"), model.gathered():
+    with raises_everywhere(RuntimeError, "during a step"), model.gathered():
         pass
-    with raises_everywhere(RuntimeError, "while a step is under way"), model.summon_full_params():
+    with raises_everywhere(RuntimeError, "during a step"), model.summon_full_params():
         pass
     model.finish_grad_sync()
     model.zero_grad()
     expected = [param.full_tensor() for param in model.parameters()]
-    with raises_everywhere(ValueError, "'norm.weight' has become a tensor of shape (3,)"), model.summon_full_params():
+    with (
+        raises_everywhere(ValueError, "'norm.weight' was changed to a tensor of shape (3,)"),
+        model.summon_full_params(),
+    ):
         model.module.norm.weight = nn.Parameter(torch.ones(3))
     with pytest.raises(ZeroDivisionError), model.summon_full_params():
         model.module.norm.weight.data.fill_(1 // 0)
