@@ -265,7 +265,7 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/solver/simulate.py",
         "shards count twice where they are parts of residents",
-        "        if not is_part:  # of the resident",
+        "        if not is_part:  # a shard that is part of the resident needs no memory of its own",
         "        if True:",
         SIMULATE,
     ),
