@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,13 +142,26 @@ def test_a_checkout_on_the_path_wins_over_one_that_is_installed(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the wheel's contents."""
-    target = tmp_path_factory.mktemp("installed")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(ROOT)],
-        check=True,
-        timeout=300,
-    )
+    """Return a folder that has the package installed: from a wheel, made from an sdist, made from the checkout."""
+    made, target = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("installed")
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--skip-dependency-check",
+        "--outdir",
+        str(made),
+        str(ROOT),
+    ]
+    subprocess.run(build, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    (sdist,), (wheel,) = made.glob("*.tar.gz"), made.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        assert {
+            f"{sdist.name.removesuffix('.tar.gz')}/{name}" for name in ("README.md", "LICENSE", "CHANGELOG.md")
+        } <= set(archive.getnames())
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), str(wheel)]
+    subprocess.run(install, check=True, timeout=300)
     return target
 
 
@@ -157,6 +171,28 @@ def test_wheel_holds_everything_in_one_namespace(installed: Path) -> None:
     assert top <= {"mfsdp_compile", "bin"}
     for part in ("passes/unshard.py", "runtime/layout.py", "models/llama.py", "megatron/settings.py", "py.typed"):
         assert (installed / "mfsdp_compile" / part).is_file()
+
+
+@pytest.mark.slow
+def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: Path) -> None:
+    def mfsdp(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, str(installed / "bin" / "mfsdp"), *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(installed), "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = "import mfsdp_compile.runtime.layout as layout; print(layout.__file__)"
+    assert run(where, cwd=tmp_path, PYTHONPATH=str(installed)).startswith(str(installed))
+    assert "mfsdp-compile 0.2" in mfsdp("doctor")
+    out = mfsdp("demo", "--eager", "--batch", "2", "--length", "32", "--steps", "4", "--parity-steps", "2")
+    assert ": holds" in out
+    assert json.loads((tmp_path / "demo-out" / "summary.json").read_text())["collectives"]["reductions"] == 8
 
 
 def test_checkout_root_with_a_plain_installation(installed: Path) -> None:
