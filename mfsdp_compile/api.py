@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime.exchange import Overlap
-from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initialiser
+from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
@@ -77,7 +77,7 @@ def fully_shard_model(
     bucket_bytes: int | None = None,
     unit_bytes: int | None = None,
     is_expert: IsExpert | None = None,
-    init_fn: InitFn | Initialiser | None = None,
+    init_fn: InitFn | Initializer | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -168,7 +168,7 @@ def fully_shard_model(
             ``allreduce = False``.
         init_fn: Called instead of the modules' own methods, with each module that owns a tensor on the meta device. The
             module's own parameters and buffers have memory at that point; those of its submodules may already be
-            sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialisation`, or
+            sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialization`, or
             :class:`mfsdp_compile.integrations.huggingface_init.Pretrained` to load weights from a folder.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
@@ -247,7 +247,7 @@ def fully_shard_model(
         ],
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
-        from_meta=_initialiser(init_fn) if init_model_with_meta_device else None,
+        from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
     )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
@@ -435,10 +435,10 @@ def _precision(
     return replace(policy, main_params_dtype=main_params, main_grads_dtype=main_grads)
 
 
-def _initialiser(init_fn: InitFn | Initialiser | None) -> Initialiser:
+def _initializer(init_fn: InitFn | Initializer | None) -> Initializer:
     if init_fn is None:
         return ByMethod()
-    return init_fn if isinstance(init_fn, Initialiser) else ByFunction(init_fn)
+    return init_fn if isinstance(init_fn, Initializer) else ByFunction(init_fn)
 
 
 def _device_type(device: torch.device | str | None, module: nn.Module) -> str | None:

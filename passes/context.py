@@ -135,7 +135,7 @@ class BucketInfo:
             optimizer step.
         portion_size, portion_group: Number and process group of the ranks that gather the bucket from portions in
             backward. They are neighboring ranks out of those that forward gathers over. 0 and "" for none.
-        lets_go: Whether the bucket has memory of its own, which is released at the end of each step.
+        releases_resident: Whether the bucket has memory of its own, which is released at the end of each step.
         grad_dtype: Dtype of the sum of gradients over microbatches.
     """
 
@@ -155,7 +155,7 @@ class BucketInfo:
     resident_stride: int = 1
     portion_size: int = 0
     portion_group: str = ""
-    lets_go: bool = False
+    releases_resident: bool = False
     grad_dtype: torch.dtype = torch.float32
 
     @property
@@ -168,7 +168,7 @@ class BucketInfo:
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
             f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}:"
-            f"{self.lets_go}"
+            f"{self.releases_resident}"
         )
 
     @property
@@ -204,9 +204,9 @@ class Context:
     @property
     def signature(self) -> str:
         units = [b.unit for b in self.buckets]
-        neighbours = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
+        neighbors = [units.index(unit) for unit in units]  # which buckets share a unit, without the names
         return (
-            f"{[b.signature for b in self.buckets]}:{neighbours}:{self.policy}:{self.whole_model}:"
+            f"{[b.signature for b in self.buckets]}:{neighbors}:{self.policy}:{self.whole_model}:"
             f"{self.float32_gradients}:{self.overlap}:{self.other_bytes if self.policy.is_solved else 0}"
         )
 

@@ -367,7 +367,7 @@ class ShardedModel:
                 then skipped.
         """
         for bucket in self.buckets:
-            if bucket.is_stale and not (ahead and bucket.topology.lets_go):
+            if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
                 self.conduct.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)
                 bucket.start_refresh()
 

@@ -31,7 +31,7 @@ from .topology import Topology
 
 __all__ = ["ShardingOptions", "shard_model"]
 
-_RANDOM = "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)"
+_RANDOM = "random numbers to initialize with (call torch.manual_seed with one seed on all ranks)"
 
 Homes = Mapping[nn.Module, Mapping[str, Home]]
 """The bucket of every sharded parameter, by module and attribute."""
@@ -66,7 +66,7 @@ class ShardingOptions:
     eager_policy: EagerPolicy = field(default_factory=EagerPolicy)
     experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
-    from_meta: meta.Initialiser | None = None
+    from_meta: meta.Initializer | None = None
 
 
 def shard_model(
@@ -84,16 +84,16 @@ def shard_model(
         ValueError, TypeError: Unit classes or parameters cannot be sharded. The model is unchanged.
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
-    initialiser = options.from_meta if meta.has_meta(module) else None
-    plan = _agree_on_plan(module, topology, every, device, options, initialiser)
+    initializer = options.from_meta if meta.has_meta(module) else None
+    plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
     conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
 
     # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
-    made = _make_units(plan, members, device, keeps_originals=initialiser is not None)
+    made = _make_units(plan, members, device, keeps_originals=initializer is not None)
     del plan  # it holds the original parameters
-    if initialiser is not None:
-        _initialise(members.everyone, module, made, device, initialiser)
+    if initializer is not None:
+        _initialize(members.everyone, module, made, device, initializer)
     for holder in module.modules():
         for name, buffer in holder._buffers.items():
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
@@ -114,14 +114,14 @@ def _agree_on_plan(
     every: dist.ProcessGroup,
     device: torch.device,
     options: ShardingOptions,
-    initialiser: meta.Initialiser | None,
+    initializer: meta.Initializer | None,
 ) -> ModelPlan:
     """Plan how to shard the model. If planning fails on one rank, or plans differ, it fails on all ranks."""
     found: list[ModelPlan] = []
 
     def describe() -> list[str]:
-        if initialiser is not None:
-            initialiser.prepare(module)
+        if initializer is not None:
+            initializer.prepare(module)
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
         unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
         units = divide(module, options.unit_modules, unit_bytes, allows_meta=options.from_meta is not None)
@@ -137,7 +137,7 @@ def _agree_on_plan(
             *([str(own)] if own is not None else []),
             f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
             *found[0].describe(options.check_values),
-            *([f"{_RANDOM}: {meta.random_state(device)}"] if initialiser is not None and initialiser.draws else []),
+            *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]
 
     def describe_experts() -> tuple[Sequence[int], list[str]]:
@@ -194,12 +194,12 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
     return made
 
 
-def _initialise(
+def _initialize(
     everyone: dist.ProcessGroup,
     module: nn.Module,
     made: _Made,
     device: torch.device,
-    initialiser: meta.Initialiser,
+    initializer: meta.Initializer,
 ) -> None:
     """Initialize parameters and buffers on the meta device.
 
@@ -207,11 +207,11 @@ def _initialise(
     """
 
     def describe() -> list[str]:
-        meta.initialise(module, made.homes, made.originals, device, initialiser)
-        return [f"random numbers after initialisation: {meta.random_state(device)}"] if initialiser.draws else []
+        meta.initialize(module, made.homes, made.originals, device, initializer)
+        return [f"random numbers after initialization: {meta.random_state(device)}"] if initializer.draws else []
 
     try:
-        agree(everyone, "fully_shard_model, initialisation of parameters on the meta device", describe)
+        agree(everyone, "fully_shard_model, initialization of parameters on the meta device", describe)
     except BaseException:
         for holder, own in made.originals.items():
             holder._parameters.update(own)

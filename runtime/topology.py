@@ -242,19 +242,19 @@ class Topology:
         """Group to gather over once after each change of the shards; None: only shards stay between uses."""
         if self.is_hfsdp:
             return self.outer
-        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS) or self.lets_go:
+        if self.strategy in (ShardingStrategy.OPTIM, ShardingStrategy.OPTIM_GRADS) or self.releases_resident:
             return self.inner_gathers or self.inner
         return None
 
     @property
-    def lets_go(self) -> bool:
+    def releases_resident(self) -> bool:
         """Whether tensors that stay gathered between uses are released at the end of each step."""
         return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and self.accumulation.keeps_gathered
 
     @property
     def gather_group(self) -> Group | None:
         """Group to gather over at each use."""
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.lets_go:
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident:
             return None
         return self.inner_gathers or self.inner
 

@@ -53,7 +53,7 @@ class Drawing:
     _parts: list[str] = field(default_factory=list)
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, about: str = "") -> None:
-        """A rectangle of the colour of ``kind``; ``about`` is shown where the pointer rests on it."""
+        """A rectangle of the color of ``kind``; ``about`` is shown where the pointer rests on it."""
         title = f"<title>{escape(about)}</title>" if about else ""
         at = f'x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}"'
         self._parts.append(f'<rect class="{kind}" {at}>{title}</rect>' if title else f'<rect class="{kind}" {at}/>')
@@ -76,7 +76,7 @@ class Drawing:
         self._reach(max(y for _, y in corners))
 
     def legend(self, y: float, kinds: Mapping[str, str]) -> None:
-        """Names of colours, in a row."""
+        """Names of colors, in a row."""
         x = 0.0
         for kind, name in kinds.items():
             self.box(x, y, 11, 11, kind)
@@ -146,7 +146,7 @@ def units() -> str:
 
 
 def _shares(drawing: Drawing, layout: BucketLayout, x: float, y: float, width: float, height: float) -> None:
-    """A bucket as a bar, its parameters in colours in turn, with the borders of shards."""
+    """A bucket as a bar, its parameters in alternating colors, with the borders of shards."""
     drawing.box(x, y, width, height, "padding")
     for number, slot in enumerate(layout.slots):
         left = x + width * slot.offset / layout.numel

@@ -1,5 +1,5 @@
 """What MkDocs is told about this repository: where the package's sources are, what lies outside of docs/, and drawings that follow
-the page's colours."""
+the page's colors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _page_of(path: Path) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put drawings into the page itself, where they take the colours of its scheme, light or dark."""
+    """Put drawings into the page itself, where they take the colors of its scheme, light or dark."""
 
     def inline(found: re.Match[str]) -> str:
         svg = (Path(config.docs_dir) / "drawings" / f"{found['name']}.svg").read_text(encoding="utf-8")

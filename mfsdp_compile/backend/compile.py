@@ -327,7 +327,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         resident_stride=resident.stride if resident is not None else 1,
         portion_size=few.size if few is not None else 0,
         portion_group=few.name if few is not None else "",
-        lets_go=topology.lets_go,
+        releases_resident=topology.releases_resident,
         grad_dtype=plan.grad_dtype,
     )
 

@@ -122,7 +122,7 @@ def run(config: DemoConfig) -> int:
     if config.parity_steps:
         with console.status(f"one process repeats {min(config.parity_steps, config.steps)} steps on the same data"):
             alone = _spawn(partial(_train_alone, checkpoint=begin_with), config, 1, console)
-    good = _summarise(console, config, outcome, alone)
+    good = _summarize(console, config, outcome, alone)
     console.print(f"{time.monotonic() - started:.0f} s in all; files in [bold]{config.out}/[/]")
     return 0 if good else 1
 
@@ -334,7 +334,7 @@ def _count_collectives(step: Callable[[], Any]) -> dict[str, int]:
 # -- the summary ------------------------------------------------------------------------------------------------------
 
 
-def _summarise(console: Console, config: DemoConfig, outcome: _Outcome, alone: list[float]) -> bool:
+def _summarize(console: Console, config: DemoConfig, outcome: _Outcome, alone: list[float]) -> bool:
     losses = outcome.losses
     # A resumed run has a noisy loss from its first step on, so it must only not have risen to its starting level.
     few = max(1, len(losses) // 4)

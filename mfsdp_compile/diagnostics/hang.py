@@ -14,7 +14,7 @@ from typing import Any
 
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, members, printable, read_json, typed, whole
 
-__all__ = ["Finding", "analyse", "read", "run"]
+__all__ = ["Finding", "analyze", "read", "run"]
 
 
 MOST_RANKS = 1 << 22
@@ -44,10 +44,10 @@ def run(folder: str) -> int:
     if not states:
         print(
             f"{folder} holds no rank-N.json, nor does {folder}/hang. Ranks write these if MFSDP_DEBUG_DIR is set to a folder: "
-            "when they fail, when nothing happens for most of the process group's time-out, and on SIGUSR1."
+            "when they fail, when nothing happens for most of the process group's timeout, and on SIGUSR1."
         )
         return 2
-    for finding in analyse(states):
+    for finding in analyze(states):
         print(finding.text)
     print()
     for rank, state in sorted(states.items()):
@@ -139,7 +139,7 @@ def _checked(state: Any) -> dict[str, Any]:
     }
 
 
-def analyse(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def analyze(states: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """Find what keeps ranks waiting. The first finding is the most likely cause."""
     world = max(state["world_size"] for state in states.values())
     findings = []

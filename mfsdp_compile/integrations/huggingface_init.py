@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from mfsdp_compile.checkpoint.dcp_reader import CheckpointError
 from mfsdp_compile.convert.safetensors_files import SafetensorsReader
-from mfsdp_compile.runtime.init.meta import ByMethod, Initialiser
+from mfsdp_compile.runtime.init.meta import ByMethod, Initializer
 
-__all__ = ["Initialisation", "Pretrained"]
+__all__ = ["Initialization", "Pretrained"]
 
 
-class Initialisation(Initialiser):
+class Initialization(Initializer):
     """Initializes transformers models with their own ``_init_weights``; for ``init_fn`` of ``fully_shard_model``.
 
     The values are those that ``model.to_empty(device=...)`` and ``model.init_weights()`` give in one process, from the
@@ -101,12 +101,12 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-class Pretrained(Initialisation):
+class Pretrained(Initialization):
     """Loads weights from a ``save_pretrained`` folder or a ``.safetensors`` file; pass it as ``init_fn``.
 
     Each rank reads only its own rows. Where transformers builds a parameter from several tensors (stacked experts), it
     reads only the tensors that it needs. Values are converted to the dtype of the shards, and rounded at most once.
-    Buffers that no file contains, and parameters that may be missing, are initialized as :class:`Initialisation` does.
+    Buffers that no file contains, and parameters that may be missing, are initialized as :class:`Initialization` does.
     Tied parameters are read once, under the name in the folder. A module that is not a transformers model gets the
     tensors that have its names.
 
@@ -157,14 +157,14 @@ class Pretrained(Initialisation):
             listed = "\n  ".join([*problems[:20], *([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])])
             raise CheckpointError(
                 f"{self._folder} does not fit the model, a {type(model or module).__name__}:\n  {listed}\nMake the model as the "
-                "folder's config.json says, or say with allow_missing=... (then initialised) and allow_unexpected=... (then left "
+                "folder's config.json says, or say with allow_missing=... (then initialized) and allow_unexpected=... (then left "
                 "out) what is meant."
             )
         read = {id(tensor) for name, tensor in wanted.items() if self.has(name)}
         self.draws = any(id(param) not in read for param in module.parameters())
         for name, tensor in wanted.items():
             if self.has(name):
-                tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialise their children's
+                tensor._is_hf_initialized = True  # type: ignore[attr-defined] # for parents that initialize their children's
 
     def _missing(self, wanted: Mapping[str, Tensor], ignored: Sequence[str]) -> Iterator[str]:
         there = {id(tensor) for name, tensor in wanted.items() if self.has(name)}  # tied ones may have another name

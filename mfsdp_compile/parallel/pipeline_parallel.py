@@ -71,7 +71,7 @@ def held_memory(model: nn.Module) -> HeldMemory:
     """
     sharded = unwrapped(model, "held_memory").sharded
     units = [sum(bucket.plan.gathered_bytes for bucket in unit.buckets) for unit in sharded.eager.units]
-    stays = [bucket.topology.lets_go for bucket in sharded.buckets]
+    stays = [bucket.topology.releases_resident for bucket in sharded.buckets]
     gathers = sharded.topology.gather_group is not None
     in_use = max((a + b for a, b in zip(units, [*units[1:], 0], strict=True)), default=0) if gathers else 0
     return HeldMemory(

@@ -78,12 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for the best plan",
     )
     parser.add_argument(
-        "--unit", help="join neighbouring units that are smaller until they have this many bytes, such as 512MiB"
+        "--unit", help="join neighboring units that are smaller until they have this many bytes, such as 512MiB"
     )
     parser.add_argument(
         "--reshard",
         default="auto",
-        help="whether the backward gathers again: true, false, auto, or a number of neighbours to gather over, as the option "
+        help="whether the backward gathers again: true, false, auto, or a number of neighbors to gather over, as the option "
         "reshard_after_forward (default: %(default)s)",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default: %(default)s)")

@@ -312,7 +312,7 @@ def sizes(job: Job, traced: Trace | Sequence[Trace], candidate: Candidate) -> li
     job = replace(job, unit_bytes=None, bucket_bytes=None)
     knee = knee_bytes(candidate, job.hardware)
     rows = [Sizes(None, None, planned(job, traced, candidate))]
-    runs = [run for stage in _stages(traced) for run in stage.neighbours]
+    runs = [run for stage in _stages(traced) for run in stage.neighbors]
     small = max((size for run in runs for size in run.values() if size < knee), default=0)
     longest = max((sum(run.values()) for run in runs), default=0)
     together = small
@@ -660,7 +660,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
 def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:
     """Return the names of units after joining, each with the names of the units in it, in order."""
     joined: dict[str, list[str]] = {}
-    for run in traced.neighbours if unit_bytes is not None else ():
+    for run in traced.neighbors if unit_bytes is not None else ():
         of_run = list(run)
         for group in group_by_size(list(run.values()), unit_bytes or 0):
             joined |= {of_run[i]: [of_run[j] for j in group] for i in group}

@@ -35,7 +35,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
-from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbours, repeated_blocks, resolve_unit_classes
+from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbors, repeated_blocks, resolve_unit_classes
 
 from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload
 
@@ -69,7 +69,7 @@ class Trace:
         buckets: Buckets as they were traced. A layout for other ranks may split them differently.
         units: Traced units, by name.
         order: Names of all units, in order of first use.
-        neighbours: Units that can be joined, as runs of consecutive units: gathered size in bytes, by name.
+        neighbors: Units that can be joined, as runs of consecutive units: gathered size in bytes, by name.
         buffer_bytes: Bytes of the whole model's buffers.
         parameters: Number of parameters of the whole model.
         tokens: Tokens in the batch of one rank, or of the ranks that compute it together.
@@ -82,7 +82,7 @@ class Trace:
     buckets: Sequence[TracedBucket]
     units: Mapping[str, Unit]
     order: Sequence[str]
-    neighbours: Sequence[Mapping[str, int]]
+    neighbors: Sequence[Mapping[str, int]]
     buffer_bytes: int
     parameters: int
     tokens: int
@@ -156,8 +156,8 @@ def _trace(
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
-        runs_of_neighbours = [
-            {unit.name: unit.gathered_bytes // degrees.tensor for unit in run} for run in neighbours(model, whole)
+        runs_of_neighbors = [
+            {unit.name: unit.gathered_bytes // degrees.tensor for unit in run} for run in neighbors(model, whole)
         ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
@@ -201,7 +201,7 @@ def _trace(
         buckets,
         units,
         order,
-        runs_of_neighbours,
+        runs_of_neighbors,
         *sizes,
         tokens,
         flops,

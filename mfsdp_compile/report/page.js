@@ -1,6 +1,6 @@
 "use strict";
 // Draws the timeline, and memory below it, from the data in the page. Everything is drawn afresh when the view changes:
-// one path for each colour, and at most one shape for each pixel, however many spans there are.
+// one path for each color, and at most one shape for each pixel, however many spans there are.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const figure = document.getElementById("figure");

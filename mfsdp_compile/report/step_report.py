@@ -226,7 +226,7 @@ def _units(report: StepReport) -> Table:
     }
     rows = {(time.stage, time.unit): (time.predicted, time.measured) for time in report.measured} | rows
     lines = list(_alike((called(unit), stage.value, *_times(*times)) for (stage, unit), times in rows.items()))
-    about = "Seconds of each unit in each stage of the step, waits included. Neighbours that are alike share a line."
+    about = "Seconds of each unit in each stage of the step, waits included. Neighbors that are alike share a line."
     compared = [(predicted, measured) for predicted, measured in rows.values() if measured is not None]
     if not compared:
         lines = [row[:3] for row in [*lines, ("total", "", *_times(sum(p for p, _ in rows.values()), None))]]
@@ -268,7 +268,7 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         lines.append((f"all {len(buckets):,}", *sizes, ""))
     about = (
         "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "and of the gathered whole. Neighbours that are alike share a line."
+        "and of the gathered whole. Neighbors that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)

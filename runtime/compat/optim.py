@@ -6,9 +6,9 @@ import sys
 
 import torch
 from torch.optim._muon import _adjust_lr as muon_learning_rate
-from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalise
+from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
-__all__ = ["is_running", "muon_learning_rate", "orthogonalise"]
+__all__ = ["is_running", "muon_learning_rate", "orthogonalize"]
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:

@@ -28,13 +28,13 @@ from .deferred_fill import DeferredFills
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, Home
 
-__all__ = ["ByFunction", "ByMethod", "InitFn", "Initialiser", "has_meta", "initialise", "random_state"]
+__all__ = ["ByFunction", "ByMethod", "InitFn", "Initializer", "has_meta", "initialize", "random_state"]
 
 InitFn = Callable[[nn.Module], None]
 """Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
 
 
-class Initialiser:
+class Initializer:
     """Gives values to a model on the meta device.
 
     Subclasses may read values by rows, so that no rank holds them whole.
@@ -76,7 +76,7 @@ class Initialiser:
         raise NotImplementedError
 
 
-class ByMethod(Initialiser):
+class ByMethod(Initializer):
     """Initializes modules with their ``reset_parameters()`` or ``_reset_parameters()``."""
 
     _NAMES = ("reset_parameters", "_reset_parameters")
@@ -95,7 +95,7 @@ class ByMethod(Initialiser):
                     f"{', '.join(map(repr, own))} on the meta device, but no reset_parameters or _reset_parameters "
                     "method. Give the class such a method, or pass init_fn=..., which is called with every module "
                     "that owns such tensors (for models of transformers: "
-                    "mfsdp_compile.integrations.huggingface_init.Initialisation())."
+                    "mfsdp_compile.integrations.huggingface_init.Initialization())."
                 )
 
     def __call__(self, owner: nn.Module) -> None:
@@ -107,7 +107,7 @@ class ByMethod(Initialiser):
         return next((getattr(owner, name) for name in self._NAMES if callable(getattr(owner, name, None))), None)
 
 
-class ByFunction(Initialiser):
+class ByFunction(Initializer):
     """Initializes modules with the user's function.
 
     Raises:
@@ -136,12 +136,12 @@ def random_state(device: torch.device) -> str:
 
 
 @torch.no_grad()
-def initialise(
+def initialize(
     module: nn.Module,
     homes: Mapping[nn.Module, Mapping[str, Home]],
     originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
     device: torch.device,
-    initialiser: Initialiser,
+    initializer: Initializer,
 ) -> None:
     """Give values to every module that owns a tensor on the meta device.
 
@@ -150,17 +150,17 @@ def initialise(
         homes: Bucket and index of each module's parameters, by attribute.
         originals: The parameters before sharding, by attribute.
         device: Device of the values while they are whole.
-        initialiser: Initializer that was prepared.
+        initializer: Initializer that was prepared.
 
     Raises:
         NotImplementedError: Values of experts that differ between ranks should be read.
         ValueError: An initializer has replaced a parameter.
     """
-    _Initialization(module, homes, originals, device, initialiser).run()
+    _Initialization(module, homes, originals, device, initializer).run()
 
 
 class _Initialization:
-    """One initialization. The arguments are those of :func:`initialise`."""
+    """One initialization. The arguments are those of :func:`initialize`."""
 
     def __init__(
         self,
@@ -168,10 +168,10 @@ class _Initialization:
         homes: Mapping[nn.Module, Mapping[str, Home]],
         originals: Mapping[nn.Module, Mapping[str, nn.Parameter]],
         device: torch.device,
-        initialiser: Initialiser,
+        initializer: Initializer,
     ) -> None:
         self._module, self._homes, self._originals = module, homes, originals
-        self._device, self._initialiser = device, initialiser
+        self._device, self._initializer = device, initializer
         self._names = {owner: name for name, owner in module.named_modules()}
         self._buffers = {
             owner: [name for name, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
@@ -180,7 +180,7 @@ class _Initialization:
 
     def run(self) -> None:
         experts = self._outermost_of_experts()
-        for outermost, together in itertools.groupby(self._initialiser.order(self._module), key=experts.get):
+        for outermost, together in itertools.groupby(self._initializer.order(self._module), key=experts.get):
             if outermost is None:
                 for owner in together:
                     self._call(owner)
@@ -232,11 +232,11 @@ class _Initialization:
         prefix = f"{self._names[owner]}." if self._names[owner] else ""
         empty = [home for name, home in own.items() if self._originals[owner][name].is_meta]
         if not (empty or buffers):
-            if self._initialiser.all_modules:
-                self._initialiser(owner)
+            if self._initializer.all_modules:
+                self._initializer(owner)
             return
-        has = self._initialiser.has
-        if all(_stored(home, self._initialiser) for home in empty) and all(has(prefix + name) for name in buffers):
+        has = self._initializer.has
+        if all(_stored(home, self._initializer) for home in empty) and all(has(prefix + name) for name in buffers):
             return
         before = {name: owner._parameters[name] for name in own}, {name: owner._buffers[name] for name in buffers}
         for name, home in own.items():
@@ -247,10 +247,10 @@ class _Initialization:
         try:
             drawing = DeferredFills([param for name in own if (param := owner._parameters[name]) is not None])
             with drawing:
-                self._initialiser(owner)
+                self._initializer(owner)
             for name, home in own.items():
                 values, rows = _checked(owner, name, _shape(home, of_whole)), _shard(home)
-                if keep and rows.numel() and self._initialiser.decides(prefix + name):
+                if keep and rows.numel() and self._initializer.decides(prefix + name):
                     drawing.take(values, _index(home, of_whole), rows)
         finally:
             owner._parameters.update(before[0])
@@ -267,16 +267,16 @@ class _Initialization:
         for owner, path in self._names.items():
             prefix = f"{path}." if path else ""
             for name in self._buffers[owner]:
-                if self._initialiser.has(prefix + name):
+                if self._initializer.has(prefix + name):
                     buffer = owner._buffers[name]
                     assert buffer is not None
-                    values = self._initialiser.read(prefix + name, tuple(slice(0, size) for size in buffer.shape))
+                    values = self._initializer.read(prefix + name, tuple(slice(0, size) for size in buffer.shape))
                     owner._buffers[name] = values.to(self._device, buffer.dtype)
             for name, home in self._homes.get(owner, {}).items():
                 if self._originals[owner][name].is_meta and (home.bucket, home.index) not in known:
                     known.add((home.bucket, home.index))
-                    if (stored := _stored(home, self._initialiser)) is not None:
-                        _read_rows(home, stored, self._initialiser)
+                    if (stored := _stored(home, self._initializer)) is not None:
+                        _read_rows(home, stored, self._initializer)
 
 
 def _parted(home: Home) -> tuple[int, int]:
@@ -300,21 +300,21 @@ def _index(home: Home, of_whole: bool) -> tuple[slice, ...]:
     return tuple(slice(s.start - first, s.stop - first) for s, first in zip(slices, split.offsets, strict=True))
 
 
-def _stored(home: Home, initialiser: Initialiser) -> str | None:
+def _stored(home: Home, initializer: Initializer) -> str | None:
     """Return a name under which a parameter's values can be read, if any. A tied parameter has several names."""
-    return next((site.name for site in home.bucket.sites[home.index] if initialiser.has(site.name)), None)
+    return next((site.name for site in home.bucket.sites[home.index] if initializer.has(site.name)), None)
 
 
-def _read_rows(home: Home, name: str, initialiser: Initialiser) -> None:
+def _read_rows(home: Home, name: str, initializer: Initializer) -> None:
     split, rank = _split(home), home.bucket.topology.shard
     if _parted(home)[0] > 1:
         raise NotImplementedError(
             f"Parameter {name!r} is an expert, and ranks hold different experts under that name: which one the file "
             "holds is unknown. Convert the file (mfsdp convert), and load the checkpoint into a model that was "
-            "initialised."
+            "initialized."
         )
     if split.rows(rank):
-        rows, found = _shard(home), initialiser.read(name, split.slices(rank))
+        rows, found = _shard(home), initializer.read(name, split.slices(rank))
         if found.shape != rows.shape:
             raise ValueError(
                 f"Reading values of parameter {name!r} {split.shape} returned a tensor of shape {tuple(found.shape)}, "
@@ -328,7 +328,7 @@ def _checked(owner: nn.Module, name: str, shape: Sequence[int]) -> Tensor:
     if values is None or tuple(values.shape) != tuple(shape):
         found = "nothing" if values is None else f"a tensor of shape {tuple(values.shape)}"
         raise ValueError(
-            f"Initialising a {type(owner).__name__} left {found} in place of its parameter {name!r} of shape "
+            f"Initializing a {type(owner).__name__} left {found} in place of its parameter {name!r} of shape "
             f"{tuple(shape)}. Give values to it in place."
         )
     return values

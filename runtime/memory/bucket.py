@@ -167,7 +167,7 @@ class Bucket:
         self._resident_of = -1  # version of the shard from which the resident was gathered
         self._resident_awaited = True
         group = self.topology.resident_group
-        if group is not None and not self.topology.lets_go:
+        if group is not None and not self.topology.releases_resident:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
             if plan.main_dtype == plan.compute_dtype:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
@@ -300,7 +300,7 @@ class Bucket:
 
     def let_go(self) -> None:
         """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
-        if self.topology.lets_go and self.resident is not None:
+        if self.topology.releases_resident and self.resident is not None:
             self.await_resident()
             self._drop_resident()
 
@@ -338,7 +338,7 @@ class Bucket:
             with contextlib.suppress(RuntimeError):
                 self.await_resident()
             self._resident_of, self._resident_awaited = -1, True
-            if self.topology.lets_go:
+            if self.topology.releases_resident:
                 self._drop_resident()
 
     def source(self) -> Tensor:

@@ -59,8 +59,8 @@ class ShardedMuon(torch.optim.Muon):
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
             return update.to_local().to(torch.bfloat16, copy=True)
 
-        def orthogonalise(whole: Tensor) -> Tensor:
-            return compat.orthogonalise(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        def orthogonalize(whole: Tensor) -> Tensor:
+            return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
         topology.announce(f"Muon's step, from {params[0].split.name!r} on", params[0].split.name)
         chunks = _chunks(params, topology.shards)
@@ -69,7 +69,7 @@ class ShardedMuon(torch.optim.Muon):
         for number, chunk in enumerate(chunks):
             journey = following or self._journey(chunk, topology, rows)
             following = self._journey(chunks[number + 1], topology, rows) if number + 1 < len(chunks) else None
-            for param, update in zip(chunk, journey.there_and_back(orthogonalise), strict=True):
+            for param, update in zip(chunk, journey.there_and_back(orthogonalize), strict=True):
                 param.mul_(1 - lr * group["weight_decay"])
                 rate = compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape)
                 param.add_(RowShardedTensor.wrap(update, param.split, topology), alpha=-rate)

@@ -171,22 +171,22 @@ def build_experts(
     strategy: ShardingStrategy,
     outer_strategy: ShardingStrategy,
     gathers: dist.ProcessGroup | None,
-    recognise: IsExpert | None,
+    recognize: IsExpert | None,
     dense: Topology,
     every: dist.ProcessGroup,
 ) -> ExpertPlacement:
     """Interpret the arguments of ``fully_shard_model`` about experts. Does not communicate.
 
     Args:
-        recognise: Function that identifies experts; None: :func:`is_expert`.
+        recognize: Function that identifies experts; None: :func:`is_expert`.
         dense: Topology that everything else is sharded over.
         every: Process group of that topology's ranks.
 
     Raises:
         ValueError, TypeError: Dimensions, groups or ranks do not fit together.
     """
-    if recognise is not None and not callable(recognise):
-        raise TypeError(f"is_expert takes a function (name, parameter) -> bool, got {recognise!r}")
+    if recognize is not None and not callable(recognize):
+        raise TypeError(f"is_expert takes a function (name, parameter) -> bool, got {recognize!r}")
     topology, sharers = build_topology(
         mesh, shard_dim, outer_dim, hybrid_group, strategy, outer_strategy, gathers, EXPERT_ARGUMENTS
     )
@@ -201,7 +201,7 @@ def build_experts(
     told = [ranks for ranks in _slices(mesh, topology.mesh) if set(data_parallel).issuperset(ranks.flatten().tolist())]
     tells_all = sum(ranks.numel() for ranks in told) >= len(data_parallel)
     holders = check_holders(told, data_parallel) if tells_all else None
-    return ExpertPlacement(mesh, topology, recognise or is_expert, recognise is None, holders)
+    return ExpertPlacement(mesh, topology, recognize or is_expert, recognize is None, holders)
 
 
 def check_holders(found: Iterable[Tensor], data_parallel: Sequence[int]) -> Tensor:

@@ -28,7 +28,7 @@ __all__ = [
     "group_by_size",
     "join",
     "joined_name",
-    "neighbours",
+    "neighbors",
     "repeated_blocks",
     "resolve_unit_classes",
 ]
@@ -157,7 +157,7 @@ def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...
         units: Units from :func:`find_units`.
     """
     joined: dict[str, Unit | None] = {}  # by name; None: joined to the unit before
-    for run in neighbours(model, units):
+    for run in neighbors(model, units):
         for group in group_by_size([unit.gathered_bytes for unit in run], least):
             members = [run[i] for i in group]
             names = [unit.name for unit in members]
@@ -168,7 +168,7 @@ def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...
     return tuple(found for unit in units if (found := joined.get(unit.name, unit)) is not None)
 
 
-def neighbours(model: nn.Module, units: Sequence[Unit]) -> list[list[Unit]]:
+def neighbors(model: nn.Module, units: Sequence[Unit]) -> list[list[Unit]]:
     """Return the units that may be joined, in runs of consecutive units.
 
     A unit that holds other units is not joined, because it is in use as long as they are. Units inside different units

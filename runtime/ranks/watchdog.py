@@ -218,7 +218,7 @@ class Watchdog:
         raise RuntimeError(
             f"A collective failed on rank {dist.get_rank()}, in {journal.doing() or next(iter(live)).latest}: "
             f"{error}. Another rank has ended, was killed or stopped, or takes longer than the process group's "
-            "time-out; what it printed last says why, and `mfsdp hang` where each rank is. Weights and optimizer "
+            "timeout; what it printed last says why, and `mfsdp hang` where each rank is. Weights and optimizer "
             "state are those of the last optimizer step; model.reset() makes the model usable again where all ranks "
             "live."
         ) from error

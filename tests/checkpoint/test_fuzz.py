@@ -148,7 +148,7 @@ def test_json(count: int, tmp_path: Path) -> None:
             SafetensorsReader(tmp_path)
         elif path == "rank-0.json":
             states = hang.read(tmp_path)
-            assert all(finding.text.isprintable() for finding in hang.analyse(states))
+            assert all(finding.text.isprintable() for finding in hang.analyze(states))
         elif path == "hardware.json":
             hardware(str(tmp_path / path))
         elif path == "map.json":

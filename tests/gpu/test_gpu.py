@@ -151,7 +151,7 @@ def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> 
 
 
 @pytest.mark.usefixtures("nccl")
-def test_training_makes_no_host_synchronisation() -> None:
+def test_training_makes_no_host_synchronization() -> None:
     """Training never waits for the GPU unless the user asks for it."""
     model, call = sharded("inductor", torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

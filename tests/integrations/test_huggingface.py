@@ -97,9 +97,9 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def shard(model: nn.Module, initialiser: Any, **options: Any) -> Any:
+def shard(model: nn.Module, initializer: Any, **options: Any) -> Any:
     return fully_shard_model(
-        model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=initialiser, **options
+        model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=initializer, **options
     )
 
 
@@ -133,13 +133,13 @@ def assert_rows_of(sharded: Any, expected: nn.Module, buffers_too: bool = True) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_initialised_as_transformers_does(name: str) -> None:
+def test_models_are_initialized_as_transformers_does(name: str) -> None:
     alone = on_meta(MODELS[name]).to_empty(device="cpu")
     torch.manual_seed(0)
     alone.init_weights()
     following = torch.rand(1)
     torch.manual_seed(0)
-    model = shard(on_meta(MODELS[name]), huggingface_init.Initialisation())
+    model = shard(on_meta(MODELS[name]), huggingface_init.Initialization())
     assert torch.equal(torch.rand(1), following)
     assert_rows_of(model, alone)
 
@@ -190,9 +190,9 @@ def test_no_parameter_is_ever_whole(tmp_path: Path) -> None:
 
     large().save_pretrained(tmp_path)
     file = (tmp_path / "model.safetensors").stat().st_size
-    for initialiser, mapped in ((huggingface_init.Initialisation(), 0), (huggingface_init.Pretrained(tmp_path), file)):
+    for initializer, mapped in ((huggingface_init.Initialization(), 0), (huggingface_init.Pretrained(tmp_path), file)):
         model, found = on_meta(large), []
-        peak, _ = allocated(lambda model=model, i=initialiser, found=found: found.append(shard(model, i)))  # type: ignore[misc]
+        peak, _ = allocated(lambda model=model, i=initializer, found=found: found.append(shard(model, i)))  # type: ignore[misc]
         shards = sum(bucket.plan.shard_bytes for bucket in found[0].sharded.buckets)
         parameter = 512 * 1376 * 4
         assert peak < shards + 1.25 * parameter + mapped, (peak, shards, parameter)
@@ -217,7 +217,7 @@ def test_values_are_rounded_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
-def test_parts_that_are_missing_are_initialised_when_that_is_meant(tmp_path: Path) -> None:
+def test_parts_that_are_missing_are_initialized_when_that_is_meant(tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone = llama()
     alone.save_pretrained(tmp_path)
@@ -269,7 +269,7 @@ def test_mistakes_are_explained() -> None:
             TypeError,
             "this Linear contains none",
             make=lambda: nn.Linear(2, 2),
-            init_fn=huggingface_init.Initialisation(),
+            init_fn=huggingface_init.Initialization(),
         )
         refused(CheckpointError, "nowhere", init_fn=huggingface_init.Pretrained(path / "nowhere"))
         refused(

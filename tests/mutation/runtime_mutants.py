@@ -241,8 +241,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "a failed gather of a resident counts",
-        "            self._resident_of, self._resident_awaited = -1, True\n            if self.topology.lets_go",
-        "            self._resident_awaited = True\n            if self.topology.lets_go",
+        "            self._resident_of, self._resident_awaited = -1, True\n            if self.topology.releases_resident",
+        "            self._resident_awaited = True\n            if self.topology.releases_resident",
         ("programs/test_more_programs.py -k gathered_counts",),
     ),
     Mutant(
@@ -540,7 +540,7 @@ RUNTIME = (
     Mutant(
         "runtime/plan/experts.py",
         "any object passes for is_expert",
-        "    if recognise is not None and not callable(recognise):",
+        "    if recognize is not None and not callable(recognize):",
         "    if False:",
         ("parallel/test_expert_parallel.py -k test_arguments_that_do_not_fit_together",),
     ),

@@ -291,7 +291,7 @@ def test_a_batch_that_no_schedule_fits() -> None:
     assert isinstance(error, BudgetError)
     assert f"Rank {last}, with a batch of float32[2000, 64]: memory_budget of" in str(error)
     assert "What would help: " in str(error)
-    assert time.monotonic() - begun < 110, "nobody waits for a time-out, which is 120 s"
+    assert time.monotonic() - begun < 110, "nobody waits for a timeout, which is 120 s"
     assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
     train(model, call, [(3, 500), (500, 3)])
 

@@ -162,9 +162,9 @@ def test_sums_of_rows_are_not_in_the_kernel_of_sums_within_rows() -> None:
     """
     made = Made()
     x = made.input(100, 100)
-    centred = made(aten.sub.Tensor, x, made(aten.mean.dim, x, [1], True))
-    bias, total = made(aten.sum.dim_IntList, centred, [0]), made(aten.sum.default, centred)
-    assert names(made.kernels(centred, bias, total)) == [["mean", "sub", "sum"], ["sum"]]
+    centered = made(aten.sub.Tensor, x, made(aten.mean.dim, x, [1], True))
+    bias, total = made(aten.sum.dim_IntList, centered, [0]), made(aten.sum.default, centered)
+    assert names(made.kernels(centered, bias, total)) == [["mean", "sub", "sum"], ["sum"]]
 
 
 def test_constants_are_computed_wherever_they_are_needed() -> None:

@@ -220,7 +220,7 @@ def by_parameter(layers: int, fused: bool = True) -> Trace:
 
 def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     traced = by_parameter(8, fused=False)
-    least = 4 * traced.neighbours[0]["layers.0"]
+    least = 4 * traced.neighbors[0]["layers.0"]
     job = Job(llama(8), CPU, fused=False, solved=False, unit_bytes=least)
     row = planned(job, traced, Candidate(ZERO3, 4))
     assert row.timeline is not None

@@ -129,7 +129,7 @@ CASES = [
 def test_the_culprit_is_named(tmp_path: Path, how: str, mode: str, world: int, capsys: Any) -> None:
     with started(tmp_path, how, mode, world) as processes:
         end(processes)
-    first = hang.analyse(hang.read(tmp_path))[0]
+    first = hang.analyze(hang.read(tmp_path))[0]
     assert first.ranks == (world - 1,)
     assert "gather" in first.text
     assert "step 3" in first.text
@@ -159,7 +159,7 @@ def test_a_signal_makes_every_rank_write(tmp_path: Path) -> None:
         states = [json.loads(file.read_text())[0] for file in files]
     assert [state["why"] for state in states] == ["SIGUSR1", "SIGUSR1"]
     assert "time.sleep(60)" in states[1]["place"]
-    assert hang.analyse(dict(enumerate(states)))[0].ranks == (1,)
+    assert hang.analyze(dict(enumerate(states)))[0].ranks == (1,)
 
 
 # -- records of ranks ---------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def state(rank: int, started: int, names: dict[int, str], world: int = 3) -> dic
 
 def test_a_rank_behind() -> None:
     names = {1: "gather a", 2: "gather b"}
-    (finding,) = hang.analyse({0: state(0, 2, names), 1: state(1, 1, {1: "gather a"}), 2: state(2, 2, names)})
+    (finding,) = hang.analyze({0: state(0, 2, names), 1: state(1, 1, {1: "gather a"}), 2: state(2, 2, names)})
     assert finding.ranks == (1,)
     assert "rank 1 has not started collective 2 of group g, 'gather b'" in finding.text
     assert "ranks 0, 2 have, and wait" in finding.text
@@ -182,14 +182,14 @@ def test_a_rank_behind() -> None:
 
 def test_collectives_that_are_not_the_same() -> None:
     states = {rank: state(rank, 2, {1: "gather a", 2: "gather c" if rank == 2 else "gather b"}) for rank in range(3)}
-    (finding,) = hang.analyse(states)
+    (finding,) = hang.analyze(states)
     assert finding.ranks == (2,)
     assert "'gather b' of Net #1, forward graph, step 7 on ranks 0, 1" in finding.text
 
 
 def test_a_file_that_is_missing() -> None:
     names = {1: "gather a"}
-    (finding,) = hang.analyse({0: state(0, 1, names), 2: state(2, 1, names)})
+    (finding,) = hang.analyze({0: state(0, 1, names), 2: state(2, 1, names)})
     assert finding.ranks == (1,)
     assert "rank 1 left no file" in finding.text
     assert "'gather a'" in finding.text
@@ -197,7 +197,7 @@ def test_a_file_that_is_missing() -> None:
 
 def test_nothing_to_see() -> None:
     names = {1: "gather a"}
-    (finding,) = hang.analyse({rank: state(rank, 1, names) for rank in range(3)})
+    (finding,) = hang.analyze({rank: state(rank, 1, names) for rank in range(3)})
     assert finding.ranks == ()
 
 

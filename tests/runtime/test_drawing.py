@@ -78,7 +78,7 @@ FILLS: dict[str, Callable[[Tensor], object]] = {
     "twice": lambda p: (nn.init.normal_(p), nn.init.uniform_(p)),
     "truncated": lambda p: nn.init.trunc_normal_(p, std=0.02),
     "scaled": lambda p: nn.init.normal_(p).mul_(2),
-    "normalised": lambda p: nn.init.normal_(p).div_(p.norm()),
+    "normalized": lambda p: nn.init.normal_(p).div_(p.norm()),
     "a row": lambda p: (nn.init.normal_(p), p[1].zero_()),
     "a part": lambda p: (p.zero_(), p[:700].normal_()),
     "numpy": lambda p: (nn.init.normal_(p), p.detach().copy_(torch.from_numpy(np.flip(p.detach().numpy(), 0).copy()))),

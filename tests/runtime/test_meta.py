@@ -76,7 +76,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def initialised_alone(make: Callable[[], nn.Module]) -> nn.Module:
+def initialized_alone(make: Callable[[], nn.Module]) -> nn.Module:
     """Initialize a model in one process, as the documentation describes the numbers."""
     model = on_meta(make)
     model = model.to_empty(device="cpu")
@@ -94,7 +94,7 @@ def initialised_alone(make: Callable[[], nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("strategy", [0, 1, 3])
 @on_ranks(1, 2, 3, 4)
 def test_values_are_those_of_one_process(strategy: int) -> None:
-    alone = initialised_alone(Net)
+    alone = initialized_alone(Net)
     torch.manual_seed(3)
     model = fully_shard_model(
         on_meta(Net), fsdp_unit_modules=[Layer], zero_dp_strategy=strategy, init_model_with_meta_device=True
@@ -170,7 +170,7 @@ def test_models_that_are_divided_already() -> None:
     """
     torch.manual_seed(7)
     config = LlamaConfig(48, 32, 2, 4, 2, 44)
-    alone = initialised_alone(lambda: Llama(config))
+    alone = initialized_alone(lambda: Llama(config))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(3)
     model = fully_shard_model(
@@ -200,7 +200,7 @@ def test_models_that_are_divided_already() -> None:
     def listed(experts: range) -> nn.Module:
         return nn.ModuleDict({"enter": Layer(), "experts": nn.ModuleList(Layer() for _ in experts), "leave": Layer()})
 
-    alone = initialised_alone(lambda: listed(range(4)))
+    alone = initialized_alone(lambda: listed(range(4)))
     torch.manual_seed(3)
     model = fully_shard_model(on_meta(lambda: listed(range(2))), fsdp_unit_modules=[Layer], **arguments)
     for name, whole in model.full_parameters():  # experts of both ranks at one place, one after the other
@@ -252,7 +252,7 @@ def test_mistakes_are_explained() -> None:
     refused(ValueError, "left a tensor of shape (2, 2) in place of its parameter 'weight'", init_fn=replaces)
 
     torch.manual_seed(dist.get_rank())
-    refused(RuntimeError, "random numbers to initialise with (call torch.manual_seed with one seed on all ranks)")
+    refused(RuntimeError, "random numbers to initialize with (call torch.manual_seed with one seed on all ranks)")
     torch.manual_seed(1)
 
     def uneven(module: nn.Module) -> None:
@@ -260,7 +260,7 @@ def test_mistakes_are_explained() -> None:
         if dist.get_rank() == 1:
             torch.rand(1)
 
-    refused(RuntimeError, "random numbers after initialisation", init_fn=uneven)
+    refused(RuntimeError, "random numbers after initialization", init_fn=uneven)
 
     def fails(module: nn.Module) -> None:
         if dist.get_rank() == 1 and isinstance(module, nn.LayerNorm):
@@ -285,12 +285,12 @@ from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 dist.init_process_group("fake", store=FakeStore(), rank=377, world_size=1024)
 with torch.device("meta"):
     if sys.argv[1] == "ours":
-        model, initialiser = Llama(LlamaConfig(128_256, 8192, 80, 64, 8, 28_672)), None
+        model, initializer = Llama(LlamaConfig(128_256, 8192, 80, 64, 8, 28_672)), None
     else:
         from transformers import LlamaConfig, LlamaForCausalLM
         config = LlamaConfig(vocab_size=128_256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
                              num_key_value_heads=8, intermediate_size=28_672)
-        model, initialiser = LlamaForCausalLM(config), huggingface.Initialisation()
+        model, initializer = LlamaForCausalLM(config), huggingface.Initialization()
 model = model.to(torch.bfloat16)
 assert sum(p.numel() for p in model.parameters()) > 70e9
 
@@ -299,7 +299,7 @@ def most_memory():
 
 before, begin = most_memory(), time.monotonic()
 torch.manual_seed(0)
-model = fully_shard_model(model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=initialiser)
+model = fully_shard_model(model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=initializer)
 plans = [bucket.plan for bucket in model.sharded.buckets]
 print(json.dumps({
     "seconds": time.monotonic() - begin,

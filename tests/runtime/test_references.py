@@ -262,7 +262,7 @@ def test_utilities_after_sharding() -> None:
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_apply_finds_the_classes_that_were_written(mode: str) -> None:
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         if type(module) is nn.Linear:
             nn.init.normal_(module.weight, std=0.1)
             nn.init.zeros_(module.bias)
@@ -278,7 +278,7 @@ def test_apply_finds_the_classes_that_were_written(mode: str) -> None:
         for each in (model, alone):
             torch.manual_seed(3)
             part = of(getattr(each, "module", each))
-            assert part.apply(initialise) is part
+            assert part.apply(initialize) is part
     for name, param in model.module.named_parameters():
         assert torch.equal(param.full_tensor(), alone.get_parameter(name)), name
     assert isinstance(model.module.head, nn.Linear)

@@ -267,7 +267,7 @@ def test_gradients_of_a_part_of_the_parameters_are_dropped() -> None:
 
 
 @on_ranks(2)
-def test_optimizer_that_is_told_not_to_synchronise() -> None:
+def test_optimizer_that_is_told_not_to_synchronize() -> None:
     model, call = make("optim", EAGER, sync_model_each_microbatch=False)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     call(torch.randn(3, 8)).backward()

@@ -156,10 +156,10 @@ def test_in_place_changes_reach_the_bucket() -> None:
 
 
 @on_ranks(2, 3)
-def test_random_initialisation_draws_what_one_process_draws() -> None:
+def test_random_initialization_draws_what_one_process_draws() -> None:
     model, whole = bag()
 
-    def initialise(tensors: dict[str, Any]) -> None:
+    def initialize(tensors: dict[str, Any]) -> None:
         torch.manual_seed(5)
         for tensor in tensors.values():
             nn.init.normal_(tensor, std=0.3)
@@ -169,8 +169,8 @@ def test_random_initialisation_draws_what_one_process_draws() -> None:
         nn.init.xavier_normal_(tensors["cube"])
 
     params = dict(model.named_parameters())
-    initialise(params)
-    initialise(whole)
+    initialize(params)
+    initialize(whole)
     for name, param in params.items():
         assert torch.equal(param.full_tensor(), whole[name]), name
     torch.manual_seed(6)

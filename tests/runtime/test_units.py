@@ -17,7 +17,7 @@ from mfsdp_compile.runtime.plan.units import (
     find_units,
     group_by_size,
     join,
-    neighbours,
+    neighbors,
     repeated_blocks,
     resolve_unit_classes,
 )
@@ -154,7 +154,7 @@ class Stack(nn.Module):
 
 def runs(model: nn.Module, classes: object) -> list[list[str]]:
     found = find_units(model, resolve_unit_classes(model, classes))
-    return [[unit.name for unit in run] for run in neighbours(model, found)]
+    return [[unit.name for unit in run] for run in neighbors(model, found)]
 
 
 def test_documented_examples() -> None:
@@ -163,7 +163,7 @@ def test_documented_examples() -> None:
     assert result.failed == 0
 
 
-def test_neighbours_are_of_one_list_or_parent() -> None:
+def test_neighbors_are_of_one_list_or_parent() -> None:
     assert runs(Stack(), zoo.Block) == [
         ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"],
         ["decoder.layers.0", "decoder.layers.1", "decoder.layers.2"],
@@ -175,7 +175,7 @@ def test_neighbours_are_of_one_list_or_parent() -> None:
     assert linears == [["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down"]]
 
 
-def test_units_that_hold_others_are_no_neighbours() -> None:
+def test_units_that_hold_others_are_no_neighbors() -> None:
     """Units inside one unit can be joined, units inside two cannot."""
     nested = zoo.Nested.block
     assert runs(zoo.Nested(), [nested, zoo.Block]) == []
