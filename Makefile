@@ -39,9 +39,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# On the package as it is installed: mypy cannot follow an editable installation, nor the mapping of top-level folders.
+# On a copy laid out as it is installed: mypy cannot follow an editable installation, nor the mapping of top-level folders.
 types: $(READY)
-	rm -rf build && $(BIN)/pip install -q --no-deps --target build/types .
+	rm -rf build && mkdir -p build/types && cp -r mfsdp_compile build/types && cp -r passes runtime build/types/mfsdp_compile
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
 
 fast: $(READY)

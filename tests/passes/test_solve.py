@@ -396,7 +396,7 @@ def check(plan: StepOutlines, found: Solution, budget: int | None) -> None:
     assert set(found.decisions.reductions) == reduced
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(plans())
 def test_budgets_are_kept_and_more_memory_never_costs_time(plan: StepOutlines) -> None:
     least = smallest_peak(plan)
