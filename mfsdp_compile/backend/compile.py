@@ -200,7 +200,7 @@ class _Call:
             if bucket.signature != signature:
                 raise RuntimeError(
                     f"Compiled code for a bucket {signature} was given {bucket.plan.name!r}, {bucket.signature}. "
-                    "Please report this; torch._dynamo.reset() makes torch compile anew."
+                    "Please report this; torch._dynamo.reset() makes torch compile again."
                 )
             bucket.check_unchanged()
         for owner in models_of(buckets):

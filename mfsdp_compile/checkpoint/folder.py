@@ -299,7 +299,7 @@ class Checkpoints:
                 f"{self.root} holds checkpoints of another run, {run or 'of a conversion'}: the newest is "
                 f"{path.name}, saved {manifest.created}. This run, {lineage.run}, did not load it, saves beside it, "
                 "and does not remove it. If another job is at work, give each a folder of its own: loading takes the "
-                "last checkpoint of all. If this training was begun anew, remove the old checkpoints; if it should go "
+                "last checkpoint of all. If this training was started over, remove the old checkpoints; if it should go "
                 "on from them, load first.",
                 stacklevel=4,
             )

@@ -146,7 +146,7 @@ def load(
         ):
             raise CheckpointError(
                 f"{directory} has the state of an optimizer of class {manifest.optimizer}, and cannot be loaded into one "
-                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then begins anew. Nothing was "
+                f"of class {optimizer_name(optimizer)}. Load it without an optimizer, which then starts over. Nothing was "
                 "loaded."
             )
         try:

@@ -174,7 +174,7 @@ def _stays(key: str, plan: ConversionPlan) -> bool:
             "without the optimizer (--no-save-optim)."
         )
     reasons = {
-        "._extra_state": "state of Transformer Engine, made anew by calibration",
+        "._extra_state": "state of Transformer Engine, recreated by calibration",
         "rng_state": "random number generators of ranks that are no more",
     }
     for part, why in reasons.items():

@@ -1,1 +1,1 @@
-"""Small language models, text and a training loop for ``mfsdp demo``, and examples of trainers."""
+"""Example programs: a plain training loop, Hugging Face's Trainer, and a job configured as torchtitan's jobs are."""

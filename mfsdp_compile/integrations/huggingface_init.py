@@ -3,7 +3,7 @@
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model = fully_shard_model(
-        model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=huggingface.Pretrained(folder)
+        model, fsdp_unit_modules="auto", init_model_with_meta_device=True, init_fn=huggingface_init.Pretrained(folder)
     )
 
 Tested with transformers 5. Names are mapped by transformers' own checkpoint conversion.

@@ -14,7 +14,7 @@ opens a window of the eager path around the original one. (Forward hooks would w
 hooks, which differ between modules: six equal blocks, compiled one by one, would take six compilations.)
 
 Therefore ``type(module)`` is a subclass of the class that the user wrote. ``isinstance`` accepts it; ``type(module) is
-nn.Linear`` does not, except in ``apply()``, which restores the user's classes while it runs. (A metaclass could make
+nn.Linear`` does not, except in ``apply()`` and ``summon_full_params()``, which restore the user's classes while they run. (A metaclass could make
 the two classes compare equal, and a property could change ``module.__class__``. Both would break Dynamo: it finds the
 place of ``super()`` in the MRO with ``==``, and looks up properties in ``__class__``.)
 """

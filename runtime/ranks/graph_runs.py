@@ -1,6 +1,6 @@
 """Notifications from compiled graphs as they begin, and the models that receive them.
 
-Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule)``. The text is part of the compiled
+Every graph with collectives begins with ``mfsdp::begin(phase, digest, schedule, used)``. The text is part of the compiled
 code, but the code does not say whose buckets the graph runs with: Dynamo runs one graph for many instances of a module,
 and a compile cache serves many models. Therefore, whoever runs a graph registers the run first, on the same thread: the
 backend before a forward, a hook on the autograd node before a backward.

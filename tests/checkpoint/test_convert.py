@@ -439,7 +439,7 @@ for out, plan in plans(Path(sys.argv[1])):  # what is imported and set up once
     plan.write(Path(sys.argv[1]) / out, lambda n: None)
 before = resident()
 for out, plan in plans(Path(sys.argv[2])):
-    open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
+    open("/proc/self/clear_refs", "w").write("5")  # the peak starts over
     plan.write(Path(sys.argv[2]) / out, lambda n: None)
     print(out, plan.nbytes, resident("VmHWM") - before)
 """
