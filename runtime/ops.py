@@ -14,7 +14,7 @@
     so that graphs are the same on all ranks.
 ``pack_gradients(gradients, offsets, numel, dtype)``
     Gradients at their offsets in one flat bucket, and zeros elsewhere. Inductor gets a lowering for it that lets a
-    matmul write its result directly into the bucket (``mfsdp_compile.backend.inductor``).
+    matmul write its result directly into the bucket (``mfsdp_compile.backend.lowerings``).
 ``reduce_if_due(gradient, token, ...)``
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a collective.

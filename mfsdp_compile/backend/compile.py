@@ -41,7 +41,7 @@ from mfsdp_compile.runtime.ranks.graph_runs import GraphRun
 from mfsdp_compile.runtime.topology import Topology
 
 from .dumps import GraphFolder
-from .inductor import register_lowerings
+from .lowerings import register_lowerings
 from .options import CompileOptions
 from .rank_meeting import RankMeeting
 

@@ -493,7 +493,7 @@ def test_inductor_writes_matmuls_into_the_bucket(comm_dtype: torch.dtype, monkey
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    from mfsdp_compile.backend.inductor import register_lowerings
+    from mfsdp_compile.backend.lowerings import register_lowerings
 
     build = Builder()
     left, right = build.input(OUT, BATCH), build.input(BATCH, IN)
