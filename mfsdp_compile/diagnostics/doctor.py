@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MegatronFSDP, __version__, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.processes import run_ranks
 
 __all__ = ["SCALINGS", "STRATEGIES", "WAYS", "Cell", "cells", "mesh_arguments", "run"]
@@ -222,6 +222,7 @@ def run(table: bool) -> int:
     """Print facts about the machine and the installation; with ``table``, compute the table. Returns the exit code."""
     console = Console()
     facts = Table("what", "found", show_header=False)
+    facts.add_row("mfsdp-compile", __version__)
     facts.add_row("python", platform.python_version())
     facts.add_row("torch", torch.__version__)
     facts.add_row("GPUs", str(torch.cuda.device_count()))

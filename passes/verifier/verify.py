@@ -32,12 +32,10 @@ before the passes (:class:`.Contract`). For hand-made graphs without a contract,
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
@@ -51,7 +49,7 @@ from .rules import RULES, Breach
 __all__ = ["ScheduleError", "breaches", "verify"]
 
 _SHOWN = 5
-_NOT_OF_MODELS = tuple(str(Path(inspect.getfile(module)).parent) for module in (torch, compat))
+_NOT_OF_MODELS = str(Path(compat.TORCH_FOLDER)), str(Path(compat.__file__).parents[1])
 
 
 class ScheduleError(RuntimeError):

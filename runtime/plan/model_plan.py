@@ -175,7 +175,7 @@ def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
             )
         if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
             kind = type(param.data).__name__
-            sharded = " It seems to be sharded already." if kind == "RowShardedTensor" else ""
+            sharded = " It seems to be already sharded." if kind == "RowShardedTensor" else ""
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
             )

@@ -573,7 +573,7 @@ def test_damaged_safetensors_are_named(tmp_path: Path) -> None:
         file.write_bytes(content)
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../secret.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"index.json is damaged .*outside of the folder"):
+    with pytest.raises(CheckpointError, match=r"index.json is damaged .*outside the folder"):
         huggingface.plan_from_huggingface(tmp_path / "hf", options)
 
 

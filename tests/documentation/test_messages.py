@@ -71,7 +71,7 @@ def test_what_has_no_words_of_its_own() -> None:
 def test_a_message_without_a_place_is_noticed() -> None:
     some = {fragment for fragment in EXPLAINED if not fragment.startswith("fully_shard_model needs a process group")}
     (lost,) = without_a_place({*some, *LISTED})
-    assert lost.place.startswith("runtime/topology.py")
+    assert lost.place.startswith("runtime/plan/meshes.py")
 
 
 def test_messages_are_read_from_sources() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -189,7 +190,7 @@ def test_an_installation_runs_outside_of_a_checkout(installed: Path, tmp_path: P
 
     where = "import mfsdp_compile.runtime.layout as layout; print(layout.__file__)"
     assert run(where, cwd=tmp_path, PYTHONPATH=str(installed)).startswith(str(installed))
-    assert "mfsdp-compile 0.2" in mfsdp("doctor")
+    assert re.search(r"mfsdp-compile +│ +0\.2", mfsdp("doctor"))
     out = mfsdp("demo", "--eager", "--batch", "2", "--length", "32", "--steps", "4", "--parity-steps", "2")
     assert ": holds" in out
     assert json.loads((tmp_path / "demo-out" / "summary.json").read_text())["collectives"]["reductions"] == 8

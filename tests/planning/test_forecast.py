@@ -346,7 +346,7 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
 
 def test_a_report_says_why_there_is_none() -> None:
     model = fully_shard_model(Llama(CONFIG), fsdp_unit_modules=[Block])
-    with pytest.raises(RuntimeError, match="There is no schedule yet"):
+    with pytest.raises(RuntimeError, match="has not been compiled"):
         forecast.report(model)
     with pytest.raises(RuntimeError, match="no schedule yet"):
         forecast.schedule_of(model)

@@ -120,9 +120,9 @@ def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) 
         (
             {"fsdp_unit_modules": zoo.Block()},
             TypeError,
-            "fsdp_unit_modules takes a list of nn.Module classes, not modules.*a Block",
+            "fsdp_unit_modules takes a list of nn.Module classes .not instances.*a Block",
         ),
-        ({"fsdp_unit_modules": [zoo.Block()]}, TypeError, "fsdp_unit_modules takes a list of nn.Module classes"),
+        ({"fsdp_unit_modules": [zoo.Block()]}, TypeError, "fsdp_unit_modules takes nn.Module classes and"),
         ({"fsdp_unit_modules": 3}, TypeError, "fsdp_unit_modules takes a list of nn.Module classes.*a int"),
         ({"zero_dp_strategy": None}, TypeError, "zero_dp_strategy.*NoneType"),
         ({"sync_model_each_microbatch": "no"}, TypeError, "sync_model_each_microbatch takes True or False, got 'no'"),
@@ -264,7 +264,7 @@ def test_optimizers_that_do_not_fit() -> None:
         (
             {"memory_budget": "1GiB", "reductions_in_flight": 2},
             ValueError,
-            "'reductions_in_flight'.*decided by what is",
+            "'reductions_in_flight'.*the solver decides this",
         ),
         (
             {"prefetch": "auto", "prefetch_bytes": 1, "reduction_bytes": 1},
