@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id, _will_engine_execute_node
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks,  # type: ignore[attr-defined]
-    _push_saved_tensors_default_hooks,  # type: ignore[attr-defined]
-    _saved_tensors_hooks_is_enabled,  # type: ignore[attr-defined]
-    _top_saved_tensors_default_hooks,  # type: ignore[attr-defined]
+from torch._C._autograd import (  # type: ignore[attr-defined]
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _saved_tensors_hooks_is_enabled,
+    _top_saved_tensors_default_hooks,
 )
 from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interpreter
 
