@@ -36,6 +36,7 @@ from mfsdp_compile.passes.solver.step_events import StepOutlines
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import problem_of
 from mfsdp_compile.planning.trace_model import Trace, trace
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 NETWORKS = ("h100-ib", "h100-eth")
@@ -118,7 +119,7 @@ def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     job = Job(setting.work, machine)
     free = Link(math.inf, 0.0)
     infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
-    for name, overlap in (("no overlap", (False, False)), ("one ahead", (True, True))):
+    for name, overlap in (("no overlap", Overlap(False, False)), ("one ahead", Overlap())):
         problem = problem_of(replace(job, overlap=overlap), traced, candidate)
         timeline = problem.timeline(problem.decisions_by_policy(), job.optimizer)
         yield Way(name, timeline, timeline.peak_bytes, job.usable)

@@ -35,6 +35,7 @@ from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.planning import Candidate, Job, Workload, workload
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import Trace, trace
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
@@ -317,7 +318,7 @@ def predicted(source: Source, figure: Figure) -> tuple[float, float, float]:
     inner = figure.inner or figure.ranks
     candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, figure.ranks // inner)
     timeline, serial = (
-        planned(replace(job, overlap=(overlap, overlap)), traced(like), candidate).timeline for overlap in (True, False)
+        planned(replace(job, overlap=Overlap(overlap, overlap)), traced(like), candidate).timeline for overlap in (True, False)
     )
     assert timeline is not None
     assert serial is not None

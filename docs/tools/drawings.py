@@ -29,6 +29,7 @@ from mfsdp_compile.planning import Candidate, Job, Workload
 from mfsdp_compile.planning.planner import planned, traced_stages
 from mfsdp_compile.report import bytes_text, seconds_text
 from mfsdp_compile.report.timeline import lanes, points, stages
+from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 from mfsdp_compile.runtime.ranks import profiling
 from mfsdp_compile.runtime.topology import ShardingStrategy
@@ -269,7 +270,7 @@ def _timelines() -> Mapping[str, Timeline]:
     work = Workload("four layers", lambda: Llama(CONFIG), [Block], _tokens, batch=1, length=4096)
     traced = traced_stages(work, machine, True)
     jobs = {
-        "no overlap": Job(work, machine, solved=False, overlap=(False, False)),
+        "no overlap": Job(work, machine, solved=False, overlap=Overlap(False, False)),
         "one unit ahead": Job(work, machine, solved=False),
         "kept for the backward": Job(work, machine, reshard=False),
     }

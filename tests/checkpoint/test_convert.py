@@ -423,17 +423,17 @@ def test_a_changed_byte_in_common_pt_is_noticed(tmp_path: Path) -> None:
 MEASURE = """
 import sys
 from pathlib import Path
-from mfsdp_compile.convert import huggingface, torch_dist
+from mfsdp_compile.convert import from_torch_dist, huggingface
 from mfsdp_compile.convert.to_torch_dist import plan_to_torch_dist
 
 def resident(what="VmRSS"):
     return int(next(x for x in open("/proc/self/status") if x.startswith(what)).split()[1]) * 1024
 
 def plans(folder):
-    yield "fsdp", torch_dist.plan_to_fsdp(folder / "torch_dist", torch_dist.Options())
-    yield "back", plan_to_torch_dist(folder / "fsdp", torch_dist.Options())
-    yield "hf", huggingface.plan_to_huggingface(folder / "fsdp", huggingface.Options())
-    yield "again", huggingface.plan_from_huggingface(folder / "hf", huggingface.Options())
+    yield "fsdp", from_torch_dist.plan_to_fsdp(folder / "torch_dist", from_torch_dist.TorchDistOptions())
+    yield "back", plan_to_torch_dist(folder / "fsdp", from_torch_dist.TorchDistOptions())
+    yield "hf", huggingface.plan_to_huggingface(folder / "fsdp", huggingface.HuggingFaceOptions())
+    yield "again", huggingface.plan_from_huggingface(folder / "hf", huggingface.HuggingFaceOptions())
 
 for out, plan in plans(Path(sys.argv[1])):  # what is imported and set up once
     plan.write(Path(sys.argv[1]) / out, lambda n: None)

@@ -22,7 +22,7 @@ BLOCKS = {page: documents.blocks_of(page) for page in PAGES}
 CELLS = [cell for blocks in BLOCKS.values() for cell in documents.cells_of(blocks)]
 PYTHON = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.language == "python"]
 COMMANDS = [cell for cell in CELLS if cell.first.kind == "run" and cell.first.how.startswith("shell ")]
-PROGRAMS = [cell for cell in PYTHON if cell.world == "program"]
+PROGRAMS = [cell for cell in PYTHON if cell.world == "program" and cell.ranks]
 LONG_PROGRAMS = [cell for cell in PROGRAMS if cell.is_long]
 """Programs that only :func:`test_programs_as_they_are` runs."""
 

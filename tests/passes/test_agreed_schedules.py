@@ -254,7 +254,7 @@ def test_parameters_that_are_whole_are_no_reason_to_meet() -> None:
 @on_ranks(2, timeout=300)
 def test_machines_of_two_kinds() -> None:
     """If predictions differ by device, ranks agree on one schedule, and every report says whose figures were used."""
-    from mfsdp_compile.backend.compile import options as compile_options
+    from mfsdp_compile.backend import options as compile_options
 
     real = compile_options.default_hardware
     if dist.get_rank() == 1:

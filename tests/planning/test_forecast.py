@@ -366,5 +366,5 @@ def test_other_collectives_than_predicted_are_told() -> None:
     record = model.sharded.compiled_graphs[-1]
     (one,) = forecast.measure(model, step, repeats=1)
     fewer = forecast.Measurement(one.starts[1:], one.seconds)
-    with pytest.raises(RuntimeError, match=r"gather layers\.0, where forward graph gather root:before was predicted"):
+    with pytest.raises(RuntimeError, match=r"gather layers\.0, but forward graph gather root:before was predicted"):
         forecast._by_unit(timeline, record.context, [fewer])

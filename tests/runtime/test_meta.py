@@ -279,7 +279,8 @@ import json, sys, time
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mfsdp_compile import fully_shard_model, huggingface
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.integrations import huggingface_init
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 
 dist.init_process_group("fake", store=FakeStore(), rank=377, world_size=1024)
@@ -290,7 +291,7 @@ with torch.device("meta"):
         from transformers import LlamaConfig, LlamaForCausalLM
         config = LlamaConfig(vocab_size=128_256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
                              num_key_value_heads=8, intermediate_size=28_672)
-        model, initializer = LlamaForCausalLM(config), huggingface.Initialization()
+        model, initializer = LlamaForCausalLM(config), huggingface_init.Initialization()
 model = model.to(torch.bfloat16)
 assert sum(p.numel() for p in model.parameters()) > 70e9
 
