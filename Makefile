@@ -43,6 +43,7 @@ lint: $(READY)
 types: $(READY)
 	rm -rf build && mkdir -p build/types && cp -r mfsdp_compile build/types && cp -r passes runtime build/types/mfsdp_compile
 	cd build && MYPYPATH=types ../$(BIN)/mypy --config-file ../pyproject.toml -p mfsdp_compile
+	MYPYPATH=build/types $(BIN)/mypy --scripts-are-modules benchmarks docs/tools
 
 fast: $(READY)
 	$(PYTEST) -m "not processes and not slow and not long"

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
         system.step(*batch_of(config, rank, device))
         systems[name] = way, system
     results: dict[str, Any] = {
-        name: {"state_dict_collectives": sum(collectives(lambda w=way, s=system: w.state(s)).values())}
+        name: {"state_dict_collectives": sum(collectives(partial(way.state, system)).values())}
         for name, (way, system) in systems.items()
     }
     for round_ in range(config.rounds + 1):
@@ -87,9 +88,9 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
                 return time.perf_counter() - begun
 
             seconds = {
-                "state_dict": timed(lambda w=way, s=system: w.state(s)),
-                "save": timed(lambda w=way, s=system, f=folder: w.save(s, f)),
-                "load": timed(lambda w=way, s=system, f=folder: w.load(s, f)),
+                "state_dict": timed(partial(way.state, system)),
+                "save": timed(partial(way.save, system, folder)),
+                "load": timed(partial(way.load, system, folder)),
             }
             if round_:  # the first round creates groups and fills caches
                 for what, value in seconds.items():

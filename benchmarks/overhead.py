@@ -45,7 +45,9 @@ def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
 
         for _ in range(3):  # compilation, and the checks of the first step
             timed()
-        with_, without, inside = [], [], []
+        with_: list[float] = []
+        without: list[float] = []
+        inside: list[float] = []
         for round_ in range(config.rounds):
             for plain in (True, False) if round_ % 2 else (False, True):
                 with ExitStack() as stack:

@@ -318,7 +318,8 @@ def predicted(source: Source, figure: Figure) -> tuple[float, float, float]:
     inner = figure.inner or figure.ranks
     candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, inner, figure.ranks // inner)
     timeline, serial = (
-        planned(replace(job, overlap=Overlap(overlap, overlap)), traced(like), candidate).timeline for overlap in (True, False)
+        planned(replace(job, overlap=Overlap(overlap, overlap)), traced(like), candidate).timeline
+        for overlap in (True, False)
     )
     assert timeline is not None
     assert serial is not None
