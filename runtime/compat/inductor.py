@@ -93,7 +93,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 4"  # change the number when the pass changes
+            return f"mfsdp_compile {run.__name__} 5"  # change the number when the pass changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -115,8 +115,10 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     from torch._inductor.utils import contains_collective, contains_wait
 
     def follow(node: Any, other: Any) -> None:
+        # As in Inductor's own control dependencies, the name is that of an operation. With the name of a buffer,
+        # Inductor would take the node for one that mutates that buffer.
         for buffer in other.get_buffer_names():
-            node.add_fake_dep(WeakDep(buffer, mutating_buf=next(iter(node.get_buffer_names())), is_fake=True))
+            node.add_fake_dep(WeakDep(buffer, mutating_buf=node.get_name(), is_fake=True))
 
     before: Any = None
     computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}

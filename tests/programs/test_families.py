@@ -40,6 +40,8 @@ LONG |= {"gemma2", "phi3", "falcon", "mamba2", "jamba", "bert", "clip", "dinov2"
 WRONG_IN_TORCH = {"gpt-oss"} if (2, 12) <= compat.TORCH_VERSION < (2, 15) else set[str]()
 """Families that torch miscompiles; see compat.is_miscompiled."""
 CHECKPOINTED = ("llama", "gpt2", "qwen3-moe", "t5", "vit", "mamba", "llava")
+BREAKS_WHEN_CHECKPOINTED = ("t5",)  # its forward sets requires_grad of a tensor
+SENSITIVE = ("resnet",)  # in float32, a change of 1e-6 flips a ReLU, which changes gradients by 0.3 in three steps
 
 
 def families(*, long: set[str] = LONG) -> list[Any]:
@@ -99,29 +101,36 @@ def make(family: Family, **options: Any) -> nn.Module:
     return family.make(**options)
 
 
-def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict[str, Outcome]:
+def train(
+    name: str, modes: tuple[str, ...], checkpointed: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, Outcome]:
     """Run three steps of AdamW sharded, with different batches on each rank, and in one process with all batches."""
     rank, world_size, family = dist.get_rank(), dist.get_world_size(), FAMILIES[name]
-    alone = make(family)
+    fullgraph = family.fullgraph and not (checkpointed and name in BREAKS_WHEN_CHECKPOINTED)
+
+    def batch_of(seed: int) -> dict[str, Any]:
+        return cast(family.batch_of(seed), dtype)
+
+    alone = make(family).to(dtype)
     models, calls, outcomes = [], [], {}
     for mode in modes:
-        module = make(family)
+        module = make(family).to(dtype)
         if checkpointed:
             module.gradient_checkpointing_enable()
         model = fully_shard_model(module, fsdp_unit_modules="auto")
         with torch.no_grad():
-            model(**family.batch_of(rank))  # the first forward of transformers models cannot be traced
+            model(**batch_of(rank))  # the first forward of transformers models cannot be traced
         outcomes[mode] = Outcome(len(model.sharded.eager.units))
         call: Any = model
         if mode != EAGER:
-            call = torch.compile(model, backend="mfsdp", fullgraph=family.fullgraph, options={"inner": mode})
-            if not family.fullgraph:
-                outcomes[mode].breaks = breaks_of(call, family.batch_of(rank))
+            call = torch.compile(model, backend="mfsdp", fullgraph=fullgraph, options={"inner": mode})
+            if not fullgraph:
+                outcomes[mode].breaks = breaks_of(call, batch_of(rank))
         models.append(model)
         calls.append(call)
     optimizers = [adamw(m) for m in (alone, *models)]
     for step in range(STEPS):
-        batches = [family.batch_of(100 * step + r) for r in range(world_size)]
+        batches = [batch_of(100 * step + r) for r in range(world_size)]
         losses = [family.loss(alone(**batch)) for batch in batches]
         (sum(losses) / world_size).backward()
         expected = gradients_of(alone)
@@ -134,6 +143,10 @@ def train(name: str, modes: tuple[str, ...], checkpointed: bool = False) -> dict
             optimizer.step()
             optimizer.zero_grad()
     return outcomes
+
+
+def cast(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -201,8 +214,7 @@ def test_gradients_that_cancel_are_rounding(name: str) -> None:
     """Gradients that cancel are smaller in float64, so the bound on them hides no error."""
     family = FAMILIES[name]
     model = make(family).double()
-    batch = {name: x.double() if x.is_floating_point() else x for name, x in family.batch_of(0).items()}
-    family.loss(model(**batch)).backward()
+    family.loss(model(**cast(family.batch_of(0), torch.float64))).backward()
     found = gradients_of(model)
     largest = max(gradient.abs().max().item() for gradient in found.values())
     cancelling = [gradient for name, gradient in found.items() if family.cancels(name)]
@@ -235,7 +247,8 @@ def test_what_torch_compiles_wrongly_is_said() -> None:
 @pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if family.fullgraph and n not in WRONG_IN_TORCH])
 @on_ranks(2, timeout=480)
 def test_inductor_training_is_that_of_one_process(name: str) -> None:
-    (outcome,) = train(name, (INDUCTOR,)).values()
+    dtype = torch.float64 if name in SENSITIVE else torch.float32
+    (outcome,) = train(name, (INDUCTOR,), dtype=dtype).values()
     assert outcome.difference <= BOUND, outcome.difference
     assert outcome.graphs == 1
 
@@ -247,7 +260,12 @@ def test_inductor_training_is_that_of_one_process(name: str) -> None:
 def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
     for mode, outcome in train(name, (EAGER, AOT_EAGER), checkpointed=True).items():
         assert outcome.difference <= BOUND, (mode, outcome.difference)
-        assert outcome.graphs == (mode != EAGER)
+        if mode == EAGER:
+            assert outcome.graphs == 0
+        elif name in BREAKS_WHEN_CHECKPOINTED:
+            assert any("requires_grad" in reason for reason, _ in outcome.breaks)
+        else:
+            assert outcome.graphs == 1
 
 
 # -- batches with and without images ----------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def test_feature(name: str) -> None:
         compiled = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, unit_bytes=unit_bytes)
         parity.assert_bitwise(eager, compiled)
         assert_same(eager, apart)
-    assert "blocks.0-2" in units_of(eager.model)
+    assert f"blocks.0-{len(eager.model.module.blocks) - 1}" in units_of(eager.model)
 
 
 @on_ranks(4)
@@ -208,6 +208,9 @@ def test_skipped_modules() -> None:
         assert torch.equal(losses[0], losses[1])
         assert torch.equal(losses[0], losses[2])
         for a, b, c in zip(apart.parameters(), eager.parameters(), compiled.parameters(), strict=True):
+            if a.grad is None or b.grad is None or c.grad is None:
+                assert a.grad is b.grad is c.grad, "of a skipped block"
+                continue
             assert torch.equal(a.grad.full_tensor(), b.grad.full_tensor())
             assert torch.equal(b.grad.to_local(), c.grad.to_local())
         assert not eager.sharded.eager._gathered
