@@ -123,7 +123,6 @@ def _without_last_gather(text: str) -> str:
     return "\n".join(line for line in lines if line.split() not in (["gather", name], ["wait", name]))
 
 
-@pytest.mark.long
 @on_ranks(2)
 def test_inductor_matches_one_process() -> None:
     data = parity.batches(steps=3)
