@@ -54,7 +54,7 @@ PASSES_MUTANTS = (
         "what was decided is not followed",
         "        return first or gather_by_policy(",
         "        return gather_by_policy(",
-        ("passes/test_solve.py -k test_graphs_do_what_their_outlines_say",),
+        ("passes/test_solve.py -k test_what_was_decided_comes_before",),
     ),
     Mutant(
         "passes/reduce.py",
