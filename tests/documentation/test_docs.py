@@ -198,3 +198,13 @@ def test_a_block_that_prints_something_else_is_noticed(tmp_path: Path) -> None:
         "README.md", "nothing", [("print('heads')", "tails\n")], str(tmp_path)
     )
     assert not documents.run_python("README.md", "nothing", [("print('heads')", "heads\n")], str(tmp_path))
+
+
+def test_contributing_says_where_things_are() -> None:
+    """Each name in the table "Which code decides it" is defined in the file beside it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    _, _, table = text.partition("Which code decides it:")
+    rows = re.findall(r"^\| .+ \| `(\S+)` \| `(\w+)` \|$", table.partition("\n- ")[0], re.MULTILINE)
+    assert len(rows) >= 20
+    for file, name in rows:
+        assert re.search(rf"^ *(def|class) {name}\b|^{name} = ", (ROOT / file).read_text(), re.MULTILINE), (file, name)
