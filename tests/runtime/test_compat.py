@@ -590,6 +590,8 @@ def test_groups_of_several_devices() -> None:
         assert not compat.is_real_group(world.group_name)
         assert compat.timeout_of(world) == dist.default_pg_timeout
         assert compat.device_types() == ["cpu"]  # no GPU here
+        with compat.fake_mode():  # torch would look for a driver if it believed in a GPU
+            on_gpu = nn.ParameterList([torch.empty(4, 4, device="cuda")])
         with mock.patch("torch.cuda.is_available", return_value=True):
             assert compat.device_types() == ["cuda", "cpu"]
             assert [compat.device_type(world, wanted) for wanted in ("cpu", "cuda", None, "xpu")] == [
@@ -599,8 +601,6 @@ def test_groups_of_several_devices() -> None:
             model = fully_shard_model(nn.Linear(4, 4))
             assert model.module.weight.device_mesh.device_type == model.module.weight.to_local().device.type == "cpu"
             asked = mock.Mock(side_effect=InterruptedError)
-            with compat.fake_mode():
-                on_gpu = nn.ParameterList([torch.empty(4, 4, device="cuda")])
             for module, device in ((on_gpu, None), (nn.Linear(4, 4, device="meta"), None), (nn.Linear(4, 4), "cuda")):
                 with (
                     mock.patch("mfsdp_compile.runtime.plan.meshes.init_device_mesh", asked),
