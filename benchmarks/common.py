@@ -100,6 +100,14 @@ def _ours(config: Config, device: torch.device, compiled: bool) -> System:
     return System("", model, call, _adamw(model))
 
 
+def _ours_by_block(config: Config, device: torch.device) -> System:
+    system = _ours(config, device, compiled=False)
+    for block in system.model.modules():
+        if isinstance(block, Block):
+            block.compile(backend="mfsdp", fullgraph=True)
+    return system
+
+
 def _fsdp2(config: Config, device: torch.device, compiled: bool) -> System:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Precision
@@ -135,6 +143,7 @@ def _megatron_fsdp(config: Config, device: torch.device) -> System:
 
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
+    "mfsdp compiled by block": _ours_by_block,
     "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),
     "FSDP2 compiled by block": lambda c, d: _fsdp2(c, d, compiled=True),

@@ -1,6 +1,6 @@
 """Make a graph announce its schedule before it runs.
 
-A graph with collectives first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so
+A graph with collectives or gradients first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so
 code loaded from a compile cache announces its schedule too, whichever process compiled it.
 :mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and
 records them for hang reports.
@@ -26,14 +26,14 @@ from mfsdp_compile.runtime import compat
 from .context import Context, Report
 from .listing import collectives
 from .phase import Phase
-from .roles import reductions
+from .roles import packs
 
 __all__ = ["apply"]
 
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = collectives(graph, context)
-    if not lines:
+    if not lines and not packs(graph):
         return Report("announce", [])
     schedule = "\n".join(lines)
     digest = hashlib.sha256(schedule.encode()).hexdigest()[:16]
@@ -56,13 +56,13 @@ def _used(graph: fx.Graph, context: Context) -> str:
         if node not in needs:
             needs[node] = functools.reduce(operator.or_, (needs[source] for source in node.all_input_nodes), 0)
     found: list[dict[int, int]] = [{} for _ in context.buckets]
-    for reduction in reductions(graph):
-        gradients, offsets = reduction.pack.args[:2]
-        slots = context.buckets[reduction.bucket].layout.slots
+    for pack, bucket in packs(graph):
+        gradients, offsets = pack.args[:2]
+        slots = context.buckets[bucket].layout.slots
         for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
             # An empty parameter has the same offset as the parameter after it, so compare shapes too.
             place = (offset, tuple(gradient.meta["val"].shape))
-            found[reduction.bucket] |= {i: needs[gradient] for i, s in enumerate(slots) if (s.offset, s.shape) == place}
+            found[bucket] |= {i: needs[gradient] for i, s in enumerate(slots) if (s.offset, s.shape) == place}
     buckets = [
         ",".join(f"{index}" if mask == everything else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
         for params in found

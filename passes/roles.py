@@ -28,7 +28,18 @@ from torch import fx
 
 from .context import NodeKind, Role, role_of, set_role
 
-__all__ = ["MARK", "Gather", "Reduction", "assign", "gathers", "has_kind", "is_collective", "is_view", "reductions"]
+__all__ = [
+    "MARK",
+    "Gather",
+    "Reduction",
+    "assign",
+    "gathers",
+    "has_kind",
+    "is_collective",
+    "is_view",
+    "packs",
+    "reductions",
+]
 
 MARK = "mfsdp_bucket"
 
@@ -227,19 +238,23 @@ def _gather(
     return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)))
 
 
+def packs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
+    """The nodes of a graph with roles that pack gradients, each with the index of its bucket, in graph order."""
+    packing = torch.ops.mfsdp.pack_gradients.default
+    return [(node, role.bucket) for node, role in _of_kind(graph, NodeKind.PACK) if node.target is packing]
+
+
 def reductions(graph: fx.Graph) -> list[Reduction]:
     """All reductions of a graph with roles, in graph order."""
     found = []
-    for pack, role in _of_kind(graph, NodeKind.PACK):
-        if pack.target is not torch.ops.mfsdp.pack_gradients.default:
-            continue
+    for pack, bucket in packs(graph):
         scale: list[fx.Node] = []
         node = pack
         while scaled := [user for user in node.users if has_kind(user, NodeKind.PACK)]:
             node = scaled[0]
             scale.append(node)
         for start in [user for user in node.users if has_kind(user, NodeKind.START_REDUCE)]:
-            found.append(_reduction(role.bucket, pack, tuple(scale), start))
+            found.append(_reduction(bucket, pack, tuple(scale), start))
     return found
 
 

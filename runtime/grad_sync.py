@@ -136,8 +136,8 @@ class GradSync:
         own = set(self._buckets)
         for backward in backwards:
             bucket = backward.bucket()
-            if bucket is None or bucket not in own or not bucket.plan.requires_grad:
-                continue
+            if bucket is None or bucket not in own or not bucket.plan.requires_grad or not backward.leaves:
+                continue  # without leaves, the eager path reduces
             asked = gradients.Asked.of(backward.leaves)
             if bucket.pending is not None:
                 bucket.pending.asked = asked

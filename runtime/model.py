@@ -206,6 +206,8 @@ class ShardedModel:
         def details() -> list[str]:
             return [f"bucket {name}" for name in names]
 
+        if self.eager.is_in_window:
+            self.eager.note_own_gathers(buckets)
         if self.eager.is_in_window and self.topology.gather_group is not None:
             self.conduct.start(what, details)
         else:

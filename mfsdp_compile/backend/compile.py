@@ -4,6 +4,10 @@ In the graph that Dynamo passes in, every parameter of a sharded model is a shel
 marker. The shells themselves say which buckets they belong to. That is looked up twice, when the graph is compiled and
 again whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one,
 functions resumed after a graph break).
+
+A graph that is compiled while the model runs eagerly around it, such as a block's, is served by the eager path: it takes
+gathered buckets and returns packed gradients, and the eager path overlaps gathers and reductions with it. Options that
+steer the schedule keep collectives inside the graph.
 """
 
 from __future__ import annotations
@@ -69,9 +73,26 @@ def mfsdp(
         return _compile_inner(gm, example_inputs, chosen, None)
 
     escaped = _escaped(gm, shells)
-    with _telling_models(list(dict.fromkeys(home.bucket for home in shells.values()))):
-        record, call, inputs = prepare(gm, example_inputs, shells, chosen)
+    buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
+    served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
+    with _telling_models(buckets):
+        record, call, inputs = prepare(gm, example_inputs, shells, chosen, served)
         compiled = _compile_inner(gm, inputs, chosen, record)
+
+    def run_served(*args: Any) -> Any:
+        homes = call.homes(args)
+        owners = models_of(home.bucket for home in homes)
+        with contextlib.ExitStack() as stack:
+            for owner in owners:
+                owner.forget_old_code()
+                stack.enter_context(owner.eager.serving(home for home in homes if home.bucket.owner is owner))
+            backwards, tensors, rest = call.serve(homes, args)
+            graphs = GraphRun(backwards, str(chosen))
+            with graphs.expecting_graph():
+                outputs = compiled(*tensors, *rest)
+            graphs.watch_backward(outputs)
+            hand_out(outputs, owners)
+        return outputs
 
     def run(*args: Any) -> Any:
         buckets, backwards, tensors, rest = call.exchange(args)
@@ -83,15 +104,18 @@ def mfsdp(
             with contextlib.ExitStack() as stack:
                 for owner in owners:
                     stack.enter_context(owner.eager.for_compiled_code())
-                graphs.expect_graph()
+                stack.enter_context(graphs.expecting_graph())
                 outputs = compiled(*tensors, *rest)
             graphs.watch_backward(outputs)
-            for position, name in escaped.items():
-                for owner in owners:
-                    owner.eager.hand_out(as_gathered(outputs[position], name))
+            hand_out(outputs, owners)
             return outputs
 
-    return run
+    def hand_out(outputs: Sequence[Any], owners: Sequence[ShardedModel]) -> None:
+        for position, name in escaped.items():
+            for owner in owners:
+                owner.eager.hand_out(as_gathered(outputs[position], name))
+
+    return run_served if served else run
 
 
 @contextlib.contextmanager
@@ -107,9 +131,16 @@ def _telling_models(buckets: Sequence[Bucket]) -> Iterator[None]:
 
 
 def prepare(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], shells: Mapping[int, Home], chosen: CompileOptions
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    shells: Mapping[int, Home],
+    chosen: CompileOptions,
+    served: bool = False,
 ) -> tuple[pipeline.CompileRecord, _Call, list[Any]]:
     """Rewrite Dynamo's graph so that it takes shards and gathers them.
+
+    Args:
+        served: Let the graph take gathered buckets instead, and return packed gradients.
 
     Returns:
         The passes' record of the graph, the object that converts its arguments, and example inputs.
@@ -130,9 +161,12 @@ def prepare(
     for owner in owners if portions else ():
         _make_portions(owner, portions)
     context = Context(
-        buckets=tuple(bucket_info(bucket.plan, bucket.topology, portions) for bucket in buckets),
+        buckets=tuple(
+            served_info(bucket.plan, bucket.topology) if served else bucket_info(bucket.plan, bucket.topology, portions)
+            for bucket in buckets
+        ),
         policy=_policy(chosen.schedule, buckets),
-        whole_model=_is_whole_model(buckets),
+        whole_model=not served and _is_whole_model(buckets),
         float32_gradients=chosen.float32_gradients,
         overlap=Overlap(
             gathers=all(owner.overlap.gathers for owner in owners),
@@ -156,8 +190,14 @@ def prepare(
         owner.check_complete()
         owner.compiled_graphs.append(record)
     fake_mode = compat.detect_fake_mode(example_inputs) or compat.tracing_fake_mode()
-    tensors = [t for b in buckets for t in (b.flat.detach().requires_grad_(b.plan.requires_grad), *_beside_shard(b))]
-    shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+    if served:
+        with fake_mode:
+            shards = [tensor for bucket in buckets for tensor in _like_served(bucket)]
+    else:
+        tensors = [
+            t for b in buckets for t in (b.flat.detach().requires_grad_(b.plan.requires_grad), *_beside_shard(b))
+        ]
+        shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     others = [value for position, value in enumerate(example_inputs) if position not in shells]
     return record, call, [*shards, *others]
 
@@ -186,6 +226,45 @@ class _Call:
             The buckets of the shells in ``args``, the upcoming backward through each, the tensors that the graph takes
             for them (each bucket's shard, then its resident and its token if it has them), and the other arguments.
         """
+        buckets = self._buckets(args)
+        for owner in models_of(buckets):
+            owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
+            owner.refresh()
+        backwards = [gradients.Backward.through(bucket) for bucket in buckets]
+        tensors = [
+            tensor
+            for bucket, backward in zip(buckets, backwards, strict=True)
+            for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
+        ]
+        return buckets, backwards, tensors, self._rest(args)
+
+    def homes(self, args: Sequence[Any]) -> list[Home]:
+        """Return the homes of the shells in ``args``."""
+        self._buckets(args)
+        return [args[position].mfsdp_home for position, _, _ in self._shells]
+
+    def serve(
+        self, homes: Sequence[Home], args: Sequence[Any]
+    ) -> tuple[list[gradients.Backward], list[Tensor], list[Any]]:
+        """Convert the arguments of Dynamo's graph for a graph that is served. Gathers, and waits for it.
+
+        Returns:
+            The upcoming backward through each bucket, two tensors for each bucket (see :meth:`.EagerRuntime.serve`),
+            and the other arguments.
+        """
+        buckets = self._buckets(args)
+        backwards = [gradients.Backward.through(bucket) for bucket in buckets]
+        tensors: list[Tensor] = []
+        for bucket, backward in zip(buckets, backwards, strict=True):
+            (owner,) = models_of([bucket])
+            tensors += owner.eager.serve(backward, bucket)
+        return backwards, tensors, self._rest(args)
+
+    def _rest(self, args: Sequence[Any]) -> list[Any]:
+        return [value for position, value in enumerate(args) if position not in self._positions]
+
+    def _buckets(self, args: Sequence[Any]) -> list[Bucket]:
+        """Return the buckets of the shells in ``args``. Raise RuntimeError if the code is not for them."""
         buckets = [args[position].mfsdp_home.bucket for position in self._first_of]
         for position, number, index in self._shells:
             home: Home = args[position].mfsdp_home
@@ -203,16 +282,7 @@ class _Call:
                     "Please report this; torch._dynamo.reset() makes torch compile again."
                 )
             bucket.check_unchanged()
-        for owner in models_of(buckets):
-            owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
-            owner.refresh()
-        backwards = [gradients.Backward.through(bucket) for bucket in buckets]
-        tensors = [
-            tensor
-            for bucket, backward in zip(buckets, backwards, strict=True)
-            for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
-        ]
-        return buckets, backwards, tensors, [a for i, a in enumerate(args) if i not in self._positions]
+        return buckets
 
 
 _SHOWN = 4
@@ -241,6 +311,14 @@ def _beside_shard(bucket: Bucket) -> list[Tensor]:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
     return tensors
+
+
+def _like_served(bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """Return tensors like those that :meth:`.EagerRuntime.serve` returns."""
+    plan, device = bucket.plan, bucket.flat.device
+    anchor = torch.empty((), dtype=plan.comm_dtype, device=device).expand(plan.layout.numel)
+    full = torch.empty(plan.layout.numel, dtype=plan.compute_dtype, device=device)
+    return anchor.detach().requires_grad_(plan.requires_grad), full
 
 
 _MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
@@ -328,6 +406,36 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         portion_size=few.size if few is not None else 0,
         portion_group=few.name if few is not None else "",
         releases_resident=topology.releases_resident,
+        grad_dtype=plan.grad_dtype,
+    )
+
+
+def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
+    """Return the passes' description of a bucket that the eager path gathers and reduces.
+
+    To the passes it is whole at all times and on one rank. What stands for its shard is a tensor without memory that
+    takes the packed gradient.
+    """
+    exchange = plan.exchange(topology)
+    alone = exchange._replace(
+        gather_size=1,
+        gather_group="",
+        scale=exchange.scale if exchange.scales_first else 1.0,
+        collectives=[],
+        when=[],
+        group_sizes=[],
+        groups=[],
+        inspected=False,
+    )
+    return BucketInfo(
+        name=plan.name,
+        unit=plan.unit,
+        layout=replace(plan.layout, world_size=1, shard_numel=plan.layout.numel),
+        exchange=alone,
+        gathered_bytes=plan.gathered_bytes,
+        trainable=plan.requires_grad,
+        has_resident=True,
+        main_dtype=plan.comm_dtype,
         grad_dtype=plan.grad_dtype,
     )
 

@@ -63,6 +63,12 @@ class CompileOptions:
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
 
+    @property
+    def steers_schedule(self) -> bool:
+        """Whether anything is asked of graphs that needs their gathers and reductions to be inside."""
+        asked = self.schedule != SchedulePolicy() or self.text is not None
+        return asked or self.report or bool(self.passes)
+
     def pass_identities(self) -> list[Any] | None:
         """Return the uuids of the user's passes, or None if one of them has none."""
         found = [uuid() if callable(uuid := getattr(p, "uuid", None)) else None for p in self.passes]

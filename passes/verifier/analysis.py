@@ -115,8 +115,8 @@ class ReductionFlow:
     Args:
         bucket: Bucket of its last stage.
         pack: Packed gradients that its first stage reads; None if it reads something else.
-        stages: Collectives of the stages.
-        before: For each stage, the single-input nodes before it.
+        stages: Collectives of the stages. Empty if the graph only packs, and the eager path reduces.
+        before: For each stage, the single-input nodes before it. Without stages: those between ``pack`` and the output.
         returned: Positions among the graph's outputs, and for each the single-input nodes before it.
     """
 
@@ -125,6 +125,18 @@ class ReductionFlow:
     stages: tuple[CollectiveNode, ...]
     before: tuple[tuple[fx.Node, ...], ...]
     returned: tuple[tuple[int, tuple[fx.Node, ...]], ...]
+
+    @property
+    def first(self) -> fx.Node:
+        """The first collective, or the packed gradients if there is none."""
+        node = self.stages[0].node if self.stages else self.pack
+        assert node is not None
+        return node
+
+    @property
+    def last(self) -> fx.Node:
+        """The last collective, or the packed gradients if there is none."""
+        return self.stages[-1].node if self.stages else self.first
 
 
 class Analysis:
@@ -273,6 +285,7 @@ class Analysis:
 
     def _reductions(self) -> Iterator[ReductionFlow]:
         """Yield one reduction for each reducing collective that no further stage follows."""
+        yield from self._packed_only()
         launches = {launch.node: launch for launch in self.launches if not launch.gathers}
         if not launches:
             return
@@ -294,6 +307,17 @@ class Analysis:
             pack = root if root is not None and root.target is PACK else None
             passed = tuple(sources[stage][1] for stage in stages)
             yield ReductionFlow(launch.bucket, pack, tuple(stages), passed, tuple(returned.get(launch, ())))
+
+    def _packed_only(self) -> Iterator[ReductionFlow]:
+        """Yield the gradients that a graph packs for the eager path to reduce."""
+        for pack in self.graph.find_nodes(op="call_function", target=PACK):
+            role = role_of(pack)
+            if role is None or self.info(role.bucket).exchange.groups:
+                continue
+            climbs = [(i, *_climb(value)) for i, value in enumerate(self.outputs) if isinstance(value, fx.Node)]
+            found = [(position, passed) for position, root, passed in climbs if root is pack]
+            before = found[0][1] if found else ()
+            yield ReductionFlow(role.bucket, pack, (), (before,), tuple((position, ()) for position, _ in found))
 
 
 def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:

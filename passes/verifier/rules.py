@@ -205,7 +205,7 @@ def _once(found: Analysis, contract: Contract | None) -> Findings:
     """Each trainable element is reduced exactly once in a backward and returned; frozen elements never are."""
     seen: set[int] = set()
     for reduction in found.reductions:
-        bucket, node, info = reduction.bucket, reduction.stages[0].node, found.info(reduction.bucket)
+        bucket, node, info = reduction.bucket, reduction.first, found.info(reduction.bucket)
         if found.phase not in (Phase.BACKWARD, Phase.JOINT):
             yield f"the {found.phase.value} graph reduces gradients", node, bucket
         if not info.trainable:
@@ -214,7 +214,7 @@ def _once(found: Analysis, contract: Contract | None) -> Findings:
             yield "it is reduced twice", node, bucket
         seen.add(bucket)
         if not reduction.returned:
-            yield "its reduced gradient is lost", reduction.stages[-1].node, bucket
+            yield "its reduced gradient is lost", reduction.last, bucket
         if reduction.pack is not None:
             yield from _places(found, contract, reduction.pack, bucket)
     for bucket in (contract.gradients if contract is not None else {}).keys() - seen:
@@ -257,15 +257,15 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
     order = found.order
     now, names = (gradients_of(found), {node.name for node in order}) if contract is not None else ({}, set())
     for reduction in found.reductions:
-        first, bucket, slots = reduction.stages[0], reduction.bucket, found.info(reduction.bucket).layout.slots
+        first, bucket, slots = reduction.first, reduction.bucket, found.info(reduction.bucket).layout.slots
         if reduction.pack is None:
-            yield f"the reduction reads {first.input}, which is not packed", first.node, bucket
+            yield f"the reduction reads {reduction.stages[0].input}, which is not packed", first, bucket
             continue
         role = role_of(reduction.pack)
         if role is not None and role.bucket != bucket:
-            yield f"the gradients of {found.info(role.bucket).name!r} are reduced for it", first.node, bucket
+            yield f"the gradients of {found.info(role.bucket).name!r} are reduced for it", first, bucket
             continue
-        for node in (reduction.pack, *reduction.before[0], first.node):
+        for node in (reduction.pack, *reduction.before[0], first):
             for source in node.all_input_nodes:
                 if order[source] > order[node]:
                     yield f"{node} does not wait for {source}", node, bucket
@@ -309,7 +309,7 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
         exchange = found.info(reduction.bucket).exchange
         if len(reduction.stages) != len(exchange.groups):
             what = f"{len(reduction.stages)} collectives reduce it, not {len(exchange.groups)}"
-            yield what, reduction.stages[0].node, reduction.bucket
+            yield what, reduction.first, reduction.bucket
         stages = zip(reduction.stages, exchange.collectives, exchange.group_sizes, exchange.groups, strict=False)
         for i, (launch, collective, size, group) in enumerate(stages):
             given = arguments(launch.node)
@@ -456,10 +456,10 @@ def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ..
         else:
             total *= factor
     if not math.isclose(total, exchange.scale, rel_tol=1e-6):
-        yield f"the gradient is scaled by {total}, not {exchange.scale}", reduction.stages[-1].node, reduction.bucket
+        yield f"the gradient is scaled by {total}, not {exchange.scale}", reduction.last, reduction.bucket
     elif exchange.scales_first and not math.isclose(first, exchange.scale, rel_tol=1e-6):
         what = f"{exchange.comm_dtype} is summed before it is scaled, and may overflow"
-        yield what, reduction.stages[0].node, reduction.bucket
+        yield what, reduction.first, reduction.bucket
 
 
 def _factor(node: fx.Node) -> float | None:

@@ -23,6 +23,11 @@ Gradients
     and passes None for parameters that were not used. The node packs the gradients, starts the reduction and waits for
     the previous one.
 
+Served code
+    Modules that are compiled one by one (``block.compile()``) are served: their graphs take gathered buckets from here
+    and return gradients packed in buckets, so gathers and reductions overlap with compiled code as they do with eager
+    code.
+
 Order
     The next unit is gathered while the current one computes. The prediction follows the order of the last forward (at
     first, the order of registration), and in backward its reverse. A wrong prediction costs a gather, never
@@ -37,7 +42,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -92,11 +97,6 @@ class EagerUnit:
     def gathered_bytes(self) -> int:
         return sum(bucket.plan.gathered_bytes for bucket in self.buckets)
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the unit is compiled in place (``module.compile()``), so that its graph gathers for itself."""
-        return not self.is_root and any(module._compiled_call_impl is not None for module in self.modules)
-
 
 @dataclass(eq=False)
 class _Gathered:
@@ -126,12 +126,14 @@ class Window:
 
     Args:
         runtime: Eager runtime of the model.
+        module: The module.
         unit: Unit whose window the module is, if any.
         owns: Buckets of the root that hold parameters of the module.
         is_root: Whether the module is the model itself.
     """
 
     runtime: EagerRuntime
+    module: nn.Module
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
     is_root: bool
@@ -223,11 +225,13 @@ class EagerRuntime:
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
+        self._served: dict[Bucket, list[gradients.Backward]] = {}
+        self._gather_themselves: set[EagerUnit] = set()  # by compiled code with a schedule of its own
         self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
         self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
         self._last_read: EagerUnit | None = None
         self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
-        self._windows_of: dict[EagerUnit | Bucket, set[Window]] = {}
+        self._windows_of: dict[EagerUnit | Bucket, list[Window]] = {}
         self._reductions: deque[_RunningReduction] = deque()
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
@@ -247,7 +251,7 @@ class EagerRuntime:
 
     def add_window(self, window: Window) -> None:
         for part in window.parts:
-            self._windows_of.setdefault(part, set()).add(window)
+            self._windows_of.setdefault(part, []).append(window)
 
     @compat.python_only
     @_unseen
@@ -278,7 +282,7 @@ class EagerRuntime:
             for part in window.parts:
                 ran = self._ran.setdefault(part, set())
                 ran.add(window)
-                if ran == self._windows_of[part]:
+                if len(ran) == len(self._windows_of[part]):
                     self._idle.append(part if isinstance(part, EagerUnit) else self._unit_of[part])
                 elif isinstance(part, EagerUnit):
                     self._begun.append(part)
@@ -347,6 +351,7 @@ class EagerRuntime:
         while self._reductions:
             compat.wait_tensor(self._reductions.popleft().result)
         self._anchors.clear()
+        self._served.clear()
         self._idle.clear()
         self._begun.clear()
         self._ran.clear()
@@ -397,9 +402,61 @@ class EagerRuntime:
         self._handed_out.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
+        """Return an anchor for each parameter, and one for the packed bucket."""
         if bucket not in self._anchors:
-            self._anchors[bucket] = _Reduce.apply(bucket, self, *bucket.params)
+            served = self._served[bucket] = []
+            self._anchors[bucket] = _Reduce.apply(bucket, self, served, *bucket.params)
         return self._anchors[bucket]
+
+    # -- served code --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def serving(self, homes: Iterable[Home]) -> Iterator[None]:
+        """Context for compiled code that is served: it is a part of the windows of the parameters that it reads."""
+        with contextlib.ExitStack() as stack:
+            for window in dict.fromkeys(map(self._window_of, homes)):
+                self.enter(window)
+                stack.push(functools.partial(self._leave_served, window))
+            yield
+
+    def _window_of(self, home: Home) -> Window:
+        """Return the window whose end releases a parameter."""
+        unit, module = self._unit_of[home.bucket], home.bucket.sites[home.index][0].module
+        if unit.is_root:
+            return next(window for window in self._windows_of[home.bucket] if window.module is module)
+        first, *others = self._windows_of[unit]
+        of_module = (window for window in others if any(module is inside for inside in window.module.modules()))
+        return next(of_module, first)
+
+    def _leave_served(self, window: Window, kind: Any, error: BaseException | None, _: Any) -> None:
+        if error is None:
+            self.leave(window)
+        else:
+            self.leave_failed(window, error)
+
+    def serve(self, backward: gradients.Backward, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Return what served code takes for a bucket.
+
+        Args:
+            backward: The bucket's share of the code's backward.
+
+        Returns:
+            A tensor without memory that takes the packed gradient, ``[numel]`` in the communication dtype, and the
+            gathered bucket, ``[numel]`` in the compute dtype.
+        """
+        full = self._gather(bucket).full
+        assert full is not None
+        self._last_read = self._unit_of[bucket]
+        if torch.is_grad_enabled() and bucket.plan.requires_grad:
+            anchor = self._anchors_of(bucket)[-1]
+            self._served[bucket].append(backward)
+        else:
+            anchor = _anchor_of_bucket(bucket)
+        return anchor, full
+
+    def note_own_gathers(self, buckets: Iterable[Bucket]) -> None:
+        """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
+        self._gather_themselves.update(self._unit_of[bucket] for bucket in buckets)
 
     @_as_parameters
     def _start(self, unit: EagerUnit) -> None:
@@ -474,7 +531,7 @@ class EagerRuntime:
             raise
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
-        return not unit.is_compiled and unit.gathered_bytes <= self.policy.prefetch_bytes
+        return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes
 
     def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
         for bucket in unit.buckets:
@@ -572,13 +629,17 @@ class EagerRuntime:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     @compat.python_only
-    def reduce(self, bucket: Bucket, whole_gradients: Sequence[Tensor | None]) -> None:
-        """Start reducing a bucket whose gradients are complete, and finish earlier reductions."""
+    def reduce(self, bucket: Bucket, packed: Tensor, used: frozenset[int]) -> None:
+        """Start reducing a bucket whose gradients are complete, and finish earlier reductions.
+
+        Args:
+            packed: Packed gradients, ``[numel]`` in the communication dtype.
+            used: Indices of parameters with a gradient in it.
+        """
         self.owner.grad_sync.enter_backward()
-        used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         gradients.note_use(bucket, used)
         self.owner.grad_sync.note_eager_use(bucket)
-        self._start_stage(bucket, 0, pack(whole_gradients, bucket.exchange), used)
+        self._start_stage(bucket, 0, packed, used)
         self._release_bucket(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
@@ -586,15 +647,14 @@ class EagerRuntime:
 
     @compat.python_only
     def reduce_now(
-        self, bucket: Bucket, whole_gradients: Sequence[Tensor | None], asked: gradients.Asked
+        self, bucket: Bucket, packed: Tensor, used: frozenset[int], asked: gradients.Asked
     ) -> Sequence[Tensor | None]:
         """Reduce gradients for ``torch.autograd.grad``, even if that is not due, without accumulating them."""
         self.owner.grad_sync.enter_backward()
-        used = [int(gradient is not None) for gradient in whole_gradients]
-        result = pack(whole_gradients, bucket.exchange)
         self._release_bucket(bucket)
-        reduced = self._reduce_stages(bucket, 0, result, "for torch.autograd.grad")
-        (levels,) = self.owner.grad_sync.used_anywhere([bucket], [used])
+        reduced = self._reduce_stages(bucket, 0, packed, "for torch.autograd.grad")
+        mine = [int(index in used) for index in range(len(bucket.params))]
+        (levels,) = self.owner.grad_sync.used_anywhere([bucket], [mine])
         return asked.select(bucket, reduced, {index for index, level in enumerate(levels) if level})
 
     def _start_stage(self, bucket: Bucket, stage: int, gradient: Tensor, used: frozenset[int]) -> None:
@@ -644,6 +704,7 @@ class EagerRuntime:
         for unit in self.units:
             self._release(unit)
         self._anchors.clear()
+        self._served.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
         """Copy the runtime for the copy of a model, without the state of a running step."""
@@ -651,7 +712,9 @@ class EagerRuntime:
         memo[id(self)] = duplicate
         units, modules, duplicate.owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
         EagerRuntime.__init__(duplicate, units, modules, self.policy)
-        for window in copy.deepcopy({w for windows in self._windows_of.values() for w in windows}, memo):
+        for window in copy.deepcopy(
+            list(dict.fromkeys(w for windows in self._windows_of.values() for w in windows)), memo
+        ):
             duplicate.add_window(window)
         return duplicate
 
@@ -711,40 +774,71 @@ def as_gathered(tensor: Tensor, name: str) -> Any:
 
 
 class _Reduce(torch.autograd.Function):
-    """Maps a bucket's parameters, which are autograd leaves, to one anchor each: full shape, no memory.
+    """Maps a bucket's parameters, which are autograd leaves, to anchors without memory.
 
-    Its backward receives the bucket's gradients.
+    There is one anchor of full shape per parameter, and one for the packed bucket, ``[numel]`` in the communication
+    dtype. The backward receives the bucket's gradients.
     """
 
     @staticmethod
     @compat.python_only
-    def forward(ctx: Any, bucket: Bucket, runtime: EagerRuntime, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, bucket: Bucket, runtime: EagerRuntime, served: Sequence[gradients.Backward], *params: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
         # that it holds itself.
-        ctx.bucket, ctx.runtime = weakref.ref(bucket), weakref.ref(runtime)
+        ctx.bucket, ctx.runtime, ctx.served = weakref.ref(bucket), weakref.ref(runtime), served
         nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
-        return tuple(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots)
+        return *(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots), _anchor_of_bucket(bucket)
 
     @staticmethod
     @compat.python_only
-    def backward(ctx: Any, *whole_gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, runtime = ctx.bucket(), ctx.runtime()
         asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
+        nothing = (None, None, None, *asked.nothing)  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
-            return None, None, *asked.nothing
-        gradients.tell_counting_hooks(bucket, [i for i in asked.added if whole_gradients[i] is None])
-        if all(gradient is None for gradient in whole_gradients):
-            return None, None, *asked.nothing
+            return nothing
+        *whole_gradients, packed = given
+        used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
+        if packed is not None:
+            used = used.union(*(backward.used for backward in ctx.served))
+        gradients.tell_counting_hooks(bucket, asked.added - used)
+        if all(gradient is None for gradient in given):
+            return nothing
         if torch.is_grad_enabled():
             gradients.refuse_double_backward()
-        if asked.returned:
-            return None, None, *runtime.reduce_now(bucket, whole_gradients, asked)
-        if asked.left_out:
-            whole_gradients = tuple(None if i in asked.left_out else g for i, g in enumerate(whole_gradients))
+        if asked.left_out and not asked.returned:
+            whole_gradients = [None if index in asked.left_out else g for index, g in enumerate(whole_gradients)]
+            if packed is not None:
+                packed = _without(bucket, packed, used & asked.left_out)
+            used -= asked.left_out
         if any(gradient is not None for gradient in whole_gradients):
-            runtime.reduce(bucket, whole_gradients)
-        return None, None, *asked.nothing  # gradients are accumulated when their reduction has finished
+            alone = pack(whole_gradients, bucket.exchange)
+            packed = alone if packed is None else alone + packed
+        if packed is None or not used:
+            return nothing
+        if asked.returned:
+            return None, None, None, *runtime.reduce_now(bucket, packed, used, asked)
+        runtime.reduce(bucket, packed, used)
+        return nothing
+
+
+def _anchor_of_bucket(bucket: Bucket) -> Tensor:
+    nothing = torch.empty((), dtype=bucket.plan.comm_dtype, device=bucket.flat.device)
+    return nothing.expand(bucket.plan.layout.numel)
+
+
+def _without(bucket: Bucket, packed: Tensor, indices: frozenset[int]) -> Tensor:
+    """Return packed gradients, with zeros for the parameters ``indices``."""
+    if not indices:
+        return packed
+    packed = packed.clone()
+    for index in indices:
+        slot = bucket.plan.layout.slots[index]
+        packed[slot.offset : slot.end].zero_()
+    return packed
 
 
 class _Attach(torch.autograd.Function):

@@ -64,7 +64,8 @@ class Backward:
         name: Name of the bucket.
 
     Attributes:
-        leaves: The autograd nodes of the bucket's parameters, None for frozen ones.
+        leaves: The autograd nodes of the bucket's parameters, None for frozen ones. Empty if the eager path reduces the
+            gradients.
         used: Indices of parameters that get a gradient in this backward; known when its graph begins.
     """
 

@@ -8,10 +8,11 @@ backend before a forward, a hook on the autograd node before a backward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -43,9 +44,18 @@ class GraphRun:
         self._options = options
         self._given: Sequence[bool] = ()
 
-    def expect_graph(self) -> None:
-        """Attribute the next graph that begins on this thread to this run."""
-        _thread.expected = self
+    @contextlib.contextmanager
+    def expecting_graph(self) -> Iterator[None]:
+        """Context in which the next graph that begins on this thread belongs to this run.
+
+        A forward can run inside a backward that is about to begin: checkpointing recomputes when the backward asks for
+        its saved tensors.
+        """
+        before, _thread.expected = _thread.expected, self
+        try:
+            yield
+        finally:
+            _thread.expected = before
 
     def watch_backward(self, outputs: Any) -> None:
         """Notify the models when the backward of ``outputs``, the outputs of the forward, begins."""
@@ -62,7 +72,7 @@ class GraphRun:
         self._given = [gradients[number] is not None for number in numbers]
         for owner in self._owners:
             owner.grad_sync.enter_backward()
-        self.expect_graph()
+        _thread.expected = self
 
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
         if phase == "backward":
@@ -71,7 +81,8 @@ class GraphRun:
         for owner in self._owners:
             if phase == "backward":
                 owner.grad_sync.note_backward(self._backwards)
-            owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
+            if schedule:
+                owner.begin_graph(phase, digest, schedule, self._buckets, self._options)
 
     @property
     def _owners(self) -> list[Owner]:

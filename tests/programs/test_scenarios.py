@@ -84,8 +84,8 @@ def test_reductions_under_way_are_counted_by_unit() -> None:
     runtime = model.sharded.eager
     reduce, under_way = runtime.reduce, []
 
-    def counted(bucket: Any, gradients: Any) -> None:
-        reduce(bucket, gradients)
+    def counted(bucket: Any, *arguments: Any) -> None:
+        reduce(bucket, *arguments)
         under_way.append((bucket.plan.unit, len(runtime._reductions)))
 
     runtime.reduce = counted

@@ -310,10 +310,10 @@ def test_state_dict_with_copies() -> None:
 
 
 @on_ranks(2)
-def test_compiled_blocks_inside_eager_windows_run_without_our_hooks() -> None:
+def test_compiled_blocks_that_gather_for_themselves_run_without_our_hooks() -> None:
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block])
     for block in model.module.blocks:
-        block.compile(backend="mfsdp", options={"inner": "aot_eager"})
+        block.compile(backend="mfsdp", options={"inner": "aot_eager", "prefetch": 0})
     outer = model.sharded.eager.for_compiled_code
     active = []
     model.sharded.eager.for_compiled_code = lambda: _Watching(outer(), active)  # type: ignore[method-assign]
