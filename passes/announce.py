@@ -1,7 +1,7 @@
 """Make a graph announce its schedule before it runs.
 
-A graph with collectives or gradients first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of the graph, so
-code loaded from a compile cache announces its schedule too, whichever process compiled it.
+A graph with collectives or gradients first calls ``mfsdp::begin(phase, digest, schedule, used)``. The call is part of
+the graph, so code loaded from a compile cache announces its schedule too, whichever process compiled it.
 :mod:`mfsdp_compile.runtime.ranks.graph_runs` consumes the call at run time: it compares schedules between ranks and
 records them for hang reports.
 

@@ -5,9 +5,9 @@ marker. The shells themselves say which buckets they belong to. That is looked u
 again whenever it runs, because Dynamo runs one graph for many instances of a module (blocks compiled one by one,
 functions resumed after a graph break).
 
-A graph that is compiled while the model runs eagerly around it, such as a block's, is served by the eager path: it takes
-gathered buckets and returns packed gradients, and the eager path overlaps gathers and reductions with it. Options that
-steer the schedule keep collectives inside the graph.
+A graph that is compiled while the model runs eagerly around it, such as a block's, is served by the eager path: it
+takes gathered buckets and returns packed gradients, and the eager path overlaps gathers and reductions with it. Options
+that steer the schedule keep collectives inside the graph.
 """
 
 from __future__ import annotations
