@@ -22,11 +22,12 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.layout import BucketLayout
 
 from .context import Context, Report
 from .listing import collectives
 from .phase import Phase
-from .roles import packs
+from .roles import body_of, is_packed, packs
 
 __all__ = ["apply"]
 
@@ -51,20 +52,48 @@ def _used(graph: fx.Graph, context: Context) -> str:
     """
     tangents = [node for node in graph.find_nodes(op="placeholder") if compat.is_tangent(node)]
     everything = (1 << len(tangents)) - 1
-    needs = {node: 1 << position for position, node in enumerate(tangents)}
-    for node in graph.nodes:
-        if node not in needs:
-            needs[node] = functools.reduce(operator.or_, (needs[source] for source in node.all_input_nodes), 0)
+    needs = _needs(graph, {node: 1 << position for position, node in enumerate(tangents)})
     found: list[dict[int, int]] = [{} for _ in context.buckets]
     for pack, bucket in packs(graph):
-        gradients, offsets = pack.args[:2]
-        slots = context.buckets[bucket].layout.slots
-        for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
-            # An empty parameter has the same offset as the parameter after it, so compare shapes too.
-            place = (offset, tuple(gradient.meta["val"].shape))
-            found[bucket] |= {i: needs[gradient] for i, s in enumerate(slots) if (s.offset, s.shape) == place}
+        if pack.target is operator.getitem:
+            found[bucket] |= _used_inside(pack, needs, context.buckets[bucket].layout)
+            continue
+        found[bucket] |= _indices(pack, needs, context.buckets[bucket].layout)
     buckets = [
         ",".join(f"{index}" if mask == everything else f"{index}/{mask:x}" for index, mask in sorted(params.items()))
         for params in found
     ]
     return f"{len(tangents)}|{';'.join(buckets)}"
+
+
+def _needs(graph: fx.Graph, known: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Return, for each node, which of the ``known`` nodes it depends on: the union of their bits."""
+    needs = dict(known)
+    for node in graph.nodes:
+        if node not in needs:
+            needs[node] = functools.reduce(operator.or_, (needs[source] for source in node.all_input_nodes), 0)
+    return needs
+
+
+def _indices(pack: fx.Node, needs: dict[fx.Node, int], layout: BucketLayout) -> dict[int, int]:
+    """Return what each packed gradient needs, by index of its parameter."""
+    gradients, offsets = pack.args[:2]
+    found: dict[int, int] = {}
+    for gradient, offset in zip(gradients, offsets, strict=True):  # type: ignore[arg-type]
+        # An empty parameter has the same offset as the parameter after it, so compare shapes too.
+        place = (offset, tuple(gradient.meta["val"].shape))
+        found |= {i: needs[gradient] for i, s in enumerate(layout.slots) if (s.offset, s.shape) == place}
+    return found
+
+
+def _used_inside(packed: fx.Node, needs: dict[fx.Node, int], layout: BucketLayout) -> dict[int, int]:
+    """Return what each gradient needs that a region packs, by index of its parameter."""
+    call, position = packed.args
+    assert isinstance(call, fx.Node)
+    inner = body_of(call).graph
+    operands = zip(inner.find_nodes(op="placeholder"), call.args[2:], strict=True)
+    needed = _needs(inner, {node: needs[operand] for node, operand in operands})  # type: ignore[index]
+    result = inner.output_node().args[0][position]  # type: ignore[index]
+    while not is_packed(result):
+        result = result.all_input_nodes[0]
+    return _indices(result, needed, layout)

@@ -25,6 +25,7 @@ __all__ = [
     "Role",
     "SchedulePolicy",
     "phase_of",
+    "region_of",
     "role_of",
     "set_phase",
     "set_role",
@@ -251,6 +252,11 @@ def phase_of(graph: fx.Graph) -> Phase:
 
 def set_phase(graph: fx.Graph, phase: Phase) -> None:
     graph.output_node().meta["mfsdp_phase"] = phase
+
+
+def region_of(graph: fx.Graph) -> Context | None:
+    """Return the context of a region's graph; None for other graphs."""
+    return graph.output_node().meta.get("mfsdp_region")
 
 
 @dataclass(frozen=True)

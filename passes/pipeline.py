@@ -21,6 +21,7 @@ from .context import Context, Report, SchedulePolicy, phase_of
 from .decisions import Decisions
 from .listing import describe
 from .phase import Phase
+from .regions import RegionBody
 from .schedule_file import ScheduleText
 from .solver.across_ranks import Meeting, Problem, Settled, effect, plain, settle
 from .solver.costs import CostModel
@@ -42,9 +43,11 @@ __all__ = [
     "decide_inference",
     "decision_digest",
     "finish_graph",
+    "finish_region",
     "keep_portions",
     "name_of",
     "needs_decisions",
+    "note_contract",
     "outlines_of",
     "prepare_joint",
     "rewrite_dynamo_graph",
@@ -93,6 +96,8 @@ class CompileRecord:
         prediction: Inputs for predictions; None: nothing is predicted.
         meeting: Meeting in which ranks agree on decisions; None: there are no other ranks.
         absent: Units of the model that the graph does not use.
+        regions: Regions of the graph.
+        inlined: Units that are in no region, each with the reason.
         user_outputs: Number of the forward graph's user outputs. Its other outputs are saved for backward.
         solution: Schedule that the solver found here or that the ranks agreed on; None if the solver was not asked.
         settled: Schedule that ranks agreed on, and the rank that found it.
@@ -109,6 +114,8 @@ class CompileRecord:
     prediction: Prediction | None = None
     meeting: Meeting | None = None
     absent: tuple[str, ...] = ()
+    regions: list[RegionBody] = field(default_factory=list)
+    inlined: dict[str, str] = field(default_factory=dict)
     user_outputs: int = 0
     solution: Solution | None = None
     settled: Settled | None = None
@@ -126,6 +133,10 @@ class CompileRecord:
 
     def set_decisions(self, decisions: Decisions) -> None:
         self.context = replace(self.context, decisions=decisions)
+
+    def units_of(self, region: str) -> tuple[str, ...]:
+        """Return the units that a region stands for."""
+        return next(body.units for body in self.regions if body.name == region)
 
     def run(self, phase: Phase | None, apply: Callable[[fx.Graph, Context, Any], Report], graph: fx.Graph) -> Report:
         """Apply a pass and keep its report."""
@@ -190,7 +201,7 @@ def prepare_joint(graph: fx.Graph, record: CompileRecord, user_outputs: int) -> 
         record.set_decisions(Decisions(kept=reshard.kept_buckets(graph, record.context)))
     record.show(Phase.JOINT, graph)
     if record.verify_each:
-        _note_contract(graph, Phase.JOINT, record)
+        note_contract(graph, record.context, Phase.JOINT, record.user_outputs)
     _apply_passes(graph, Phase.JOINT, record)
 
 
@@ -324,7 +335,7 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
             decide({phase: graph}, record, user_outputs=0)
         record.reports[phase] += record._agreed
     record.show(phase, graph)
-    _note_contract(graph, phase, record)
+    note_contract(graph, record.context, phase, record.user_outputs)
     _apply_passes(graph, phase, record)
     graph.lint()
     if not record.verify_each:
@@ -338,6 +349,19 @@ def finish_graph(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
             _check_followed(phase, record, record.prediction.text)
         _predict(graph, phase, record, record.prediction)
     announce.apply(graph, record.context, phase)
+
+
+def finish_region(graph: fx.Graph, context: Context, phase: Phase) -> None:
+    """Run the passes over a forward, backward or inference graph of a region.
+
+    Args:
+        context: Context of the region, whose buckets are whole.
+    """
+    roles.assign(graph)
+    if context.float32_gradients and phase is Phase.BACKWARD:
+        float32_gradients.apply(graph, context, phase)
+    graph.lint()
+    verify.verify(graph, context, phase)
 
 
 def _check_followed(phase: Phase, record: CompileRecord, text: ScheduleText) -> None:
@@ -368,10 +392,10 @@ def _predict(graph: fx.Graph, phase: Phase, record: CompileRecord, prediction: P
         record.unpredicted[phase] = f"{type(error).__name__}: {error}"
 
 
-def _note_contract(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
-    found = Analysis(graph, record.context, phase)
-    decisions = record.decisions
-    set_contract(graph, Contract.of(found, record.user_outputs, decisions.kept, decisions.portions or frozenset()))
+def note_contract(graph: fx.Graph, context: Context, phase: Phase, user_outputs: int) -> None:
+    """Record what passes must preserve of a graph with roles."""
+    found, decisions = Analysis(graph, context, phase), context.decisions
+    set_contract(graph, Contract.of(found, user_outputs, decisions.kept, decisions.portions or frozenset()))
 
 
 def _drop_unread(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:

@@ -22,26 +22,37 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+
+from mfsdp_compile.runtime import compat
 
 from .context import NodeKind, Role, role_of, set_role
 
 __all__ = [
     "MARK",
+    "REGION",
     "Gather",
     "Reduction",
     "assign",
+    "body_of",
     "gathers",
     "has_kind",
     "is_collective",
+    "is_packed",
+    "is_region_call",
     "is_view",
     "packs",
+    "reads_whole",
     "reductions",
+    "region_calls",
 ]
 
 MARK = "mfsdp_bucket"
+REGION = "mfsdp_region_buckets"
+"""Key in ``meta["custom"]`` of a region's calls: the indices of the buckets that it is called with."""
 
 _c10d = torch.ops._c10d_functional
 
@@ -120,6 +131,45 @@ def is_collective(node: fx.Node) -> bool:
     )
 
 
+def is_region_call(node: fx.Node) -> bool:
+    """Whether a node calls a region, in any kind of graph."""
+    if node.op != "call_function" or node.target not in (compat.region_call, compat.invoke_subgraph):
+        return False
+    return REGION in (node.meta.get("custom") or {})
+
+
+def region_calls(graph: fx.Graph) -> list[fx.Node]:
+    """All calls of regions, in graph order."""
+    return [node for node in graph.nodes if is_region_call(node)]
+
+
+def body_of(call: fx.Node) -> fx.GraphModule:
+    """Return the graph that a region's call runs."""
+    attribute: Any = call.args[0]
+    return getattr(call.graph.owning_module, attribute.target)
+
+
+def is_packed(node: fx.Node) -> bool:
+    """Whether a node packs gradients, or is a bucket of gradients that a region returns."""
+    if node.target is _PACKING:
+        return True
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _packed_of(node) is not None
+
+
+def _packed_of(node: fx.Node) -> int | None:
+    """Return the bucket whose packed gradient an element of what a region returns is."""
+    call, index = node.args[:2]
+    if not isinstance(call, fx.Node) or not is_region_call(call):
+        return None
+    number = body_of(call).meta.get("mfsdp_packs", {}).get(index)
+    return call.meta["custom"][REGION][number] if number is not None else None
+
+
+def reads_whole(user: fx.Node) -> bool:
+    """Whether a reader of a graph input takes it for a whole bucket: a view, or a region."""
+    return has_kind(user, NodeKind.VIEW) or is_region_call(user)
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node aliases its first input without changing it."""
     if node.op != "call_function":
@@ -131,6 +181,7 @@ def is_view(node: fx.Node) -> bool:
 
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default)
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
+_PACKING = torch.ops.mfsdp.pack_gradients.default
 PORTION = torch.ops.mfsdp.portion.default
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
@@ -139,6 +190,12 @@ def assign(graph: fx.Graph) -> None:
     """Give every node that gathers or reduces a bucket its role."""
     for node in graph.nodes:
         if node.op != "call_function":
+            continue
+        if is_region_call(node):
+            _assign_inputs(node)
+            continue
+        if node.target is operator.getitem and (packed := _packed_of(node)) is not None:
+            set_role(node, Role(NodeKind.PACK, packed))
             continue
         kind = _kind(node)
         if kind is None:
@@ -152,6 +209,15 @@ def assign(graph: fx.Graph) -> None:
         for source in node.all_input_nodes if kind is not NodeKind.PACK else ():
             if source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
                 set_role(source, Role(NodeKind.TOKEN if kind is NodeKind.START_REDUCE else NodeKind.SHARD, bucket))
+
+
+def _assign_inputs(call: fx.Node) -> None:
+    """Give roles to whole buckets that a region reads from the graph's inputs."""
+    buckets = call.meta["custom"][REGION]
+    for number, operand in body_of(call).meta["mfsdp_wholes"].items():
+        source = call.args[operand]
+        if isinstance(source, fx.Node) and source.op == "placeholder":
+            set_role(source, Role(NodeKind.SHARD, buckets[number]))
 
 
 def _mark(node: fx.Node) -> int | None:
@@ -208,7 +274,7 @@ def gathers(graph: fx.Graph) -> list[Gather]:
         elif role.kind is NodeKind.GATHERED:
             if not has_kind(node.all_input_nodes[0], NodeKind.START_GATHER):
                 found.append(_gather(role.bucket, _casts_before(node), None, node, node))
-        elif any(has_kind(user, NodeKind.VIEW) for user in node.users):
+        elif any(reads_whole(user) for user in node.users):
             found.append(_gather(role.bucket, (), None, None, node))
     return found
 
@@ -233,15 +299,15 @@ def _gather(
                 if user not in views:
                     views.append(user)
                     pending.append(user)
-            elif whole is not None or node is not root:  # readers of a placeholder itself do not read the bucket
+            elif whole is not None or node is not root or is_region_call(user):
+                # other readers of a placeholder itself do not read the bucket
                 uses[user] = None
     return Gather(bucket, before, start, whole, tuple(sorted(views)), tuple(sorted(uses)))
 
 
 def packs(graph: fx.Graph) -> list[tuple[fx.Node, int]]:
     """The nodes of a graph with roles that pack gradients, each with the index of its bucket, in graph order."""
-    packing = torch.ops.mfsdp.pack_gradients.default
-    return [(node, role.bucket) for node, role in _of_kind(graph, NodeKind.PACK) if node.target is packing]
+    return [(node, role.bucket) for node, role in _of_kind(graph, NodeKind.PACK) if is_packed(node)]
 
 
 def reductions(graph: fx.Graph) -> list[Reduction]:

@@ -26,7 +26,7 @@ from mfsdp_compile.runtime import compat
 
 from .context import Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
-from .roles import MARK
+from .roles import MARK, REGION, region_calls
 
 __all__ = ["apply", "erase_markers"]
 
@@ -55,17 +55,25 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             set_role(shard, Role(NodeKind.SHARD, bucket))
             sources.append((shard, resident, token))
 
+    calls = {bucket: call for call in region_calls(graph) for bucket in call.meta["custom"][REGION]}
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
     gathered: list[fx.Node] = []
     at = last_placeholder
     for bucket, info in enumerate(context.buckets):
         with graph.inserting_after(at):
-            call = graph.call_function(torch.ops.mfsdp.gather.default, (*sources[bucket], *info.exchange))
+            operators = torch.ops.mfsdp
+            gather = operators.gather_whole.default if bucket in calls else operators.gather.default
+            call = graph.call_function(gather, (*sources[bucket], *info.exchange))
         call.meta["custom"] = {MARK: bucket}
         gathered.append(call)
         at = call
+    for call in dict.fromkeys(calls.values()):
+        _pass_buckets(call, gathered)
 
     for shell, role in shells.items():
+        if role.bucket in calls:
+            graph.erase_node(shell)
+            continue
         call = gathered[role.bucket]
         with graph.inserting_after(call):
             parameter = graph.call_function(operator.getitem, (call, role.index))
@@ -89,6 +97,18 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         ]
         + [f"{markers} markers taken out"],
     )
+
+
+def _pass_buckets(call: fx.Node, gathered: list[fx.Node]) -> None:
+    """Give a call of a region its buckets: an anchor and a whole bucket each."""
+    operands: list[fx.Node] = []
+    for bucket in call.meta["custom"][REGION]:
+        with call.graph.inserting_before(call):
+            pair = [call.graph.call_function(operator.getitem, (gathered[bucket], index)) for index in (1, 0)]
+        for node in pair:
+            node.meta["custom"] = {MARK: bucket}
+        operands += pair
+    call.args = (call.args[0], *operands, *call.args[1 + len(operands) :])
 
 
 def erase_markers(gm: fx.GraphModule) -> int:

@@ -8,6 +8,10 @@
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
     collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
+``gather_whole(shard, resident, token, ...)``
+    A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
+    gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
+    begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs gradients.
 ``portion(whole, size, group)``
     A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
     over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
@@ -49,6 +53,11 @@ _library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> Tensor[]"
+)
+_library.define(
+    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> (Tensor, Tensor)"
 )
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define("pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype) -> Tensor")
@@ -99,11 +108,7 @@ class _GatherFunction(torch.autograd.Function):
         ctx.exchange, ctx.main_dtype = exchange, shard.dtype
         if token is not None:
             ctx.save_for_backward(token)
-        # The runtime gathers a resident; the first graph that uses it waits for it.
-        full = shard if resident is None else compat.wait_tensor(resident)
-        full = full.to(exchange.dtype)
-        if exchange.gather_group:
-            full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
+        full = _whole(shard, resident, exchange)
         sizes = iter(exchange.sizes)
         shapes = [[next(sizes) for _ in range(ndim)] for ndim in exchange.ndims]
         return tuple(
@@ -115,15 +120,64 @@ class _GatherFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        reduced = pack(gradients, exchange)
-        for stage in range(len(exchange.groups)):
-            reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
-        return exchange.finish(reduced, ctx.main_dtype), None, None, None
+        return _reduced(pack(gradients, exchange), exchange, token, ctx.main_dtype), None, None, None
+
+
+class _GatherWholeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.exchange, ctx.main_dtype = exchange, shard.dtype
+        if token is not None:
+            ctx.save_for_backward(token)
+        whole = _whole(shard, resident, exchange)
+        if whole is shard:  # an input that is returned would lose its place in autograd's graph
+            whole = shard.view_as(shard)
+        ctx.mark_non_differentiable(whole)
+        return whole, anchor_like(shard, exchange)
+
+    @staticmethod
+    def backward(ctx: Any, _: None, packed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if packed is None:
+            return None, None, None, None
+        token = ctx.saved_tensors[0] if ctx.saved_tensors else None
+        return _reduced(packed, ctx.exchange, token, ctx.main_dtype), None, None, None
+
+
+def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
+    """Return a tensor without memory that stands for a bucket and receives its packed gradient."""
+    return shard.new_empty((), dtype=exchange.comm_dtype).expand(exchange.numel)
+
+
+def _whole(shard: Tensor, resident: Tensor | None, exchange: Exchange) -> Tensor:
+    # The runtime gathers a resident; the first graph that uses it waits for it.
+    full = shard if resident is None else compat.wait_tensor(resident)
+    full = full.to(exchange.dtype)
+    if exchange.gather_group:
+        full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
+    return full
+
+
+def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Reduce a packed gradient, stage by stage. Return the gradient of the shard."""
+    reduced = packed
+    for stage in range(len(exchange.groups)):
+        reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
+    return exchange.finish(reduced, dtype)
 
 
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
 def _gather(shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any) -> list[Tensor]:
     return list(_GatherFunction.apply(shard, resident, token, Exchange(*arguments)))
+
+
+@torch.library.impl(_library, "gather_whole", "CompositeImplicitAutograd")
+def _gather_whole(
+    shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    return _GatherWholeFunction.apply(shard, resident, token, Exchange(*arguments))
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mfsdp_compile.passes import pipeline
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import (
     BucketInfo,
     Context,
@@ -31,10 +31,12 @@ from mfsdp_compile.passes.context import (
     Role,
     SchedulePolicy,
     phase_of,
+    region_of,
     set_phase,
     set_role,
 )
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
 from mfsdp_compile.runtime.exchange import Overlap
@@ -48,6 +50,7 @@ from .dumps import GraphFolder
 from .lowerings import register_lowerings
 from .options import CompileOptions
 from .rank_meeting import RankMeeting
+from .regions import region_context, trace
 
 __all__ = ["bucket_info", "find_shells", "mfsdp", "prepare"]
 
@@ -75,9 +78,18 @@ def mfsdp(
     escaped = _escaped(gm, shells)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
+    refused: dict[str, str] = {}
     with _telling_models(buckets):
-        record, call, inputs = prepare(gm, example_inputs, shells, chosen, served)
-        compiled = _compile_inner(gm, inputs, chosen, record)
+        while True:
+            copied = compat.copy_graph_module(gm)
+            record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused)
+            try:
+                compiled = _compile_inner(copied, inputs, chosen, record)
+                break
+            except compat.NotARegion as error:
+                for owner in models_of(buckets):
+                    owner.compiled_graphs.remove(record)
+                refused |= {unit: error.reason for unit in record.units_of(error.region)}
 
     def run_served(*args: Any) -> Any:
         homes = call.homes(args)
@@ -136,11 +148,13 @@ def prepare(
     shells: Mapping[int, Home],
     chosen: CompileOptions,
     served: bool = False,
+    refused: Mapping[str, str] | None = None,
 ) -> tuple[pipeline.CompileRecord, _Call, list[Any]]:
     """Rewrite Dynamo's graph so that it takes shards and gathers them.
 
     Args:
         served: Let the graph take gathered buckets instead, and return packed gradients.
+        refused: Units that cannot be part of a region, each with the reason.
 
     Returns:
         The passes' record of the graph, the object that converts its arguments, and example inputs.
@@ -181,10 +195,23 @@ def prepare(
     is_real = compat.is_real_group(buckets[0].topology.every.name)
     prediction = chosen.prediction(buckets[0].flat.device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
-    units = (unit for owner in owners for unit in owner.eager.units)
+    units = [unit for owner in owners for unit in owner.eager.units]
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
     record = pipeline.CompileRecord(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
     call = _Call(shells, buckets)
+    if least := _least_equal(chosen.regions):
+        record.regions, record.inlined = outline(
+            gm.graph,
+            context,
+            {str(id(module)): unit.name for unit in units if not unit.is_root for module in unit.modules},
+            [served_info(bucket.plan, bucket.topology) for bucket in buckets],
+            least,
+            refused or {},
+        )
+        for body in record.regions:
+            region_of_body = region_context(body, chosen.float32_gradients)
+            make = functools.partial(trace, body, region_of_body, chosen.inner == "inductor")
+            body.module.region = compat.Region(body.name, make)  # type: ignore[assignment]
     pipeline.rewrite_dynamo_graph(gm, record)
     for owner in owners:
         owner.check_complete()
@@ -200,6 +227,13 @@ def prepare(
         shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     others = [value for position, value in enumerate(example_inputs) if position not in shells]
     return record, call, [*shards, *others]
+
+
+def _least_equal(regions: bool | str) -> int:
+    """Return the number of equal units from which on they become a region; 0: never."""
+    if regions == "auto":
+        return LEAST
+    return 2 if regions else 0
 
 
 class _Call:
@@ -515,11 +549,18 @@ def _compile_inner(
         return forward, backward
 
     def finish(graph: fx.Graph) -> None:
-        if record is not None:
+        if (context := region_of(graph)) is not None:
+            pipeline.finish_region(graph, context, phase_of(graph))
+        elif record is not None:
             pipeline.finish_graph(graph, phase_of(graph), record)
 
+    def finish_all(gm: fx.GraphModule) -> None:
+        for region in dict.fromkeys(map(roles.body_of, roles.region_calls(gm.graph))):
+            finish(region.graph)  # Inductor's passes come to the graphs inside by themselves
+        finish(gm.graph)
+
     if options.inner == "aot_eager":
-        return compat.compile_with_aot_eager(gm, inputs, partition, lambda finished: finish(finished.graph))
+        return compat.compile_with_aot_eager(gm, inputs, partition, finish_all)
     register_lowerings()
 
     def uuid() -> str | None:

@@ -20,7 +20,7 @@ from mfsdp_compile.runtime import compat
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
-_OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "report"}
+_OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "regions", "report"}
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 
@@ -40,6 +40,9 @@ class CompileOptions:
             that this package knows, or a file that ``mfsdp calibrate`` wrote. Default: the known machine closest to the
             current device.
         optimizer: The optimizer whose state and step are counted in predictions.
+        regions: Whether equal units are compiled once, as regions that the graph calls. ``"auto"``: if at least three
+            units are equal. True: if at least two are. False: every unit is part of the graph. :func:`explain` says which
+            units are regions, and why others are not.
         report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile caches.
         float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
             reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
@@ -57,6 +60,7 @@ class CompileOptions:
     text: ScheduleText | None = None
     hardware: Hardware | None = None
     optimizer: OptimizerCost = field(default_factory=OptimizerCost)
+    regions: bool | str = "auto"
     report: bool = False
     float32_gradients: bool = False
     inductor: tuple[tuple[str, Any], ...] = ()
@@ -105,6 +109,7 @@ class CompileOptions:
         if text is not None and text.portions:
             schedule = replace(schedule, reshard_after_forward=text.portions)
         machine, optimizer = _hardware(given.pop("hardware", None)), _optimizer(given.pop("optimizer", "adamw"))
+        regions = given.pop("regions", "auto")
         report = given.pop("report", False)
         inner = given.pop("inner", "inductor")
         float32_gradients = given.pop("float32_gradients", False)
@@ -118,6 +123,8 @@ class CompileOptions:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
         if not isinstance(float32_gradients, bool):
             raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
+        if not isinstance(regions, bool) and regions != "auto":
+            raise TypeError(f"options['regions'] takes True, False or 'auto', got {regions!r}")
         if not isinstance(report, bool):
             raise TypeError(f"options['report'] takes True or False, got {report!r}")
         if verify not in VERIFY:
@@ -148,6 +155,7 @@ class CompileOptions:
             text,
             machine,
             optimizer,
+            regions,
             report,
             float32_gradients,
             tuple(sorted(inductor.items())),

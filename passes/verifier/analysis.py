@@ -25,7 +25,6 @@ __all__ = ["Analysis", "CollectiveNode", "Portion", "ReductionFlow", "StorageRan
 
 _aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-PACK = torch.ops.mfsdp.pack_gradients.default
 RELEASE = torch.ops.inductor.resize_storage_bytes_.default
 _COPIES = (*roles.CASTS, _aten.clone.default, _aten.contiguous.default)
 
@@ -172,6 +171,11 @@ class Analysis:
                 found[node] = Portion(bucket, node, whole if is_whole else None)
         return found
 
+    @cached_property
+    def packs(self) -> list[fx.Node]:
+        """Nodes that pack gradients, and packed gradients that regions return."""
+        return [node for node in self.graph.nodes if node.op == "call_function" and roles.is_packed(node)]
+
     @property
     def portions(self) -> list[Portion]:
         return list(self.portion_of.values())
@@ -255,7 +259,7 @@ class Analysis:
             role = role_of(node)
             launch = self._launch_of.get(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
             if node.op == "placeholder":
-                if role is not None and any(roles.has_kind(user, NodeKind.VIEW) for user in node.users):
+                if role is not None and any(roles.reads_whole(user) for user in node.users):
                     yield self._whole(role.bucket, node, None)
             elif role is not None and role.kind is NodeKind.GATHERED:
                 yield self._whole(role.bucket, node, launch)
@@ -276,7 +280,7 @@ class Analysis:
                 else:
                     found = casts if node in casts else aliases
                 if not (roles.is_view(user) or user.target in _COPIES):
-                    if node.op != "placeholder":
+                    if node.op != "placeholder" or roles.is_region_call(user):
                         uses[user] = None
                 elif user not in found:
                     found[user] = None
@@ -304,13 +308,13 @@ class Analysis:
             while (before := previous[stages[0]]) is not None and before not in stages:
                 stages.insert(0, before)
             root = sources[stages[0]][0]
-            pack = root if root is not None and root.target is PACK else None
+            pack = root if root is not None and roles.is_packed(root) else None
             passed = tuple(sources[stage][1] for stage in stages)
             yield ReductionFlow(launch.bucket, pack, tuple(stages), passed, tuple(returned.get(launch, ())))
 
     def _packed_only(self) -> Iterator[ReductionFlow]:
         """Yield the gradients that a graph packs for the eager path to reduce."""
-        for pack in self.graph.find_nodes(op="call_function", target=PACK):
+        for pack in self.packs:
             role = role_of(pack)
             if role is None or self.info(role.bucket).exchange.groups:
                 continue
@@ -330,7 +334,8 @@ def _climb(node: fx.Node | None) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
     while (
         node is not None
         and node.op == "call_function"
-        and node.target not in (PACK, WAIT, *GATHERS, *REDUCES)
+        and node.target not in (WAIT, *GATHERS, *REDUCES)
+        and not roles.is_packed(node)
         and len(node.all_input_nodes) == 1
     ):
         passed.insert(0, node)

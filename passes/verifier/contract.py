@@ -10,6 +10,7 @@ other nodes. The contract is plain data in the output node's meta, so it travels
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,9 +23,9 @@ from mfsdp_compile.runtime.layout import BucketLayout
 
 from .. import roles
 from ..context import role_of
-from .analysis import PACK, Analysis, tensor_of
+from .analysis import Analysis, tensor_of
 
-__all__ = ["Contract", "Gradient", "GraphOutput", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
+__all__ = ["Contract", "Gradient", "GraphOutput", "calls_of", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
 
 _aten = torch.ops.aten
 # Operators that sum the contributions of several uses of a parameter, and the arguments that are terms of the sum.
@@ -79,6 +80,7 @@ class Contract:
         gradients: Gradients by bucket, then by index of the parameter in the bucket.
         reads: How often each slice ``(start, stop)`` of a bucket is read, by bucket.
         kept: Buckets that were chosen to stay gathered from forward to backward.
+        calls: The graph that each call of a region runs, by name of the call.
         portions: Buckets of which ranks keep portions, for the backward to gather.
     """
 
@@ -90,6 +92,7 @@ class Contract:
     reads: Mapping[int, Counter[tuple[int, int]]] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
     portions: frozenset[int] = frozenset()
+    calls: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -107,6 +110,7 @@ class Contract:
             reads_of(found),
             kept,
             portions,
+            calls_of(found.graph),
         )
 
 
@@ -116,6 +120,11 @@ def contract_of(graph: fx.Graph) -> Contract | None:
 
 def set_contract(graph: fx.Graph, contract: Contract) -> None:
     graph.output_node().meta["mfsdp_contract"] = contract
+
+
+def calls_of(graph: fx.Graph) -> dict[str, str]:
+    """Return the name of the graph that each call of a region runs, by name of the call."""
+    return {call.name: roles.body_of(call).meta["mfsdp_region_name"] for call in roles.region_calls(graph)}
 
 
 def reads_of(found: Analysis) -> dict[int, Counter[tuple[int, int]]]:
@@ -129,8 +138,10 @@ def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | Non
     """Return the packed gradients, and the index of the parameter that each belongs to by its offset.
 
     The index is None if there is no parameter at the offset, or if the parameter already has a gradient. Empty
-    parameters share an offset with the parameter after them.
+    parameters share an offset with the parameter after them. Nothing is returned for gradients that a region packs.
     """
+    if pack.target is operator.getitem:
+        return []
     free: dict[int, list[int]] = {}
     for number, slot in enumerate(layout.slots):
         free.setdefault(slot.offset, []).append(number)
@@ -148,7 +159,7 @@ def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | Non
 
 
 def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
-    packs = [node for node in found.graph.find_nodes(op="call_function", target=PACK) if role_of(node) is not None]
+    packs = [node for node in found.packs if role_of(node) is not None]
     if not packs:
         return {}
     inputs = 0
@@ -167,11 +178,24 @@ def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
         role = role_of(pack)
         assert role is not None
         of_bucket = gradients.setdefault(role.bucket, {})
+        for index in _packed_inside(pack, found.info(role.bucket).layout):
+            of_bucket.setdefault(index, Gradient(pack.name, depends.get(pack, 0), 1))
         for gradient, index in packed(pack, found.info(role.bucket).layout):
             if index is not None and index not in of_bucket:
                 bits, made_of = depends.get(gradient, 0), tuple(_chain(gradient))
                 of_bucket[index] = Gradient(gradient.name, bits, _terms(gradient), made_of)
     return gradients
+
+
+def _packed_inside(pack: fx.Node, layout: BucketLayout) -> list[int]:
+    """Return the indices of the parameters whose gradients a region packs; empty if ``pack`` is not from a region."""
+    if pack.target is not operator.getitem:
+        return []
+    call, position = pack.args
+    result = roles.body_of(call).graph.output_node().args[0][position]  # type: ignore[arg-type, index, union-attr]
+    while not roles.is_packed(result):
+        result = result.all_input_nodes[0]
+    return [index for _, index in packed(result, layout) if index is not None]
 
 
 def _chain(node: fx.Node) -> Iterator[str]:

@@ -7,6 +7,7 @@ before and after every pass.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,10 @@ from torch import fx
 from mfsdp_compile.runtime.exchange import When
 
 from .. import roles
-from ..context import NodeKind, role_of
+from ..context import NodeKind, region_of, role_of
 from ..phase import Phase
 from .analysis import RELEASE, Analysis, CollectiveNode, ReductionFlow, StorageRange, arguments, tensor_of
-from .contract import Contract, GraphOutput, gradients_of, packed, reads_of
+from .contract import Contract, GraphOutput, calls_of, gradients_of, packed, reads_of
 
 __all__ = ["RULES", "Breach", "Rule"]
 
@@ -113,6 +114,10 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
         for node in (*whole.aliases, *whole.casts, *whole.copies, *whole.uses):
             if node is not whole.node and order[node] < order[whole.node]:
                 yield f"{node} reads it before its wait", node, bucket, found.parameter(bucket, node)
+    for call in roles.region_calls(found.graph):
+        for bucket, operand in _whole_operands(call):
+            if operand not in found.whole_of:
+                yield f"{call} reads {operand}, which is not gathered", call, bucket
     for node in found.graph.nodes:
         if (role := role_of(node)) is None:
             continue
@@ -132,6 +137,12 @@ def _awaited(found: Analysis, _: Contract | None) -> Findings:
             elif of.bucket != role.bucket:
                 name = found.parameter(of.bucket, node)
                 yield f"{node} is a view of {found.info(of.bucket).name!r} instead", node, role.bucket, name
+
+
+def _whole_operands(call: fx.Node) -> Iterator[tuple[int, Any]]:
+    """Yield the buckets that a region reads, each with the operand that must be it."""
+    for number, position in roles.body_of(call).meta["mfsdp_wholes"].items():
+        yield call.meta["custom"][roles.REGION][number], call.args[position]
 
 
 def _released(found: Analysis, _: Contract | None) -> Findings:
@@ -222,7 +233,12 @@ def _once(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _places(found: Analysis, contract: Contract | None, pack: fx.Node, bucket: int) -> Findings:
-    """Check that each gradient is packed in its parameter's slot, and in no other slot."""
+    """Check that each gradient is packed in its parameter's slot, and in no other slot.
+
+    What a region packs is checked in the region's own graph.
+    """
+    if pack.target is operator.getitem:
+        return
     slots = found.info(bucket).layout.slots
     expected = contract.gradients.get(bucket, {}) if contract is not None else {}
     index_of = {gradient.name: index for index, gradient in expected.items()}
@@ -272,7 +288,7 @@ def _complete(found: Analysis, contract: Contract | None) -> Findings:
         expected = contract.gradients.get(bucket, {}) if contract is not None else {}
         for index, gradient in now.get(bucket, {}).items():
             was, name = expected.get(index), slots[index].name
-            if was is None or gradient.name in {other.name for i, other in expected.items() if i != index}:
+            if was is None or gradient.name in {other.name for other in expected.values()} - {was.name}:
                 continue  # covered by rule V4
             if gradient.terms < was.terms:
                 what = f"{gradient.name} is the sum of {gradient.terms} terms, of {was.terms} that there were"
@@ -322,6 +338,8 @@ def _ordered(found: Analysis, contract: Contract | None) -> Findings:
                 yield what, launch.node, reduction.bucket
     for node in found.graph.find_nodes(op="get_attr"):
         for inner in _inner_nodes(node):
+            if region_of(inner.graph) is not None:
+                break  # a region is verified on its own
             role, bucket = role_of(inner), (inner.meta.get("custom") or {}).get(roles.MARK)
             if role is not None or bucket is not None:
                 yield f"{inner} is in the body of a branch, {node}", node, role.bucket if role is not None else bucket
@@ -519,9 +537,26 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         if (pack := reduction.pack) is None:
             continue
         info = found.info(reduction.bucket)
-        if (got := tuple(pack.args[2:4])) != (wanted := (info.layout.numel, info.exchange.comm_dtype)):
+        value = tensor_of(pack)
+        is_inside = pack.target is operator.getitem and value is not None
+        got = (value.numel(), value.dtype) if is_inside else tuple(pack.args[2:4])  # type: ignore[union-attr]
+        if got != (wanted := (info.layout.numel, info.exchange.comm_dtype)):
             yield f"gradients are packed into {got}, not {wanted} (elements, dtype)", pack, reduction.bucket
+    for call in roles.region_calls(found.graph):
+        for bucket, operand in _whole_operands(call):
+            whole = found.whole_of.get(operand)
+            if whole is not None and whole.bucket != bucket:
+                yield f"{call} reads {found.info(whole.bucket).name!r} in its place", call, bucket
+            elif whole is not None and (value := tensor_of(operand)) is not None:
+                if operand not in whole.aliases and operand is not whole.node:
+                    yield f"{call} reads a copy of it, {operand}", call, bucket
+                elif value.numel() != found.info(bucket).layout.numel:
+                    yield f"{call} reads only {operand}", call, bucket
     if contract is not None:
+        calls = calls_of(found.graph)
+        for call in roles.region_calls(found.graph):
+            if (was := contract.calls.get(call.name)) is not None and was != calls[call.name]:
+                yield f"{call} runs {calls[call.name]} in the place of {was}", call, call.meta["custom"][roles.REGION][0]
         yield from _outputs(found, contract)
 
 

@@ -24,6 +24,7 @@ try:
     from .inductor import *
     from .optim import *
     from .pytree import *
+    from .regions import *
     from .stores import *
     from .tensors import *
 except (ImportError, AttributeError) as error:

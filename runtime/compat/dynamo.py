@@ -28,7 +28,11 @@ __all__ = [
     "copy_graph_module",
     "detect_fake_mode",
     "dynamo_traces",
+    "enters_context",
+    "exit_of",
+    "exits_context",
     "fake_mode",
+    "fake_tensor_type",
     "graph_argument",
     "graph_break",
     "graph_break_reasons",
@@ -40,6 +44,7 @@ __all__ = [
     "python_only",
     "quiet",
     "requires_grad",
+    "sets_state",
     "tracing_fake_mode",
     "where_not_traceable",
     "written",
@@ -133,6 +138,35 @@ def requires_grad(placeholder: fx.Node) -> bool:
     return argument is None or bool(argument.requires_grad)
 
 
+_EXITS: dict[Any, Any] = {
+    torch.amp._enter_autocast: torch.amp._exit_autocast,  # type: ignore[attr-defined]
+    torch.autograd.grad_mode._enter_inference_mode: torch.autograd.grad_mode._exit_inference_mode,
+}
+
+
+def enters_context(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph enters a context, such as autocast, for the nodes after it."""
+    return node.target in _EXITS
+
+
+def exits_context(node: fx.Node) -> fx.Node | None:
+    """Return the node that entered the context that a node leaves; None if it leaves none."""
+    return node.args[0] if node.op == "call_function" and node.target in _EXITS.values() else None  # type: ignore[return-value]
+
+
+def exit_of(node: fx.Node) -> Callable[..., Any]:
+    """Return the function that leaves the context that a node enters. It takes the node's value."""
+    return _EXITS[node.target]
+
+
+def sets_state(node: fx.Node) -> bool:
+    """Whether a node of a Dynamo graph changes a setting of torch for the nodes after it, other than by a context."""
+    if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = getattr(node.target, "__name__", "")
+    return name.startswith(("_set_", "set_", "_enter_", "_exit_")) or "nesting" in name
+
+
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """Copy a graph module for passes to rewrite: Dynamo keeps reading its own graph after the backend has returned.
 
@@ -194,6 +228,10 @@ def on_values(function: _F) -> _F:
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
+
+
+def fake_tensor_type() -> type[Tensor]:
+    return FakeTensor
 
 
 def fake_mode() -> FakeTensorMode:

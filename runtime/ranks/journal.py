@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import itertools
 import os
 import signal
 import socket
@@ -162,7 +163,7 @@ class Journal:
             "groups": {name: {"ranks": self._groups[name].ranks, "started": count} for name, count in now.items()},
             "entries": [
                 _written(entry, following.counts if following is not None else now)
-                for entry, following in zip(entries, [*entries[1:], None], strict=True)
+                for entry, following in itertools.zip_longest(entries, entries[1:])
             ],
             "place": _place(traceback.extract_tb(trace) if trace is not None else _main_stack()),
             "stacks": _stacks(),

@@ -1,0 +1,208 @@
+"""Traces regions: partitions the body of a region into a forward and a backward that save no parameter.
+
+A region's graphs go through the passes on their own, with buckets that are whole at all times. What the backward needs
+of the operands, it takes as operands again: for gathered parameters, the graph around it decides whether they are kept
+or gathered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from mfsdp_compile.passes import drop_unread, pipeline, reshard, roles
+from mfsdp_compile.passes.context import Context, SchedulePolicy, phase_of, set_phase
+from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.regions import RegionBody
+from mfsdp_compile.passes.solver.costs import is_alias
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.compat import NotARegion, RegionGraphs, Source
+
+__all__ = ["region_context", "trace"]
+
+
+def region_context(body: RegionBody, float32_gradients: bool = False) -> Context:
+    """Return the context of a region's graphs."""
+    return Context(body.buckets, SchedulePolicy(), whole_model=False, float32_gradients=float32_gradients)
+
+
+def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: Sequence[Any]) -> RegionGraphs:
+    """Make the graphs of a region.
+
+    Args:
+        context: Context of the region's graphs.
+        fused: Whether Inductor compiles them.
+        name: Name of the graphs.
+        operands: Tensors like those that it will be called with.
+
+    Raises:
+        NotARegion: The body cannot be traced apart.
+    """
+    outputs = len(body.differentiable)
+    try:
+        joint, differentiates = compat.trace_joint(body.module, operands, fused)
+    except RuntimeError as error:
+        raise NotARegion(body.name, _reason(error)) from error
+    for node in list(joint.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            joint.graph.erase_node(node)
+    if not differentiates:
+        forward = _finished(joint, f"{name}_inference", Phase.INFERENCE, context)
+        takes = _drop_unused(forward)
+        _note_wholes(forward, body, takes)
+        _promise(forward, context, outputs)
+        return RegionGraphs(forward, takes, outputs)
+    if fused:
+        joint = compat.inductor_joint_passes(joint)
+    roles.assign(joint.graph)
+    drop_unread.apply(joint.graph, context, Phase.JOINT)
+    reshard.apply(joint.graph, context, Phase.JOINT)
+    forward, backward = compat.min_cut_partition(joint, (), num_fwd_outputs=outputs)
+    needs, gradients = _sew(forward.graph, backward.graph, body)
+    forward = _finished(forward, f"{name}_forward", Phase.FORWARD, context)
+    backward = _finished(backward, f"{name}_backward", Phase.BACKWARD, context)
+    takes = _drop_unused(forward)
+    _note_wholes(forward, body, takes)
+    _note_wholes(backward, body, [s.index if s.kind == "operand" else None for s in needs])
+    backward.meta["mfsdp_packs"] = {
+        number: operand // 2 for number, operand in enumerate(gradients) if operand < 2 * len(body.buckets)
+    }
+    _promise(forward, context, outputs)
+    _promise(backward, context, 0)
+    constant = tuple(i for i, differentiable in enumerate(body.differentiable) if not differentiable)
+    return RegionGraphs(forward, takes, outputs, backward, needs, gradients, constant)
+
+
+def _reason(error: RuntimeError) -> str:
+    text = str(error)
+    if "input mutations" in text:
+        return "it writes to a tensor from outside, such as a buffer"
+    if "outputs that alias" in text:
+        return "it returns a view, or a tensor that it was given"
+    return f"torch cannot trace it apart ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
+
+
+def _finished(gm: fx.GraphModule, name: str, phase: Phase, context: Context) -> fx.GraphModule:
+    gm.graph.set_codegen(fx.graph.CodeGen())
+    output = gm.graph.output_node()
+    (values,) = output.args
+    output.args = (tuple(values),)  # type: ignore[arg-type]
+    output.meta["mfsdp_region"] = context
+    set_phase(gm.graph, phase)
+    gm.meta["mfsdp_region_name"] = name
+    gm.recompile()
+    return gm
+
+
+def _promise(gm: fx.GraphModule, context: Context, outputs: int) -> None:
+    roles.assign(gm.graph)
+    pipeline.note_contract(gm.graph, context, phase_of(gm.graph), outputs)
+
+
+def _drop_unused(gm: fx.GraphModule) -> tuple[int, ...]:
+    """Remove inputs that nothing reads. Return the positions of the others."""
+    takes = []
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if node.users:
+            takes.append(position)
+        else:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return tuple(takes)
+
+
+def _note_wholes(gm: fx.GraphModule, body: RegionBody, takes: Sequence[int | None]) -> None:
+    """Note which arguments of a call are whole buckets. The graph and its name are the first two arguments."""
+    wholes = {2 * number + 1: number for number in range(len(body.buckets))}
+    gm.meta["mfsdp_wholes"] = {wholes[t]: i for i, t in enumerate(takes, 2) if t in wholes}
+
+
+def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple[Source, ...], tuple[int, ...]]:
+    """Bring the border between forward and backward into a form that calls can use.
+
+    Outputs of a call must not share memory, or Inductor would reuse it too early. A saved view is therefore saved as
+    what it is a view of, and taken again in the backward. A saved operand is not an output.
+
+    Returns:
+        Where the backward's inputs come from, and the operands that its outputs are the gradients of.
+    """
+    output = forward.output_node()
+    number = len(body.differentiable)
+    returned: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    results, saved = returned[:number], {node.name: node for node in returned[number:]}
+    for i, result in enumerate(results):
+        value: Tensor = result.meta["val"]
+        shares = any(_root(result) is _root(other) for other in [*results[:i], *saved.values()] if other is not result)
+        if result in results[:i] or shares or value.storage_offset():
+            with forward.inserting_before(output):
+                results[i] = forward.call_function(torch.ops.aten.clone.default, (result,))
+            results[i].meta["val"] = value.clone()
+    operands = [node for node in forward.find_nodes(op="placeholder")]
+    tangents = iter([i for i, differentiable in enumerate(body.differentiable) if differentiable])
+    outputs = dict(zip(results, range(number), strict=True))  # in order; values are positions
+    needs: list[Source] = []
+    again: dict[fx.Node, fx.Node] = {}  # forward's node -> backward's
+    for placeholder in list(backward.find_nodes(op="placeholder")):
+        if compat.is_tangent(placeholder):
+            index = next(tangents, None)
+            if index is None:
+                raise NotARegion(body.name, "its outputs and their gradients do not match")
+            needs.append(Source("tangent", index))
+            continue
+        node = saved.get(placeholder.name)
+        if node is None:
+            raise NotARegion(body.name, f"torch adds an input to its backward ({placeholder.name})")
+        chain = _views(node)
+        root = chain[0].args[0] if chain else node
+        if root not in again:
+            if chain:
+                with backward.inserting_before(placeholder):
+                    again[root] = backward.placeholder(root.name)  # type: ignore[union-attr, index]
+                again[root].meta = dict(root.meta)  # type: ignore[union-attr, index]
+            else:
+                again[root] = placeholder
+            if root in operands:
+                needs.append(Source("operand", operands.index(root)))  # type: ignore[arg-type]
+            else:
+                needs.append(Source("output", outputs.setdefault(root, len(outputs))))  # type: ignore[arg-type]
+        elif not chain:
+            placeholder.replace_all_uses_with(again[root])
+            backward.erase_node(placeholder)
+        if chain:
+            _take_views(chain, again, placeholder)
+    if next(tangents, None) is not None:
+        raise NotARegion(body.name, "its outputs and their gradients do not match")
+    output.args = (tuple(outputs),)
+    gradients: list[Any] = list(backward.output_node().args[0])  # type: ignore[arg-type]
+    kept = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
+    backward.output_node().args = (tuple(gradients[i] for i in kept),)
+    return tuple(needs), kept
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Return the chain of views that a value is, beginning with the view of what is no view."""
+    chain: list[fx.Node] = []
+    while is_alias(node):
+        chain.insert(0, node)
+        node = node.args[0]  # type: ignore[assignment]
+    return chain
+
+
+def _root(node: fx.Node) -> fx.Node:
+    chain = _views(node)
+    return chain[0].args[0] if chain else node  # type: ignore[return-value]
+
+
+def _take_views(chain: Sequence[fx.Node], again: dict[fx.Node, fx.Node], placeholder: fx.Node) -> None:
+    """Compute a saved view in the backward from what it is a view of."""
+    graph = placeholder.graph
+    first = next(node for node in graph.nodes if node.op != "placeholder" and node not in again.values())
+    for view in chain:
+        if view not in again:
+            with graph.inserting_before(first):
+                again[view] = graph.node_copy(view, lambda source: again[source])
+    placeholder.replace_all_uses_with(again[chain[-1]])
+    graph.erase_node(placeholder)
