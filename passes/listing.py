@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -18,19 +19,22 @@ __all__ = ["collectives", "describe"]
 
 
 def describe(graph: fx.Graph, context: Context) -> list[str]:
-    """Return the schedule of a graph: a line per start or end of a collective, and operator counts between them."""
+    """Return the schedule of a graph: a line per start or end of a collective and per call of a region.
+
+    Between them stand the numbers of operators.
+    """
     found = _events(graph, context, [info.name for info in context.buckets])
     lines: list[str] = []
     computed = 0
     for node in graph.nodes:
-        line = found.get(node)
-        if line is None:
-            computed += node.op == "call_function" and not roles.is_view(node)
+        events = [_called(node, context)] if roles.is_region_call(node) else found.get(node)
+        if events is None:
+            computed += _computes(node)
             continue
         if computed:
             lines.append(f"        {computed} operators")
         computed = 0
-        lines.append(line)
+        lines += events
     if computed:
         lines.append(f"        {computed} operators")
     return lines
@@ -40,19 +44,35 @@ def collectives(graph: fx.Graph, context: Context) -> list[str]:
     """Return the schedule of a graph as it must be on every rank.
 
     Buckets are numbered instead of named, because instances of a module share a graph. Nothing depends on the shapes of
-    a
-    batch: ranks with batches of different lengths run different graphs with the same collectives.
+    a batch: ranks with batches of different lengths run different graphs with the same collectives. Regions do not count
+    either, except for the model's own collectives in them.
     """
     found = _events(graph, context, [f"#{number}" for number in range(len(context.buckets))])
-    return [found[node] for node in graph.nodes if node in found]
+    return [line for node in graph.nodes for line in found.get(node, ())]
 
 
-def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.Node, str]:
-    """Return the line of each node where a collective starts or ends."""
-    found: dict[fx.Node, str] = {}
+def _computes(node: fx.Node) -> bool:
+    if node.op != "call_function" or roles.is_view(node):
+        return False
+    return node.target is not operator.getitem or not roles.is_region_call(node.args[0])  # type: ignore[arg-type]
+
+
+def _called(call: fx.Node, context: Context) -> str:
+    """Return the line of a region's call."""
+    body = roles.body_of(call)
+    unit = context.buckets[call.meta["custom"][roles.REGION][0]].unit
+    operators = sum(map(_computes, body.graph.nodes))
+    return f"{'run':7} {unit}  {body.meta['mfsdp_region_name']}, {operators} operators"
+
+
+def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.Node, list[str]]:
+    """Return the lines of each node where a collective starts or ends."""
+    found: dict[fx.Node, list[str]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and roles.is_collective(node):
-            found[node] = f"{node.target._opname}  of the model itself"  # replaced below for our own collectives
+        inside = roles.body_of(node).graph.nodes if roles.is_region_call(node) else [node]
+        own = [inner for inner in inside if inner.op == "call_function" and roles.is_collective(inner)]
+        if own:  # replaced below for our own collectives
+            found[node] = [f"{inner.target._opname}  of the model itself" for inner in own]
     for node, what, bucket, number in points(graph, context):
         info = context.buckets[bucket]
         exchange, detail, is_deferrable = info.exchange, "", False
@@ -64,7 +84,7 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
             detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
             is_deferrable = exchange.may_wait(stage)
-        found[node] = str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))
+        found[node] = [str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))]
     return found
 
 

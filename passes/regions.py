@@ -120,22 +120,20 @@ def outline(
     kinds: dict[Any, list[_Run]] = {}
     for run in runs:
         kinds.setdefault(_key(run, context, served), []).append(run)
-    bodies: list[RegionBody] = []
-    now: dict[fx.Node, fx.Node] = {}
+    bodies: list[tuple[RegionBody, list[_Run]]] = []
     for same in kinds.values():
-        if len(same) < least:
-            equal = f"{len(same)} units" if len(same) > 1 else "no other unit"
-            reason = f"{equal} equal to it, and a region needs {least}" if len(same) == 1 else (
-                f"only {len(same)} units are equal, and a region needs {least}"
-            )
-            why_not |= {run.unit: reason for run in same}
+        if len(same) >= least:
+            bodies.append((_body(f"region_{len(bodies)}", same, context, served), same))
             continue
-        bodies.append(_body(f"region_{len(bodies)}", same, context, served))
-        setattr(owner, bodies[-1].name, bodies[-1].module)
+        count = f"only {len(same)} units are equal" if len(same) > 1 else "no other unit is equal to it"
+        why_not |= {run.unit: f"{count}, and a region needs {least}" for run in same}
+    now: dict[fx.Node, fx.Node] = {}
+    for body, same in bodies:
+        setattr(owner, body.name, body.module)
         for run in same:
-            _replace(run, graph, bodies[-1], now)
+            _replace(run, graph, body, now)
     graph.lint()
-    return bodies, why_not
+    return [body for body, _ in bodies], why_not
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

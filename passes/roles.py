@@ -146,6 +146,8 @@ def region_calls(graph: fx.Graph) -> list[fx.Node]:
 def body_of(call: fx.Node) -> fx.GraphModule:
     """Return the graph that a region's call runs."""
     attribute: Any = call.args[0]
+    if call.graph.owning_module is None:  # a copy of a graph with roles
+        return call.meta["mfsdp_body"]
     return getattr(call.graph.owning_module, attribute.target)
 
 
@@ -214,6 +216,7 @@ def assign(graph: fx.Graph) -> None:
 def _assign_inputs(call: fx.Node) -> None:
     """Give roles to whole buckets that a region reads from the graph's inputs."""
     buckets = call.meta["custom"][REGION]
+    call.meta["mfsdp_body"] = body_of(call)
     for number, operand in body_of(call).meta["mfsdp_wholes"].items():
         source = call.args[operand]
         if isinstance(source, fx.Node) and source.op == "placeholder":

@@ -38,7 +38,7 @@ __all__ = ["ScheduleText"]
 
 _HEAD = "# mfsdp schedule"
 _COMMENT = re.compile(r"(^|\s)#.*")  # not "layers.0#1", the second bucket of a unit
-_NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself")
+_NO_DECISION = re.compile(r"\d+ operators|\w+\s+of the model itself|run\s+\S+\s+\w+, \d+ operators")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from mfsdp_compile.passes import roles
 from mfsdp_compile.passes.context import BucketInfo, Context, NodeKind, role_of
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.verifier.analysis import (
-    PACK,
     RELEASE,
     WAIT,
     Analysis,
@@ -28,6 +27,7 @@ from mfsdp_compile.passes.verifier.analysis import (
 )
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+PACK = torch.ops.mfsdp.pack_gradients.default
 GATHER_INTO = c10d.all_gather_into_tensor_out.default
 Change = Callable[[], Any]
 

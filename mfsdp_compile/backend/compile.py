@@ -204,7 +204,7 @@ def prepare(
             gm.graph,
             context,
             {str(id(module)): unit.name for unit in units if not unit.is_root for module in unit.modules},
-            [served_info(bucket.plan, bucket.topology) for bucket in buckets],
+            [replace(served_info(bucket.plan, bucket.topology), has_resident=False) for bucket in buckets],
             least,
             refused or {},
         )
@@ -231,6 +231,8 @@ def prepare(
 
 def _least_equal(regions: bool | str) -> int:
     """Return the number of equal units from which on they become a region; 0: never."""
+    import os
+    if os.environ.get("MFSDP_LEAST"): return int(os.environ["MFSDP_LEAST"]) if regions else 0
     if regions == "auto":
         return LEAST
     return 2 if regions else 0

@@ -23,6 +23,8 @@ from mfsdp_compile.runtime.compat import NotARegion, RegionGraphs, Source
 
 __all__ = ["region_context", "trace"]
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 def region_context(body: RegionBody, float32_gradients: bool = False) -> Context:
     """Return the context of a region's graphs."""
@@ -48,6 +50,9 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
         raise NotARegion(body.name, _reason(error)) from error
     for node in list(joint.graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            joint.graph.erase_node(node)
+        elif node.target is _WAIT and node.args[0].op == "placeholder":  # buckets are awaited outside
+            node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
     if not differentiates:
         forward = _finished(joint, f"{name}_inference", Phase.INFERENCE, context)

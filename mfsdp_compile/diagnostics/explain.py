@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.passes.context import Report
+from mfsdp_compile.passes.folding import folded
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime import compat
@@ -33,11 +34,15 @@ class GraphExplanation:
 
     Args:
         units: Units that it computes with, in order of first use.
+        regions: The units that each region stands for. They are compiled once.
+        inlined: Units that are in no region, each with the reason. Empty if regions are switched off.
         reports: Reports of the passes, by phase. None is Dynamo's graph itself.
         schedules: Schedules of the finished graphs, except those that were read from a compile cache.
     """
 
     units: tuple[str, ...]
+    regions: Mapping[str, tuple[str, ...]]
+    inlined: Mapping[str, str]
     reports: Mapping[Phase | None, Sequence[Report]]
     schedules: Mapping[Phase, Sequence[str]]
 
@@ -65,15 +70,17 @@ class Explanation:
         lines = [f"{len(self.graphs)} {_plural('graph', len(self.graphs))}, {len(self.breaks)} graph breaks"]
         for number, graph in enumerate(self.graphs):
             lines += ["", f"graph {number}: {_listed(graph.units)}"]
+            lines += [f"  {name}: {len(units)} units, {units[0]} to {units[-1]}" for name, units in graph.regions.items()]
+            lines += [f"  no region: {_listed(units)}: {reason}" for reason, units in _by_reason(graph.inlined).items()]
             for phase, reports in graph.reports.items():
                 lines.append(f"  {phase.value if phase is not None else 'dynamo'}")
                 for report in reports:
                     lines.append(f"    {report.name}, {report.seconds * 1e3:.1f} ms")
-                    lines += [f"      {line}" for line in report.lines]
-                    lines += [f"      schedule: {line}" for line in report.changes]
+                    lines += [f"      {line}" for line in folded(report.lines)]
+                    lines += [f"      schedule: {line}" for line in folded(report.changes)]
                 if phase is not None and phase in graph.schedules:
                     lines.append("    schedule")
-                    lines += [f"      {line}" for line in graph.schedules[phase]]
+                    lines += [f"      {line}" for line in folded(graph.schedules[phase])]
         for title, found in (
             ("graph breaks", self.breaks),
             ("run as they are, parameters gathered by hooks", self.eager),
@@ -113,6 +120,8 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     graphs = tuple(
         GraphExplanation(
             tuple(dict.fromkeys(bucket.unit for bucket in record.context.buckets)),
+            {body.name: body.units for body in record.regions},
+            dict(record.inlined),
             dict(record.reports),
             dict(record.schedules),
         )
@@ -149,6 +158,13 @@ def _recompilations() -> Iterator[str]:
         if metrics.recompile_reason:
             where = f"{metrics.co_filename}:{metrics.co_firstlineno} {metrics.co_name}"
             yield f"{where}: {' '.join(str(metrics.recompile_reason).split())}"
+
+
+def _by_reason(inlined: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for unit, reason in inlined.items():
+        found.setdefault(reason, []).append(unit)
+    return found
 
 
 def _plural(word: str, count: int) -> str:

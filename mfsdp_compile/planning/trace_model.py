@@ -316,7 +316,7 @@ def _outlines(
     outputs: list[Tensor] = []
     found: list[pipeline.CompileRecord] = []
     costs = CostModel(hardware, fused, groups=known_rings())
-    options = CompileOptions(hardware=hardware)
+    options = CompileOptions(hardware=hardware, regions=False)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm = compat.copy_graph_module(gm)

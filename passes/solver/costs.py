@@ -201,6 +201,7 @@ class Kernel:
         attention: Whether the kernel is fused attention.
         place: Position in the order of the graph.
         finishes: Bucket whose reduced gradient the kernel casts or scales; None for computation of the model.
+        region: Graph of the region that is called; None for other kernels.
         collective: Kind, bytes of the whole tensor and process group name of one of the model's own collectives, which
             the model waits for (tensor or expert parallelism); None for computation.
     """
@@ -213,6 +214,7 @@ class Kernel:
     place: float = 0.0
     finishes: int | None = None
     collective: tuple[str, int, str] | None = None
+    region: fx.Graph | None = None
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
@@ -382,6 +384,8 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def _kernel(nodes: Sequence[fx.Node], nowhere: set[fx.Node]) -> Kernel:
     if _is_of_model(nodes[0]):
         return Kernel(tuple(nodes), 0.0, 0, torch.float32, collective=_collective(nodes[0]))
+    if roles.is_region_call(nodes[0]):
+        return Kernel(tuple(nodes), 0.0, 0, torch.float32, region=roles.body_of(nodes[0]).graph)
     if nodes[0].target is roles.PORTION:  # reads only the part of its input that it copies
         return Kernel(tuple(nodes), 0.0, 2 * value_bytes(nodes[0]), nodes[0].meta["val"].dtype, False)
     own = set(nodes)

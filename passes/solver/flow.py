@@ -6,14 +6,18 @@ fused kernel never stores values that only it reads, and overwrites an input of 
 It computes gradients directly in the packed bucket, which therefore lives from its first gradient on.
 
 A backward graph begins with the values that its forward graph saved. Both graphs use the same names for them.
+
+A call of a region is one kernel. It takes the time of the region's kernels, and needs memory for what they compute and
+release in between. The compiled code of a region releases operands after their last use inside.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -23,8 +27,8 @@ from torch import Tensor, fx
 from mfsdp_compile.runtime import compat
 
 from .. import roles
-from ..context import BucketInfo, Context, NodeKind, role_of
-from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers
+from ..context import BucketInfo, Context, NodeKind, region_of, role_of
+from .costs import CostModel, Kernel, inlined, is_alias, kernels, origin, readers, value_bytes
 
 __all__ = ["Category", "Collective", "Flow", "Placed", "Saved", "Storage", "flow_of", "gather_of", "reduction_of"]
 
@@ -58,6 +62,7 @@ class Storage:
         end: Place of its last use; None: it outlives the graph.
         bucket: Bucket that it is gathered or reduced for; None for other memory.
         handed_on: Whether a value computed at the place of its last use takes over its memory.
+        name: Name of the graph input, for memory that a graph receives.
     """
 
     bytes: int
@@ -66,6 +71,7 @@ class Storage:
     end: float | None
     bucket: int | None = None
     handed_on: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +164,8 @@ class _Reader:
         self.place = {node: float(i) for i, node in enumerate(graph.nodes)}
         self.kernels = kernels(graph, costs.fused)
         self.nowhere = inlined(graph) if costs.fused else set()
+        self.regions: dict[fx.Graph, Flow] = {}
+        self.kernels = [self._with_flops(kernel) for kernel in self.kernels]
         self.kernel_of: dict[fx.Node, Kernel] = {}
         for kernel in self.kernels:
             for node in kernel.nodes:
@@ -173,10 +181,11 @@ class _Reader:
             if self.costs.fused and node.target in _CONVOLUTIONS:
                 self._lay_out_anew(node)
         self._end_lives()
+        self._work_in_regions()
         if self.costs.fused:
             self._reuse()
         collectives = tuple(sorted(self._collectives(), key=lambda c: c.start))
-        seconds = tuple(self.costs.kernel(kernel) for kernel in self.kernels)
+        seconds = tuple(map(self._seconds, self.kernels))
         storages = tuple(s for s in self.storages if s.bytes)
         uses = sorted(
             (min(self.place[use] for use in gather.uses), gather.bucket)
@@ -184,6 +193,51 @@ class _Reader:
             if gather.uses
         )
         return Flow(tuple(self.kernels), seconds, collectives, storages, tuple(uses), self._saved())
+
+    # -- regions ------------------------------------------------------------------------------------------------------
+
+    def _region(self, graph: fx.Graph) -> Flow:
+        """Return the flow of a region, with all its operands in memory until their last use in it."""
+        if graph not in self.regions:
+            context = region_of(graph)
+            assert context is not None
+            roles.assign(graph)
+            operands = {n.name: Storage(value_bytes(n), Category.SAVED, -1, None) for n in _placeholders(graph)}
+            self.regions[graph] = flow_of(graph, context, self.costs, saved=operands)
+        return self.regions[graph]
+
+    def _with_flops(self, kernel: Kernel) -> Kernel:
+        if kernel.region is None:
+            return kernel
+        return replace(kernel, flops=sum(inner.flops for inner in self._region(kernel.region).kernels))
+
+    def _seconds(self, kernel: Kernel) -> float:
+        return sum(self._region(kernel.region).seconds) if kernel.region is not None else self.costs.kernel(kernel)
+
+    def _allocate_results(self, call: fx.Node) -> list[Storage]:
+        packs: dict[int, int] = roles.body_of(call).meta.get("mfsdp_packs", {})
+        found = []
+        for number, value in enumerate(call.meta["val"]):
+            found.append(self._allocate(call, value))
+            if number in packs:
+                found[-1].category = Category.GRADIENTS
+                found[-1].bucket = call.meta["custom"][roles.REGION][packs[number]]
+        return found
+
+    def _work_in_regions(self) -> None:
+        """Account for the memory that a region needs beyond its operands and results."""
+        for call in roles.region_calls(self.graph):
+            place, graph = self.place[call], roles.body_of(call).graph
+            names = [node.name for node in _placeholders(graph)]
+            operands = {
+                name: sum(storage.bytes for storage in self.roots[operand] if storage.end == place)
+                for name, operand in zip(names, call.args[2:], strict=True)
+                if isinstance(operand, fx.Node)
+            }
+            results = sum(storage.bytes for storage in self.roots[call])
+            peak = _peak(self._region(graph), {name for name in names if not operands.get(name)})
+            if (more := peak - results) > 0:
+                self.storages.append(Storage(more, Category.TEMPORARY, place, place))
 
     # -- storages -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +252,8 @@ class _Reader:
             return self._item(source, node.args[1])
         if source is not None and (is_alias(node) or self._passes_on(node)):
             return self.roots[source]
+        if roles.is_region_call(node):
+            return self._allocate_results(node)
         return [self._allocate(node, value) for value in compat.tree_leaves(node.meta.get("val"))]
 
     def _item(self, source: fx.Node, index: Any) -> list[Storage]:
@@ -223,7 +279,7 @@ class _Reader:
         if storage is None:
             return []
         if storage not in self.given:
-            self.given[storage] = Storage(storage.bytes, storage.category, -1, -1, storage.bucket)
+            self.given[storage] = Storage(storage.bytes, storage.category, -1, -1, storage.bucket, name=node.name)
             self.storages.append(self.given[storage])
         return [self.given[storage]]
 
@@ -355,8 +411,9 @@ class _Reader:
             yield Placed(collective, place[start], place[wait], min(uses), max(uses))
         for reduction in roles.reductions(self.graph):
             info = context.buckets[reduction.bucket]
+            inside = reduction.pack.target is operator.getitem  # a region packs
             in_place = self._packed_in_place(reduction.pack) if costs.fused else []
-            gradients = [origin(node) for node in reduction.pack.all_input_nodes]
+            gradients = [origin(node) for node in reduction.pack.all_input_nodes if not inside]
             elsewhere = (storage for node in gradients if node not in in_place for storage in self.roots[node])
             copied = tuple(dict.fromkeys(s for s in elsewhere if s.end == place[reduction.pack]))
             for stage, (start, wait) in enumerate(reduction.stages):
@@ -365,6 +422,25 @@ class _Reader:
                     place[node] for node in reduction.pack.all_input_nodes
                 )  # includes views, because the reduction starts after them
                 yield Placed(collective, place[start], place[wait], ready=ready, copied=copied if stage == 0 else ())
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _peak(flow: Flow, kept: set[str]) -> int:
+    """Return the peak bytes of a region beyond its operands.
+
+    Args:
+        kept: Names of operands that stay in memory.
+    """
+    changes: list[tuple[float, int, int]] = []
+    for storage in flow.storages:
+        if storage.begin >= 0:
+            changes.append((storage.begin, 0, storage.bytes))
+        if storage.end is not None and (storage.begin >= 0 or storage.name not in kept):
+            changes.append((storage.end, -1 if storage.handed_on else 1, -storage.bytes))
+    return max(itertools.accumulate((size for _, _, size in sorted(changes)), initial=0))
 
 
 def _wants_channels_last(value: Tensor) -> bool:

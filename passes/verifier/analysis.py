@@ -172,7 +172,7 @@ class Analysis:
         return found
 
     @cached_property
-    def packs(self) -> list[fx.Node]:
+    def packed(self) -> list[fx.Node]:
         """Nodes that pack gradients, and packed gradients that regions return."""
         return [node for node in self.graph.nodes if node.op == "call_function" and roles.is_packed(node)]
 
@@ -314,7 +314,7 @@ class Analysis:
 
     def _packed_only(self) -> Iterator[ReductionFlow]:
         """Yield the gradients that a graph packs for the eager path to reduce."""
-        for pack in self.packs:
+        for pack in self.packed:
             role = role_of(pack)
             if role is None or self.info(role.bucket).exchange.groups:
                 continue

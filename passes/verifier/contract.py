@@ -159,7 +159,7 @@ def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | Non
 
 
 def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
-    packs = [node for node in found.packs if role_of(node) is not None]
+    packs = [node for node in found.packed if role_of(node) is not None]
     if not packs:
         return {}
     inputs = 0

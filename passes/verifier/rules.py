@@ -464,7 +464,8 @@ def _scaled(found: Analysis, contract: Contract | None) -> Findings:
 
 def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ...]) -> Findings:
     exchange = found.info(reduction.bucket).exchange
-    first, total = 1.0, 1.0
+    inside = reduction.pack is not None and reduction.pack.target is operator.getitem  # a region has scaled it
+    first = total = exchange.scale if inside and exchange.scales_first else 1.0
     for node in (*reduction.before[0], None, *(n for nodes in reduction.before[1:] for n in nodes), *after):
         factor = _factor(node) if node is not None else 1.0
         if node is None:

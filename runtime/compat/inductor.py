@@ -93,7 +93,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 5"  # change the number when the pass changes
+            return f"mfsdp_compile {run.__name__} 6"  # change the number when the pass changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -102,7 +102,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
 
 
 def _chain_collectives(nodes: list[Any]) -> list[Any]:
-    """Before fusion, make starts, waits and nodes without dependencies depend on the previous start or wait.
+    """Before fusion, make starts, waits, calls and nodes without dependencies depend on the one before.
 
     Inductor itself keeps only starts in order. Its fusion joins kernels of different layers, for example for an
     auxiliary loss that reads a value of each layer. Everything that either kernel needs is then computed first,
@@ -112,6 +112,7 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     dependencies, a fusion that would reorder collectives forms a cycle, which Inductor rejects.
     """
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.ir import InvokeSubgraph
     from torch._inductor.utils import contains_collective, contains_wait
 
     def follow(node: Any, other: Any) -> None:
@@ -123,7 +124,7 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     before: Any = None
     computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
     for node in nodes:
-        is_link = contains_collective(node) or contains_wait(node)
+        is_link = contains_collective(node) or contains_wait(node) or isinstance(node.node, InvokeSubgraph)
         if before is not None and (is_link or not node.unmet_dependencies):
             follow(node, before)
         if is_link:
