@@ -21,6 +21,7 @@ Needs: shell placeholders with their roles. Leaves: calls whose first operands a
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,6 +153,31 @@ def unit_of(node: fx.Node, units: Mapping[str, str]) -> str | None:
     return None
 
 
+def _units_of(graph: fx.Graph, units: Mapping[str, str]) -> dict[fx.Node, str | None]:
+    """Return the unit of each node that computes, None for none.
+
+    An element of what a unit's operator returns belongs to the unit, and so does a context that is entered and left in one
+    forward of it: torch does not say where these come from.
+    """
+    found: dict[fx.Node, str | None] = {}
+    inside: dict[fx.Node, set[str | None]] = {}  # contexts that are entered: the units of the nodes in them
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        source = node.args[0] if node.target is operator.getitem else None
+        is_element = isinstance(source, fx.Node) and isinstance(source.meta.get("example_value"), (tuple, list))
+        found[node] = found.get(source) if is_element else unit_of(node, units)  # type: ignore[arg-type]
+        if compat.enters_context(node):
+            inside[node] = set()
+            continue
+        opened = compat.exits_context(node)
+        for entered, seen in inside.items() if opened is None else ():
+            seen.add(found[node])
+        if opened in inside and len(seen := inside.pop(opened)) == 1:
+            found[opened] = found[node] = seen.pop()
+    return found
+
+
 def _nested(node: fx.Node) -> Iterator[fx.GraphModule]:
     """Yield the graphs that an operator takes, such as the body of a checkpoint."""
     for source in node.all_input_nodes if node.op == "call_function" else ():
@@ -171,10 +197,11 @@ def _attribute(node: fx.Node) -> Any:
 def _runs(graph: fx.Graph, units: Mapping[str, str]) -> Iterator[_Run]:
     entered: list[fx.Node] = []
     run: _Run | None = None
+    found = _units_of(graph, units)
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        unit = unit_of(node, units) if node.op != "output" else None
+        unit = found.get(node)
         if run is not None and unit != run.unit:
             yield run
             run = None
@@ -282,7 +309,16 @@ def _line(node: fx.Node, names: Mapping[fx.Node, Any]) -> Any:
     if node.op == "output":
         return "output", _plain(args, names)
     described = _described(node.meta.get("example_value"))
-    return node.op, node.target, _plain(args, names), _plain(node.kwargs, names), described
+    target = None if node.op == "placeholder" else node.target
+    return node.op, target, _plain(args, names), _plain(node.kwargs, names), described
+
+
+def _policy(body: fx.GraphModule) -> Any:
+    """Return the policy of a checkpoint, in a form that is equal for equal policies; None for other bodies."""
+    policy = compat.checkpoint_policy(body)
+    if not isinstance(policy, functools.partial):
+        return policy
+    return policy.func, _plain(policy.args, {}), _plain(policy.keywords, {})
 
 
 def _plain(value: Any, names: Mapping[fx.Node, Any]) -> Any:
@@ -314,7 +350,7 @@ def _of_attribute(value: Any) -> Any:
     for i, node in enumerate(value.graph.nodes):
         names[node] = ("nested", i)
         lines.append(_line(node, names))
-    return "graph", tuple(lines)
+    return "graph", _policy(value), tuple(lines)
 
 
 def _described(value: Any) -> Any:

@@ -19,7 +19,7 @@ from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import RegionBody
 from mfsdp_compile.passes.solver.costs import is_alias
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.compat import NotARegion, RegionGraphs, Source
+from mfsdp_compile.runtime.compat import Gradient, NotARegion, RegionGraphs, Source
 
 __all__ = ["region_context", "trace"]
 
@@ -72,9 +72,7 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     takes = _drop_unused(forward)
     _note_wholes(forward, body, takes)
     _note_wholes(backward, body, [s.index if s.kind == "operand" else None for s in needs])
-    backward.meta["mfsdp_packs"] = {
-        number: operand // 2 for number, operand in enumerate(gradients) if operand < 2 * len(body.buckets)
-    }
+    backward.meta["mfsdp_packs"] = {g.output: g.operand // 2 for g in gradients if g.operand < 2 * len(body.buckets)}
     _promise(forward, context, outputs)
     _promise(backward, context, 0)
     constant = tuple(i for i, differentiable in enumerate(body.differentiable) if not differentiable)
@@ -125,14 +123,14 @@ def _note_wholes(gm: fx.GraphModule, body: RegionBody, takes: Sequence[int | Non
     gm.meta["mfsdp_wholes"] = {wholes[t]: i for i, t in enumerate(takes, 2) if t in wholes}
 
 
-def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple[Source, ...], tuple[int, ...]]:
+def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple[Source, ...], tuple[Gradient, ...]]:
     """Bring the border between forward and backward into a form that calls can use.
 
     Outputs of a call must not share memory, or Inductor would reuse it too early. A saved view is therefore saved as
     what it is a view of, and taken again in the backward. A saved operand is not an output.
 
     Returns:
-        Where the backward's inputs come from, and the operands that its outputs are the gradients of.
+        Where the backward's inputs come from, and the gradients of the operands.
     """
     output = forward.output_node()
     number = len(body.differentiable)
@@ -142,9 +140,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
         value: Tensor = result.meta["val"]
         shares = any(_root(result) is _root(other) for other in [*results[:i], *saved.values()] if other is not result)
         if result in results[:i] or shares or value.storage_offset():
-            with forward.inserting_before(output):
-                results[i] = forward.call_function(torch.ops.aten.clone.default, (result,))
-            results[i].meta["val"] = value.clone()
+            results[i] = _copied(result, output)
     operands = [node for node in forward.find_nodes(op="placeholder")]
     tangents = iter([i for i, differentiable in enumerate(body.differentiable) if differentiable])
     outputs = dict(zip(results, range(number), strict=True))  # in order; values are positions
@@ -181,10 +177,41 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     if next(tangents, None) is not None:
         raise NotARegion(body.name, "its outputs and their gradients do not match")
     output.args = (tuple(outputs),)
-    gradients: list[Any] = list(backward.output_node().args[0])  # type: ignore[arg-type]
-    kept = tuple(i for i, gradient in enumerate(gradients) if gradient is not None)
-    backward.output_node().args = (tuple(gradients[i] for i in kept),)
-    return tuple(needs), kept
+    return tuple(needs), _sew_gradients(backward, needs)
+
+
+def _sew_gradients(backward: fx.Graph, needs: Sequence[Source]) -> tuple[Gradient, ...]:
+    """Let a backward return each gradient in memory of its own, and no gradient that it was given.
+
+    An addition, for example, has the same gradient for both terms, and it may be that of the region's own output.
+    """
+    output = backward.output_node()
+    inputs = {node: i for i, node in enumerate(backward.find_nodes(op="placeholder"))}
+    returned: dict[fx.Node, int] = {}
+    roots: set[fx.Node] = set()
+    gradients: list[Gradient] = []
+    for operand, gradient in enumerate(output.args[0]):  # type: ignore[arg-type]
+        if gradient is None:
+            continue
+        if gradient in inputs and needs[inputs[gradient]].kind == "tangent":
+            gradients.append(Gradient(operand, tangent=inputs[gradient]))
+            continue
+        if gradient not in returned:
+            root = _root(gradient)
+            if root in roots or root in inputs or gradient.meta["val"].storage_offset():
+                gradient = _copied(gradient, output)
+                root = gradient
+            roots.add(root)
+        gradients.append(Gradient(operand, output=returned.setdefault(gradient, len(returned))))
+    output.args = (tuple(returned),)
+    return tuple(gradients)
+
+
+def _copied(node: fx.Node, before: fx.Node) -> fx.Node:
+    with node.graph.inserting_before(before):
+        copied = node.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copied.meta |= {"val": node.meta["val"].clone(), "partitioner_tag": node.meta.get("partitioner_tag")}
+    return copied
 
 
 def _views(node: fx.Node) -> list[fx.Node]:

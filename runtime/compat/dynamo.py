@@ -23,6 +23,7 @@ __all__ = [
     "add_parameter_placeholder",
     "backend_failed",
     "called_by_guards",
+    "checkpoint_policy",
     "compilation_metrics",
     "concrete",
     "copy_graph_module",
@@ -228,6 +229,11 @@ def on_values(function: _F) -> _F:
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
+
+
+def checkpoint_policy(body: fx.GraphModule) -> Any:
+    """Return the ``context_fn`` of a checkpoint, given the graph of what it recomputes; None if it has none."""
+    return body.meta.get("_checkpoint_context_fn")
 
 
 def fake_tensor_type() -> type[Tensor]:

@@ -182,11 +182,21 @@ def unknown_inductor_options(names: Iterable[str]) -> list[str]:
     return [name for name in names if not exists(name)]
 
 
-def compile_with_inductor(gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any]) -> Callable[..., Any]:
-    """Run AOTAutograd and Inductor. ``patches`` also apply to the backward, which is compiled later."""
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any], calls: bool = False
+) -> Callable[..., Any]:
+    """Run AOTAutograd and Inductor.
+
+    Args:
+        patches: Settings of Inductor. They also apply to the backward, which is compiled later.
+        calls: Whether the graph calls others. Inductor would overwrite inputs of these that the backward around them may
+            overwrite at the same positions (torch 2.11 to 2.15), so that it may overwrite nothing then.
+    """
+    import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
+    with functorch_config.patch(donated_buffer=functorch_config.donated_buffer and not calls):
+        return compile_fx(gm, list(inputs), config_patches=patches)  # type: ignore[return-value]
 
 
 def graph_pass(run: Callable[[fx.Graph], None], uuid: Callable[[], str | None]) -> Any:

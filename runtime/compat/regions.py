@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_ten
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
+    "Gradient",
     "NotARegion",
     "Region",
     "RegionGraphs",
@@ -64,6 +65,20 @@ class Source(NamedTuple):
     index: int
 
 
+class Gradient(NamedTuple):
+    """Where the gradient of an operand comes from.
+
+    Args:
+        operand: Index of the operand.
+        output: Index among the outputs of the backward graph; None if ``tangent`` is given.
+        tangent: Index among what the backward graph takes: the gradient of an output is that of the operand.
+    """
+
+    operand: int
+    output: int | None = None
+    tangent: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class RegionGraphs:
     """Graphs of a region, for operands of the same shapes, strides, dtypes and needs of gradients.
@@ -74,7 +89,7 @@ class RegionGraphs:
         outputs: Number of its outputs that the body has too. Values for the backward follow.
         backward: Backward graph; None if no operand needs a gradient.
         needs: Where the values come from that the backward graph takes.
-        gradients: Operands whose gradients the backward graph returns.
+        gradients: The gradients of operands.
         constant_outputs: Outputs of the body that need no gradient.
     """
 
@@ -83,7 +98,7 @@ class RegionGraphs:
     outputs: int
     backward: fx.GraphModule | None = None
     needs: tuple[Source, ...] = ()
-    gradients: tuple[int, ...] = ()
+    gradients: tuple[Gradient, ...] = ()
     constant_outputs: tuple[int, ...] = ()
 
 
@@ -218,8 +233,11 @@ class _RegionFunction(torch.autograd.Function):
                 what = f"nothing differentiable reads output {source.index} of one of its units"
                 raise NotARegion(ctx.region.name, what)
             taken.append(_laid_out_like(tangent, node.meta["val"]))
-        gradients = dict(zip(graphs.gradients, region_call(graphs.backward, *taken), strict=True))
-        return None, None, *(gradients.get(i) for i in range(ctx.number))
+        returned = region_call(graphs.backward, *taken)
+        gradients: list[Tensor | None] = [None] * ctx.number
+        for operand, output, tangent in graphs.gradients:
+            gradients[operand] = returned[output] if output is not None else taken[tangent]  # type: ignore[index]
+        return None, None, *gradients
 
 
 def _laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -20,8 +20,10 @@ from mfsdp_compile.passes.pipeline import CompileRecord
 
 
 class Many(zoo.Plain):
+    layers = 6
+
     def __init__(self) -> None:
-        super().__init__(layers=6)
+        super().__init__(layers=self.layers)
 
 
 class Shared(Many):
@@ -126,11 +128,13 @@ class Views(Many):
 class NoGradient(Many):
     """The first blocks run without gradients, as a frozen backbone does."""
 
+    layers = 8
+
     def trunk(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            for block in self.blocks[:3]:
+            for block in self.blocks[:4]:
                 x = block(x)
-        for block in self.blocks[3:]:
+        for block in self.blocks[4:]:
             x = block(x)
         return x
 
@@ -146,19 +150,19 @@ class Hooked(Many):
 
 REGIONS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
     "Many": (Many, {"region_0": 6}, ""),
-    "Shared": (Shared, {"region_0": 6}, ""),
+    "Shared": (Shared, {"region_0": 5}, ""),  # the first block reads the shared value as x too
     "AllStates": (AllStates, {"region_0": 5}, "no other unit is equal to it"),
     "TwoKinds": (TwoKinds, {"region_0": 3, "region_1": 3}, ""),
     "Numbered": (Numbered, {}, "no other unit is equal to it"),
     "Metric": (Metric, {}, "nothing differentiable reads output 1"),
     "ManyDropout": (ManyDropout, {"region_0": 6}, ""),
     "Inside": (Inside, {"region_0": 6}, ""),
-    "Views": (Views, {"region_0": 6}, ""),
-    "NoGradient": (NoGradient, {"region_0": 3, "region_1": 3}, ""),
+    "Views": (Views, {}, "it returns a view"),
+    "NoGradient": (NoGradient, {"region_0": 3, "region_1": 3}, "no other unit is equal to it"),
     "Hooked": (Hooked, {"region_0": 6}, ""),
     "Norms": (zoo.Norms, {}, "it writes to a tensor from outside"),
     "CalledTwice": (zoo.CalledTwice, {}, "in another call of it"),
-    "Tied": (zoo.Tied, {}, "are read elsewhere too"),
+    "Tied": (zoo.Tied, {}, "it reads parameters of root:among"),
     "FrozenUnit": (zoo.FrozenUnit, {}, "no other unit is equal to it"),
     "Checkpointed": (zoo.Checkpointed, {"region_0": 3}, ""),
     "SelectivelyCheckpointed": (zoo.SelectivelyCheckpointed, {"region_0": 3}, ""),
