@@ -92,11 +92,11 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def _ours(config: Config, device: torch.device, compiled: bool) -> System:
+def _ours(config: Config, device: torch.device, compiled: bool, **options: Any) -> System:
     model = fully_shard_model(
         _whole(config, device), fsdp_unit_modules=[Block], mixed_precision_policy=MixedPrecisionPolicy()
     )
-    call = torch.compile(model, backend="mfsdp") if compiled else model
+    call = torch.compile(model, backend="mfsdp", options=options) if compiled else model
     return System("", model, call, _adamw(model))
 
 
@@ -143,6 +143,7 @@ def _megatron_fsdp(config: Config, device: torch.device) -> System:
 
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
+    "mfsdp without regions": lambda c, d: _ours(c, d, compiled=True, regions=False),
     "mfsdp compiled by block": _ours_by_block,
     "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),

@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -51,7 +50,6 @@ __all__ = [
     "outlines_of",
     "prepare_joint",
     "rewrite_dynamo_graph",
-    "source_digest",
     "tag_for_trial",
     "usable_budget",
 ]
@@ -424,15 +422,3 @@ def _apply_user_pass(user_pass: UserPass, name: str, graph: fx.Graph, context: C
     if not isinstance(report, Report):
         raise TypeError(f"options['passes']: {name} returned {report!r}; a pass returns a Report, or None")
     return report
-
-
-@functools.cache
-def source_digest() -> str:
-    """Return a digest of the passes' source.
-
-    It is part of every compile cache key, so that a changed pass never gets graphs from an older version.
-    """
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:16]

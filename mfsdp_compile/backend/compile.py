@@ -18,11 +18,13 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from mfsdp_compile import backend, passes, runtime
 from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import (
     BucketInfo,
@@ -64,7 +66,6 @@ def mfsdp(
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs. A graph without sharded parameters goes to the inner compiler unchanged."""
     chosen = CompileOptions.of(options, mode)
-    gm = compat.copy_graph_module(gm)
     shells = find_shells(gm)
     if not shells:
         if not ShardedModel.any_exists():
@@ -73,7 +74,7 @@ def mfsdp(
                 "rank would train alone. Call fully_shard_model first.",
                 stacklevel=2,
             )
-        return _compile_inner(gm, example_inputs, chosen, None)
+        return _compile_inner(compat.copy_graph_module(gm), example_inputs, chosen, None)
 
     escaped = _escaped(gm, shells)
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
@@ -231,8 +232,6 @@ def prepare(
 
 def _least_equal(regions: bool | str) -> int:
     """Return the number of equal units from which on they become a region; 0: never."""
-    import os
-    if os.environ.get("MFSDP_LEAST"): return int(os.environ["MFSDP_LEAST"]) if regions else 0
     if regions == "auto":
         return LEAST
     return 2 if regions else 0
@@ -593,5 +592,15 @@ def _cache_key(options: CompileOptions, record: pipeline.CompileRecord | None) -
         context, decided = record.context.signature, digest
     if identities is None:
         return None
-    key = f"{pipeline.source_digest()}:{options}:{identities}:{context}:{decided}"
+    key = f"{_source_digest()}:{options}:{identities}:{context}:{decided}"
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Return a digest of the source that makes graphs: another version of it never gets graphs from an older one."""
+    digest = hashlib.sha256()
+    for package in (passes, runtime, backend):
+        for source in sorted(Path(package.__path__[0]).rglob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

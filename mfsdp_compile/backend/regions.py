@@ -46,14 +46,14 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     outputs = len(body.differentiable)
     try:
         joint, differentiates = compat.trace_joint(body.module, operands, fused)
-    except RuntimeError as error:
-        raise NotARegion(body.name, _reason(error)) from error
+    except ValueError as error:
+        raise NotARegion(body.name, str(error)) from None
     for node in list(joint.graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            joint.graph.erase_node(node)
-        elif node.target is _WAIT and node.args[0].op == "placeholder":  # buckets are awaited outside
+        if node.target is _WAIT and node.args[0].op == "placeholder":  # buckets are awaited outside
             node.replace_all_uses_with(node.args[0])
             joint.graph.erase_node(node)
+    if any(_root(value).op == "placeholder" for value in list(joint.graph.output_node().args[0])[:outputs]):
+        raise NotARegion(body.name, "it returns a tensor that it was given, or a view of one")
     if not differentiates:
         forward = _finished(joint, f"{name}_inference", Phase.INFERENCE, context)
         takes = _drop_unused(forward)
@@ -77,15 +77,6 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     _promise(backward, context, 0)
     constant = tuple(i for i, differentiable in enumerate(body.differentiable) if not differentiable)
     return RegionGraphs(forward, takes, outputs, backward, needs, gradients, constant)
-
-
-def _reason(error: RuntimeError) -> str:
-    text = str(error)
-    if "input mutations" in text:
-        return "it writes to a tensor from outside, such as a buffer"
-    if "outputs that alias" in text:
-        return "it returns a view, or a tensor that it was given"
-    return f"torch cannot trace it apart ({type(error).__name__}: {text.splitlines()[0] if text else ''})"
 
 
 def _finished(gm: fx.GraphModule, name: str, phase: Phase, context: Context) -> fx.GraphModule:

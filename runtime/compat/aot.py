@@ -24,6 +24,7 @@ def trace_with_aot(
     inputs: Sequence[Any],
     partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
     decomposed: bool,
+    compiler: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Run AOTAutograd for graphs that are inspected and not compiled. The result can be called.
 
@@ -32,6 +33,7 @@ def trace_with_aot(
         inputs: Example inputs of the graph.
         partition: Function that partitions the joint graph.
         decomposed: Whether to apply Inductor's decompositions.
+        compiler: Compiler of forward, backward and inference graphs; None: they run as they are.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -40,7 +42,10 @@ def trace_with_aot(
 
     decompositions = select_decomp_table() if decomposed else None
     trace = aot_autograd(
-        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, decompositions=decompositions
+        fw_compiler=compiler or boxed_nop,
+        bw_compiler=compiler or boxed_nop,
+        partition_fn=partition,
+        decompositions=decompositions,
     )
     return trace(gm, list(inputs))
 

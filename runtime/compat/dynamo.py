@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .version import MODULE_FILE
@@ -181,7 +182,8 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
         if hasattr(old, "_dynamo_source"):
             new._dynamo_source = old._dynamo_source  # type: ignore[attr-defined]
     graph.output(output).meta = dict(gm.graph.output_node().meta)
-    copied = fx.GraphModule(gm, graph)
+    with _use_lazy_graph_module(True):  # the code of a large graph takes seconds to generate, and is not needed
+        copied = _make_graph_module(gm, graph)
     copied.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copied._param_name_to_source = gm._param_name_to_source  # type: ignore[assignment]

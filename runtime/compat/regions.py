@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .aot import is_tangent, trace_with_aot
+
 __all__ = [
     "Gradient",
     "NotARegion",
@@ -273,6 +275,12 @@ def _fake(operand: Any) -> Any:
     return made.requires_grad_(operand.requires_grad)
 
 
+class _Traced(Exception):  # noqa: N818 -- ends AOTAutograd once the graph is there
+    def __init__(self, graph: fx.GraphModule, outputs: int) -> None:
+        super().__init__()
+        self.graph, self.outputs = graph, outputs
+
+
 def trace_joint(body: fx.GraphModule, operands: Sequence[Any], decomposed: bool) -> tuple[fx.GraphModule, bool]:
     """Trace a body's forward and backward into one graph.
 
@@ -285,26 +293,25 @@ def trace_joint(body: fx.GraphModule, operands: Sequence[Any], decomposed: bool)
         gradient, a tangent. Its outputs are those of the body and, for each operand, a gradient or None.
 
     Raises:
-        RuntimeError: The body writes to operands, or its outputs share memory.
+        ValueError: The graph would not stand for the body: the message says why, as a clause.
     """
-    from torch._functorch.aot_autograd import aot_export_joint_simple
-    from torch._inductor import lowering  # noqa: F401 -- the decomposition of max_pool2d uses it without importing it
-    from torch._inductor.decomposition import select_decomp_table
-
-    def run(*args: Any) -> Any:
-        with fx.traceback.preserve_node_meta():  # nodes keep their marks
-            return fx.Interpreter(body).run(*args)
-
-    joint = torch.is_grad_enabled() and any(isinstance(o, Tensor) and o.requires_grad for o in operands)
     mode = TracingContext.get().fake_mode
     assert mode is not None
     with mode:
         fakes = tuple(map(_fake, operands))
-    with _tracing_apart(mode):
-        traced: Any = aot_export_joint_simple(
-            run,
-            fakes,
-            trace_joint=joint,
-            decompositions=select_decomp_table() if decomposed else None,
-        )
-    return traced, joint
+
+    def stop(graph: fx.GraphModule, inputs: Any, num_fwd_outputs: int | None = None, **kwargs: Any) -> Any:
+        raise _Traced(graph, num_fwd_outputs or len(graph.graph.output_node().args[0]))  # type: ignore[arg-type]
+
+    try:
+        with _tracing_apart(mode):
+            trace_with_aot(body, fakes, stop, decomposed, compiler=stop)
+    except _Traced as traced:
+        module, outputs = traced.graph, traced.outputs
+    graph = module.graph
+    inputs = set(graph.find_nodes(op="placeholder"))
+    if any(node.target is torch.ops.aten.copy_.default and node.args[0] in inputs for node in graph.nodes):
+        raise ValueError("it writes to a tensor from outside, such as a buffer")
+    if outputs != len(body.graph.output_node().args[0]):  # type: ignore[arg-type]
+        raise ValueError("it writes to a tensor from outside, or returns several views of one tensor")
+    return module, any(map(is_tangent, inputs))
