@@ -1,5 +1,5 @@
 """The drawings of the documentation, made from what the package does: layouts of buckets, collectives of steps, simulated
-timelines.
+timelines, graphs.
 
 ``tests/documentation/test_drawings.py`` compares them with the files in ``docs/drawings``; with ``MFSDP_WRITE_DRAWINGS=1`` it writes these.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics import doctor
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes import roles
+from mfsdp_compile.passes.context import Context
+from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import hardware
 from mfsdp_compile.passes.solver.simulate import Timeline
@@ -32,6 +36,7 @@ from mfsdp_compile.report.timeline import lanes, points, stages
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 from mfsdp_compile.runtime.ranks import profiling
+from mfsdp_compile.runtime.schedule_text import ScheduleLine
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 __all__ = ["DRAWINGS", "FOLDER"]
@@ -359,10 +364,212 @@ def memory() -> str:
     return str(drawing)
 
 
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+LAYERS, FEWER, MANY = 8, 3, 80
+"""Layers of the model that is drawn, of a smaller one, and of one whose size follows: all layers add the same nodes."""
+LEFT, MIDDLE, RIGHT = (0, 188), (238, 474), (524, 720)
+"""Left and right edges of the columns."""
+ROW = 17
+EXPLAINED = (
+    "Equal layers share these graphs:",
+    'each line "run" is a call of one.',
+    "Gathers and reductions stay outside,",
+    "where they overlap with the calls.",
+)
+CALL = re.compile(r"run\s+(\S+)")
+PRODUCTS = re.compile(r"mm|bmm|addmm|_scaled_dot_product_\w+")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graphs of a Llama.
+
+    Attributes:
+        schedules: of the model's graphs.
+        calls: of the region, each with the graph that it calls. One of each phase.
+        outputs: Number of values that the region's forward returns to the model.
+        nodes: in the model's graphs.
+    """
+
+    schedules: Mapping[Phase, Sequence[str]]
+    calls: Mapping[Phase, tuple[fx.Node, fx.GraphModule]]
+    outputs: int
+    nodes: int
+
+    @property
+    def region_nodes(self) -> int:
+        return sum(len(body.graph.nodes) for _, body in self.calls.values())
+
+
+def _compiled(layers: int, regions: bool | str) -> Compiled:
+    calls: dict[Phase, tuple[fx.Node, fx.GraphModule]] = {}
+    nodes: dict[Phase, int] = {}
+
+    def look(graph: fx.Graph, context: Context, phase: Phase) -> None:
+        nodes[phase] = len(graph.nodes)
+        for call in roles.region_calls(graph):
+            calls[phase] = call, roles.body_of(call)
+
+    with ranks(RANKS):
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(vocabulary=64, width=16, layers=layers, heads=4, kv_heads=2, hidden=32))
+        sharded = fully_shard_model(model, fsdp_unit_modules=[Block])
+        options = {"inner": "aot_eager", "regions": regions, "passes": [look]}
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        torch.compile(sharded, backend="mfsdp", options=options)(tokens, tokens).backward()
+        (record,) = sharded.sharded.compiled_graphs
+        outputs = len(record.regions[0].differentiable) if record.regions else 0
+        return Compiled(dict(record.schedules), calls, outputs, sum(nodes.values()))
+
+
+def regions() -> str:
+    """A model's graphs, the graphs of the region that they call, and how many nodes all of these have."""
+    drawing = Drawing()
+    drawn = _compiled(LAYERS, "auto")
+    for (x, _), title, about in (
+        (LEFT, "forward graph", f"{LAYERS} layers"),
+        (MIDDLE, "region", "compiled once"),
+        (RIGHT, "backward graph", f"{LAYERS} layers"),
+    ):
+        drawing.text(x, 12, title, "head")
+        drawing.text(x + 8 * len(title) + 6, 12, about, "soft")
+    top = 26.0
+    y = top + ROW
+    for phase, x, edge, to in (
+        (Phase.FORWARD, LEFT[0], LEFT[1], MIDDLE[0]),
+        (Phase.BACKWARD, RIGHT[0], RIGHT[0], MIDDLE[1]),
+    ):
+        rows = _top_level(drawing, drawn.schedules[phase], x, top)
+        for number, row in enumerate(rows):
+            drawing.line(edge, row, to, y + 14 + 10 * number)
+        y = _region(drawing, drawn, phase, y) + 2 * ROW
+    for number, text in enumerate(EXPLAINED):
+        drawing.text(MIDDLE[0], y + 16 * number, text, "soft")
+    kinds = {"gather": "gather in flight", "reduce": "reduction in flight"}
+    y = drawing.height + 18
+    drawing.legend(y, kinds | {"compute": "operator, or call of a region", "four": "matrix product or attention"})
+    _sizes(drawing, drawn, y + 44)
+    return str(drawing)
+
+
+def _top_level(drawing: Drawing, lines: Sequence[str], x: float, y: float) -> list[float]:
+    """Lines of a schedule up to those of the second call, and from those of the last one.
+
+    Returns:
+        The middle of each call that is drawn.
+    """
+    called = [at for at, line in enumerate(lines) if CALL.match(line)]
+    cuts = [called[1] + 1, called[-2] + 1]
+    for number, cut in enumerate(cuts):
+        while not lines[cut].startswith(("gather", "wait")):  # a reduction that follows the call
+            cut += 1
+        cuts[number] = cut
+    rows = {at: y + ROW * number for number, at in enumerate(range(cuts[0]))}
+    gap = y + ROW * cuts[0]
+    rows |= {at: gap + ROW * (number + 1) for number, at in enumerate(range(cuts[1], len(lines)))}
+    text = 9 * (1 + max(lane for lane, *_ in _flights(lines))) + 6
+    drawing.text(x + text, gap + 12, f"... {len(lines) - len(rows)} lines", "soft")
+    for lane, kind, begin, end in _flights(lines):
+        if begin in rows or end in rows:
+            upper = rows[begin] + 2 if begin in rows else gap + 10
+            lower = rows[end] + ROW - 5 if end in rows else gap + 5
+            drawing.box(x + 9 * lane, upper, 7, lower - upper, kind, lines[begin])
+    for at, row in rows.items():
+        line = lines[at].strip()
+        if called_unit := CALL.match(line):
+            drawing.box(x + text - 4, row, LEFT[1] - text + 4, ROW - 3, "compute", line)
+            drawing.text(x + text, row + 11, f"run    {called_unit[1]}", "code")
+        elif found := ScheduleLine.parse(line):
+            drawing.text(x + text, row + 11, f"{found.what:6} {found.bucket}", "code")
+        else:
+            drawing.text(x + text, row + 11, line.replace("1 operators", "1 operator"), "soft small")
+    return [rows[at] + (ROW - 3) / 2 for at in called if at in rows]
+
+
+def _flights(lines: Sequence[str]) -> Iterator[tuple[int, str, int, int]]:
+    """Collectives of a schedule: a lane that is free, the kind, and the lines of start and end."""
+    lanes: list[int] = []
+    for begin, text in enumerate(lines):
+        line = ScheduleLine.parse(text)
+        if line is None or line.what not in ("gather", "reduce"):
+            continue
+        closing = f"{'wait' if line.what == 'gather' else 'await':7} {line.bucket}"
+        end = next(at for at in range(begin, len(lines)) if lines[at].startswith(closing))
+        lane = next((lane for lane, until in enumerate(lanes) if until < begin), len(lanes))
+        lanes[lane : lane + 1] = [end]
+        yield lane, line.what, begin, end
+
+
+def _region(drawing: Drawing, drawn: Compiled, phase: Phase, y: float) -> float:
+    """The graph that calls of a region run. Returns its lower edge."""
+    call, body = drawn.calls[phase]
+    x, width = MIDDLE[0] + 8, MIDDLE[1] - MIDDLE[0]
+    operators = [node for node in body.graph.nodes if node.op == "call_function" and not roles.is_view(node)]
+    (line,) = {line.split()[-2] for line in drawn.schedules[phase] if CALL.match(line)}
+    assert len(operators) == int(line)
+    returned, buckets = len(body.graph.output_node().args[0]), len(body.meta["mfsdp_wholes"])  # type: ignore[arg-type]
+    taken = len(call.args) - 2 - buckets
+    if phase is Phase.FORWARD:
+        gives = f"returns {drawn.outputs} output, {returned - drawn.outputs} saved values"
+    else:
+        packed = len(body.meta["mfsdp_packs"])
+        gives = f"returns {packed} packed and {returned - packed} other gradient"
+    across = 19
+    height = 67 + 11 * -(-len(operators) // across)
+    drawing.box(MIDDLE[0], y, width, height, "track")
+    drawing.text(x, y + 17, body.meta["mfsdp_region_name"], "code")
+    drawing.text(x, y + 34, f"takes {buckets} gathered bucket, {taken} values", "soft small")
+    for number, node in enumerate(operators):
+        name = node.target.__name__.partition(".")[0]  # type: ignore[union-attr]
+        kind = "four" if PRODUCTS.fullmatch(name) else "compute"
+        drawing.box(x + 11.3 * (number % across), y + 43 + 11 * (number // across), 9, 9, kind, name)
+    drawing.text(x, y + height - 8, gives, "soft small")
+    drawing.text(MIDDLE[1] - 8, y + 17, f"{len(operators)} operators", "soft small", "end")
+    return y + height
+
+
+def _sizes(drawing: Drawing, drawn: Compiled, y: float) -> None:
+    """How many nodes the graphs of a model have, with and without regions."""
+    fewer, alone, fewer_alone = _compiled(FEWER, "auto"), _compiled(LAYERS, False), _compiled(FEWER, False)
+    assert fewer.region_nodes == drawn.region_nodes
+    left, unit = 140, (WIDTH - 140) / _reckoned(fewer_alone.nodes, alone.nodes)
+    drawing.text(0, y, "nodes, forward and backward", "head")
+    drawing.legend(y + 10, {"shards": "in the model's graphs", "compute": "in the region's graphs"})
+    y += 32
+    for layers, with_regions, without in (
+        (LAYERS, drawn.nodes, alone.nodes),
+        (MANY, _reckoned(fewer.nodes, drawn.nodes), _reckoned(fewer_alone.nodes, alone.nodes)),
+    ):
+        for name, parts in (
+            ("", {"shards": with_regions, "compute": drawn.region_nodes}),
+            (", no regions", {"shards": without}),
+        ):
+            drawing.text(0, y + 11, f"{layers} layers{name}", "soft")
+            at: float = left
+            for kind, count in parts.items():
+                drawing.box(at, y, count * unit, 14, kind, f"{count:,} nodes")
+                at += count * unit
+            total = " + ".join(f"{count:,}" for count in parts.values())
+            if at + 6.2 * len(total) < WIDTH:
+                drawing.text(at + 6, y + 11, total, "soft small")
+            else:
+                drawing.text(at - 6, y + 11, total, "label", "end")
+            y += 19
+
+
+def _reckoned(fewer: int, some: int) -> int:
+    """Number of nodes with ``MANY`` layers, from those with ``FEWER`` and with ``LAYERS``."""
+    each, rest = divmod(some - fewer, LAYERS - FEWER)
+    assert rest == 0, "layers differ"
+    return some + each * (MANY - LAYERS)
+
+
 DRAWINGS: Mapping[str, Callable[[], str]] = {
     "units": units,
     "bucket": bucket,
     "strategies": strategies,
     "timeline": timeline,
     "memory": memory,
+    "regions": regions,
 }
