@@ -377,8 +377,8 @@ class _Clock:
         end = begin + collective.seconds
         self.free_at[collective.group] = end
         if self._slower > 1:
-            if self.busy and self.busy[0][1] <= self.now:
-                self.busy = [interval for interval in self.busy if interval[1] > self.now]
+            while self.busy and self.busy[0][1] <= self.now:
+                del self.busy[0]
             insort(self.busy, (begin, end))
         info = self.context.buckets[collective.bucket]
         what, seconds, queued = collective.what, collective.seconds, begin - self.now

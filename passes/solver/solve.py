@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -337,12 +337,13 @@ class _Solver:
             return dict(gathers)
         number = {bucket: i for i, use in enumerate(self.plan.uses(Phase.BACKWARD)) for bucket in use.buckets}
         left = self.plan.uses(Phase.BACKWARD, kept)
+        numbers = [number[use.buckets[0]] for use in left]
         found: dict[int, Ahead] = {}
         for i, use in enumerate(left):
             ahead = gathers[Phase.BACKWARD][use.buckets[0]]
             if self.prefetch is None:  # a given prefetch already counts only gathered units
-                start = number[use.buckets[0]] - ahead.units
-                units = i + 1 if start < 0 else sum(number[other.buckets[0]] >= start for other in left[:i])
+                start = numbers[i] - ahead.units
+                units = i + 1 if start < 0 else i - bisect_left(numbers, start, hi=i)
                 ahead = replace(ahead, units=units)
             found.update((bucket, ahead) for bucket in use.buckets)
         return {**gathers, Phase.BACKWARD: found}
@@ -367,7 +368,7 @@ class _Solver:
         for i in range(len(uses) - 1, -1, -1):
             begin = min(times[i], free) - self.plan.gather_seconds(uses[i], portions)
             free = begin
-            wanted[i] = max((j for j in range(i + 1) if times[j] <= begin), default=-1)
+            wanted[i] = bisect_right(times, begin, hi=i + 1) - 1
         return wanted
 
     def _keep(
@@ -544,7 +545,7 @@ class _Room:
         begin, end = firsts[wish] if wish >= 0 else 0, firsts[i]
         start, missing = wish, 0
         if self.bound is not None:
-            full = np.flatnonzero(self.used[begin:end] > self.bound - size)
+            (full,) = (self.used[begin:end] > self.bound - size).nonzero()
             if full.size:
                 start = bisect_right(firsts, begin + int(full[-1]))
                 begin, before = firsts[start], firsts[start - 1] if start else 0
