@@ -153,6 +153,7 @@ def _trace(
         part = ModelPart(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
         stack.enter_context(compat.fake_mode())
         stack.enter_context(compat.quiet())
+        stack.enter_context(compat.without_collection())
         with _default_dtype(work.dtype), _NoValues():
             model = divided.build(part) if divided is not None else work.build()
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
