@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 from ._package_paths import CHECKOUT, PACKAGE, elsewhere
+from ._quick_imports import quick_imports
 
 if elsewhere() is not None:
     # This is a checkout that is imported in place: the package is not installed, or the installed one is an editable
@@ -18,13 +19,14 @@ if elsewhere() is not None:
             f"finds them {_other}: reinstall it, for instance with pip install --force-reinstall mfsdp-compile"
         )
 
-from .api import fully_shard, fully_shard_model, fully_shard_optimizer
-from .diagnostics.explain import explain
-from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
-from .passes.verifier.verify import ScheduleError, verify
-from .runtime.precision import MixedPrecisionPolicy
-from .runtime.topology import ShardingStrategy
-from .wrapper import MegatronFSDP
+with quick_imports():
+    from .api import fully_shard, fully_shard_model, fully_shard_optimizer
+    from .diagnostics.explain import explain
+    from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
+    from .passes.verifier.verify import ScheduleError, verify
+    from .runtime.precision import MixedPrecisionPolicy
+    from .runtime.topology import ShardingStrategy
+    from .wrapper import MegatronFSDP
 
 __all__ = [
     "DistributedDataParallelConfig",

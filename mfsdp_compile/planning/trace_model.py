@@ -2,9 +2,9 @@
 
 It follows the path of ``torch.compile(backend="mfsdp")``, except for the last step.
 
-Of a long run of consecutive equal units, only four are traced: the first two, one that represents all others, and the
-last. The outline is extended afterwards. If the representative turns out to differ from the others, more units are
-traced.
+Of a long run of consecutive equal units, only three are traced if they are checkpointed: the first, one that represents
+all others, and the last. Without checkpointing, the second is traced too. The outline is extended afterwards. If the
+representative turns out to differ from the others, more units are traced.
 """
 
 from __future__ import annotations
@@ -121,11 +121,10 @@ def trace(
             "A plan needs a fake process group, but a real one already exists: plan in a process of its own."
         )
     divided = _divided(work, degrees)
-    *fewer, every = _LEFT
-    for left in fewer:
+    for around in _AROUND if work.checkpoint != "none" else _AROUND[1:]:
         with contextlib.suppress(_NotAlikeError):
-            return _trace(work, hardware, fused, parts, degrees, stage, divided, left)
-    return _trace(work, hardware, fused, parts, degrees, stage, divided, every)
+            return _trace(work, hardware, fused, parts, degrees, stage, divided, around)
+    return _trace(work, hardware, fused, parts, degrees, stage, divided, None)
 
 
 def _trace(
@@ -136,9 +135,12 @@ def _trace(
     degrees: Degrees,
     stage: int,
     divided: Divided | None,
-    left: int | None,
+    around: tuple[int, int] | None,
 ) -> Trace:
-    """Trace with ``left`` units of each run of equal units. None: with all of them.
+    """Trace the units at the ends of each run of equal units, and one between them that represents the others.
+
+    Args:
+        around: Numbers of units before and after the representative. None: all units are traced.
 
     Raises:
         _NotAlikeError: If the representative differs from the units that it represents.
@@ -151,6 +153,7 @@ def _trace(
         part = ModelPart(degrees, experts["ep"].get_group() if degrees.expert > 1 else None, context, stage)
         stack.enter_context(compat.fake_mode())
         stack.enter_context(compat.quiet())
+        stack.enter_context(compat.without_collection())
         with _default_dtype(work.dtype), _NoValues():
             model = divided.build(part) if divided is not None else work.build()
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
@@ -162,7 +165,7 @@ def _trace(
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
         sizes = (sum(b.nbytes for b in model.buffers()), sum(counts))
-        runs, names = _shorten(model, classes, left, stack) if left is not None else ([], {})
+        runs, names = _shorten(model, classes, around, stack) if around is not None else ([], {})
         if work.checkpoint != "none":
             _checkpoint(model, classes, work.checkpoint)
         if degrees.tensor > 1 and divided is not None and divided.parallelize is not None:
@@ -370,18 +373,23 @@ def _outlines(
 def _readers(forward: torch.fx.Graph, context: Context, fused: bool) -> dict[str, set[str]]:
     """Return, for each unit, the other units that read its results.
 
-    A kernel belongs to the unit whose parameters were used last before it.
+    A kernel belongs to the unit whose parameters were used last before it. What does not depend on parameters, such as
+    rotary tables, is no unit's result.
     """
     order = {node: position for position, node in enumerate(forward.nodes)}
-    first = {order[min(g.uses)]: context.buckets[g.bucket].unit for g in roles.gathers(forward) if g.uses}
+    gathers = [g for g in roles.gathers(forward) if g.uses]
+    first = {order[min(g.uses)]: context.buckets[g.bucket].unit for g in gathers}
+    users = {user for g in gathers for user in g.uses}
     begins = sorted(first)
     unit_of: dict[torch.fx.Node, str] = {}
     found: dict[str, set[str]] = {}
     for kernel in kernels(forward, fused):
         position = bisect.bisect_right(begins, kernel.place)
         unit = first[begins[position - 1]] if position else ""
-        unit_of |= dict.fromkeys(kernel.nodes, unit)
-        for source in {origin(source) for node in kernel.nodes for source in node.all_input_nodes}:
+        sources = {origin(source) for node in kernel.nodes for source in node.all_input_nodes}
+        if not sources.isdisjoint(unit_of) or not users.isdisjoint(kernel.nodes):
+            unit_of |= dict.fromkeys(kernel.nodes, unit)
+        for source in sources:
             if unit_of.get(source, unit) != unit:
                 found.setdefault(unit_of[source], set()).add(unit)
     return found
@@ -435,12 +443,15 @@ class _EqualUnits:
     after: str
 
 
-_LEFT = (4, 5, None)
-"""Numbers of units to keep of a run, tried in order until one works.
+_AROUND = ((1, 1), (2, 1), (2, 2))
+"""Numbers of units to trace before and after the representative of a run, tried in order until one works.
 
-4: The representative must have an equal unit on both sides, and after the first unit there is often more to release. 5:
-The rest of the model may use the output of the second-to-last unit. None: Keep all units, for runs in which a unit in
-the middle differs from the others.
+1, 1: The representative must have an equal unit on both sides.
+2, 1: Without checkpointing, the partitioner saves other values of a unit if the first one comes before it. Not tried
+before this, as a trace in vain takes longer than one more unit.
+2, 2: The rest of the model may use the output of the second-to-last unit.
+
+If none works, because a unit in the middle differs from the others, all units are traced.
 """
 
 
@@ -449,11 +460,12 @@ class _NotAlikeError(RuntimeError):
 
 
 def _shorten(
-    model: nn.Module, classes: Sequence[type[nn.Module]], left: int, stack: contextlib.ExitStack
+    model: nn.Module, classes: Sequence[type[nn.Module]], around: tuple[int, int], stack: contextlib.ExitStack
 ) -> tuple[list[_EqualUnits], dict[str, str]]:
-    """Remove equal units from lists of modules, so that ``left`` of each run remain.
+    """Remove equal units from lists of modules, so that of each run one and those ``around`` it remain.
 
     Args:
+        around: Numbers of units to keep before and after it.
         stack: Restores changed configurations.
 
     Returns:
@@ -469,11 +481,11 @@ def _shorten(
             continue
         kept: list[int] = []
         for start, stop in _equal(children):
-            if stop - start > left:
-                last = stop - left + 3
-                middle = tuple(f"{name}.{i}" for i in range(start + 2, last))
-                runs.append(_EqualUnits(middle, f"{name}.{start + 1}", f"{name}.{last}"))
-                kept += [start, start + 1, start + 2, *range(last, stop)]
+            first, after = start + around[0], stop - around[1]
+            if after - first > 1:
+                middle = tuple(f"{name}.{i}" for i in range(first, after))
+                runs.append(_EqualUnits(middle, f"{name}.{first - 1}", f"{name}.{after}"))
+                kept += [*range(start, first + 1), *range(after, stop)]
             else:
                 kept += range(start, stop)
         names |= {f"{name}.{now}": f"{name}.{before}" for now, before in enumerate(kept)}

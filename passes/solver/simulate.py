@@ -9,6 +9,7 @@ again when the step begins.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -299,22 +300,19 @@ def events_of(flow: Flow) -> list[Event]:
     return [event for _, _, event in found]
 
 
-class _Running(NamedTuple):
-    """A collective in flight: when it ends, and the seconds of computation done when it was started."""
-
-    end: float
-    computed: float
-    exposure: Exposure
+_Running = tuple[float, float, Exposure]
+"""A collective in flight: when it ends, and the seconds of computation done when it was started."""
 
 
 class _Clock:
     def __init__(self, context: Context, costs: CostModel, resting: Mapping[Category, int], details: bool) -> None:
         self.context, self.costs, self.details = context, costs, details
+        self._slower = 1 + costs.hardware.compute_slowdown
         self.now = 0.0
         self.computed = 0.0
         self.flops = 0.0
         self.free_at: dict[str, float] = {}  # by group
-        self.busy: list[tuple[float, float]] = []  # intervals in which collectives slow computation down
+        self.busy: list[tuple[float, float]] = []  # intervals in which collectives slow computation down, in order
         self.residents: dict[int, _Running] = {}
         self.spans: list[Span] = []
         self._computing = -1  # position of the last span of computation
@@ -327,7 +325,8 @@ class _Clock:
         self.parts: dict[Category, list[int]] = {category: [] for category in Category}
         self.total = sum(self.live.values())
         self.peak, self.peak_parts, self.peak_stage, self.peak_at = self.total, dict(self.live), Stage.FORWARD, ""
-        self.note()
+        if details:
+            self.note()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -336,16 +335,16 @@ class _Clock:
         self.total += size
         if self.total > self.peak:
             self.peak, self.peak_parts, self.peak_stage, self.peak_at = self.total, dict(self.live), stage, unit
-        self.note()
+        if self.details:
+            self.note()
 
     def free(self, category: Category, size: int) -> None:
         self.live[category] -= size
         self.total -= size
-        self.note()
+        if self.details:
+            self.note()
 
     def note(self) -> None:
-        if not self.details:
-            return
         self.times.append(self.now)
         for category, size in self.live.items():
             self.parts[category].append(size)
@@ -354,54 +353,42 @@ class _Clock:
 
     def compute(self, seconds: float) -> None:
         """Run computation, slower while collectives run."""
-        slow = self.costs.hardware.compute_slowdown
         self.computed += seconds
-        if not slow or not self.busy:
-            self.now += seconds
-            return
-        if self.busy[0][1] <= self.now:
-            self.busy = [interval for interval in self.busy if interval[1] > self.now]
-        for begin, end in self.busy if len(self.busy) < 2 else sorted(self.busy):
-            if end <= self.now:
+        now, slower = self.now, self._slower
+        for begin, end in self.busy:
+            if end <= now:
                 continue
-            before = max(0.0, begin - self.now)
-            if seconds <= before:
-                break
-            seconds -= before
-            self.now = max(self.now, begin)
-            beside = (end - self.now) / (1 + slow)
+            if begin > now:
+                if seconds <= begin - now:
+                    break
+                seconds -= begin - now
+                now = begin
+            beside = (end - now) / slower
             if seconds <= beside:
-                self.now += seconds * (1 + slow)
+                self.now = now + seconds * slower
                 return
             seconds -= beside
-            self.now = end
-        self.now += seconds
+            now = end
+        self.now = now + seconds
 
     def launch(self, collective: Collective, stage: Stage, unit: str) -> _Running:
         """Start a collective now."""
         begin = max(self.now, self.free_at.get(collective.group, 0.0))
         end = begin + collective.seconds
         self.free_at[collective.group] = end
-        self.busy.append((begin, end))
+        if self._slower > 1:
+            while self.busy and self.busy[0][1] <= self.now:
+                del self.busy[0]
+            insort(self.busy, (begin, end))
         info = self.context.buckets[collective.bucket]
-        self.span(collective.what, collective.what, info.name, stage, begin, end)
-        seconds, queued = collective.seconds, begin - self.now
+        what, seconds, queued = collective.what, collective.seconds, begin - self.now
+        if self.details:
+            self.span(what, what, info.name, stage, begin, end)
         exposure = Exposure(
-            collective.what,
-            collective.bucket,
-            info.name,
-            info.unit,
-            stage,
-            seconds,
-            0.0,
-            queued,
-            0.0,
-            self.now,
-            begin,
-            unit,
+            what, collective.bucket, info.name, info.unit, stage, seconds, 0.0, queued, 0.0, self.now, begin, unit
         )
         self.exposures.append(exposure)
-        return _Running(end, self.computed, exposure)
+        return end, self.computed, exposure
 
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
@@ -413,7 +400,7 @@ class _Clock:
                 self.residents[number] = self.launch(collective, Stage.FORWARD, "")
 
     def span(self, stream: str, kind: str, name: str, stage: Stage, begin: float, end: float) -> None:
-        if not self.details or end <= begin:
+        if end <= begin:
             return
         if stream == "compute":
             last = self.spans[self._computing] if self._computing >= 0 else None
@@ -427,42 +414,45 @@ class _Clock:
         buckets = self.context.buckets
         running: dict[Collective, _Running] = {}
         unit = ""
-        for event in events:
+        for event in events:  # the most frequent kinds first: a plan simulates a million events
             if isinstance(event, Allocate):
                 self.allocate(event.category, event.bytes, stage, unit)
             elif isinstance(event, Free):
                 self.free(event.category, event.bytes)
-            elif isinstance(event, Compute):
-                self.work(stage, unit, event.seconds)
-                self.flops += event.flops
-            elif isinstance(event, Enter):
-                unit = buckets[event.bucket].unit
-                if (resident := self.residents.pop(event.bucket, None)) is not None:
-                    self.await_(stage, unit, resident)
             elif isinstance(event, Start):
                 collective = event.collective
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage, unit)
-            else:
+            elif isinstance(event, Wait):
                 self.await_(stage, unit, running.pop(event.collective))
+            elif isinstance(event, Compute):
+                self.work(stage, unit, event.seconds)
+                self.flops += event.flops
+            else:
+                unit = buckets[event.bucket].unit
+                if (resident := self.residents.pop(event.bucket, None)) is not None:
+                    self.await_(stage, unit, resident)
 
     def work(self, stage: Stage, unit: str, seconds: float) -> None:
+        if not seconds:
+            return
         begun = self.now
         self.compute(seconds)
-        if self.now > begun:
+        if self.details:
             self.span("compute", "compute", unit, stage, begun, self.now)
-            self.units[stage, unit] = self.units.get((stage, unit), 0.0) + self.now - begun
+        self.units[stage, unit] = self.units.get((stage, unit), 0.0) + self.now - begun
 
     def await_(self, stage: Stage, unit: str, running: _Running) -> None:
-        exposure = running.exposure
-        exposure.exposed = self.stand_still(stage, unit, running.end)
-        exposure.ahead = self.computed - running.computed
+        end, computed, exposure = running
+        exposure.exposed = self.stand_still(stage, unit, end)
+        exposure.ahead = self.computed - computed
 
     def stand_still(self, stage: Stage, unit: str, until: float) -> float:
         if until <= self.now:
             return 0.0
         begun, self.now = self.now, until
-        self.span("compute", "wait", unit, stage, begun, until)
+        if self.details:
+            self.span("compute", "wait", unit, stage, begun, until)
         self.units[stage, unit] = self.units.get((stage, unit), 0.0) + until - begun
         return until - begun
 
@@ -471,7 +461,8 @@ class _Clock:
         begun = self.now
         self.allocate(Category.TEMPORARY, elements * optimizer.extra_bytes, Stage.OPTIMIZER, "")
         self.compute(self.costs.moved(elements * optimizer.moved_bytes))
-        self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
+        if self.details:
+            self.span("compute", "optimizer", "optimizer", Stage.OPTIMIZER, begun, self.now)
         self.units[Stage.OPTIMIZER, "optimizer"] = self.now - begun
         self.free(Category.TEMPORARY, elements * optimizer.extra_bytes)
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -208,6 +209,12 @@ class _Solver:
     def _keepable(self) -> frozenset[int]:
         return self.plan.in_both if self.context.whole_model else frozenset()
 
+    @functools.cached_property
+    def _gather_costs(self) -> dict[int, tuple[int, float]]:
+        """Bytes and seconds of the gather of each bucket that may be kept."""
+        infos = {bucket: self.context.buckets[bucket] for bucket in self._keepable()}
+        return {bucket: (max(1, info.gathered_bytes), self.plan.costs.gather(info)) for bucket, info in infos.items()}
+
     def _reductions(self, in_flight: int, by_bucket: bool = False) -> dict[int, Behind]:
         """Return how late each reduction is awaited.
 
@@ -289,6 +296,7 @@ class _Solver:
     ) -> dict[Phase, dict[int, Ahead]]:
         """Return how early gathers start; those in ``late`` start one unit earlier than in ``before``."""
         found: dict[Phase, dict[int, Ahead]] = {}
+        begin, wished = Why(Limit.BEGIN), Why(Limit.NONE)
         for phase, outline in self.plan.outlines.items():
             uses = self.plan.uses(phase, kept)
             if self.prefetch is not None or not self.context.overlap.gathers:
@@ -308,17 +316,17 @@ class _Solver:
                 again = self.plan.portions(kept) if phase is Phase.BACKWARD else frozenset()
                 wanted = self._wanted(outline, uses, again)
             starts: list[tuple[int, Why]] = []  # from the last use to the first
-            latest = len(uses)
+            firsts, latest = [use.first for use in uses], len(uses)
             for i in range(len(uses) - 1, -1, -1):  # a gather starts no later than the one after it
-                latest, missing = memory.earliest(uses, i, max(-1, min(wanted[i], latest, i)))
-                limit = Limit.BUDGET if missing else Limit.BEGIN if latest < 0 else Limit.NONE
-                starts.append((latest, Why(limit, missing)))
-            found[phase] = {}
-            place, why = -1, Why(Limit.BEGIN)
+                size = gathered_bytes(uses[i], self.context)
+                latest, missing = memory.earliest(firsts, i, max(-1, min(wanted[i], latest, i)), size)
+                starts.append((latest, Why(Limit.BUDGET, missing) if missing else begin if latest < 0 else wished))
+            aheads = found[phase] = {}
+            place, why = -1, begin
             for i, use in enumerate(uses):
                 if starts[-1 - i][0] >= place:  # else the gather before this one had less room, and it must start first
                     place, why = starts[-1 - i]
-                found[phase].update((bucket, Ahead(i - place, why)) for bucket in use.buckets)
+                aheads |= dict.fromkeys(use.buckets, Ahead(i - place, why))
         return found
 
     def _without(
@@ -329,12 +337,13 @@ class _Solver:
             return dict(gathers)
         number = {bucket: i for i, use in enumerate(self.plan.uses(Phase.BACKWARD)) for bucket in use.buckets}
         left = self.plan.uses(Phase.BACKWARD, kept)
+        numbers = [number[use.buckets[0]] for use in left]
         found: dict[int, Ahead] = {}
         for i, use in enumerate(left):
             ahead = gathers[Phase.BACKWARD][use.buckets[0]]
             if self.prefetch is None:  # a given prefetch already counts only gathered units
-                start = number[use.buckets[0]] - ahead.units
-                units = i + 1 if start < 0 else sum(number[other.buckets[0]] >= start for other in left[:i])
+                start = numbers[i] - ahead.units
+                units = i + 1 if start < 0 else i - bisect_left(numbers, start, hi=i)
                 ahead = replace(ahead, units=units)
             found.update((bucket, ahead) for bucket in use.buckets)
         return {**gathers, Phase.BACKWARD: found}
@@ -359,7 +368,7 @@ class _Solver:
         for i in range(len(uses) - 1, -1, -1):
             begin = min(times[i], free) - self.plan.gather_seconds(uses[i], portions)
             free = begin
-            wanted[i] = max((j for j in range(i + 1) if times[j] <= begin), default=-1)
+            wanted[i] = bisect_right(times, begin, hi=i + 1) - 1
         return wanted
 
     def _keep(
@@ -382,8 +391,7 @@ class _Solver:
         first = {b: use.first for use in backward.uses for b in use.buckets}
 
         def value(bucket: int) -> tuple[float, float, int]:
-            size = max(1, self.context.buckets[bucket].gathered_bytes)
-            seconds = self.plan.costs.gather(self.context.buckets[bucket])
+            size, seconds = self._gather_costs[bucket]
             return exposed.get(bucket, 0.0) / size, seconds / size, last[bucket]
 
         kept: set[int] = set()
@@ -509,7 +517,7 @@ class _Room:
         bound: int | None,
         gathers: Mapping[int, Ahead] | None = None,
     ) -> None:
-        self.bound, self.context = bound, solver.context
+        self.bound = bound
         self.used = solver.used(phase, kept, reductions, gathers or {})
 
     def take(self, size: int, begin: int, end: int) -> None:
@@ -521,27 +529,29 @@ class _Room:
             return 0
         return int(self.used[begin:end].max()) + size - self.bound
 
-    def earliest(self, uses: Sequence[Use], i: int, wish: int) -> tuple[int, int]:
+    def earliest(self, firsts: Sequence[int], i: int, wish: int, size: int) -> tuple[int, int]:
         """Take memory for gather ``i``, from the earliest possible use on.
 
         Args:
-            uses: Gathers of the graph.
+            firsts: Segment of each use of the graph.
             i: Index of the gather.
             wish: Index of the use from which on memory is wanted; -1: the beginning of the graph.
+            size: Bytes of the gather.
 
         Returns:
             Index of the use from which on there is memory, not before ``wish``; and the bytes missing to start one use
             earlier, 0 if the wish is met.
         """
-        size = gathered_bytes(uses[i], self.context)
-        start, missing = i, 0
-        while start > wish:
-            missing = self.missing(size, uses[start - 1].first if start else 0, uses[i].first)
-            if missing > 0:
-                break
-            start, missing = start - 1, 0
-        self.take(size, uses[start].first if start >= 0 else 0, uses[i].first)
-        return start, max(missing, 0)
+        begin, end = firsts[wish] if wish >= 0 else 0, firsts[i]
+        start, missing = wish, 0
+        if self.bound is not None:
+            (full,) = (self.used[begin:end] > self.bound - size).nonzero()
+            if full.size:
+                start = bisect_right(firsts, begin + int(full[-1]))
+                begin, before = firsts[start], firsts[start - 1] if start else 0
+                missing = self.missing(size, before, begin)
+        self.take(size, begin, end)
+        return start, missing
 
 
 def _with_reasons_of_reductions(solution: Solution, largest: Solution) -> Solution:

@@ -263,9 +263,12 @@ class StepOutlines:
         again = portions if phase is Phase.BACKWARD else frozenset()
         leaves = portions if phase is Phase.FORWARD else frozenset()
         starts: list[list[Use]] = [[] for _ in range(len(uses) + 1)]  # by use before whose wait; last entry: at once
+        decided = decisions.gathers.get(phase, {})
         for i, use in enumerate(uses):
-            units = decisions.gather(phase, use.buckets, gathered_bytes(use, context), context).units
-            starts[max(i - units, -1)].append(use)
+            ahead = decided.get(use.buckets[0])
+            if ahead is None:
+                ahead = decisions.gather(phase, use.buckets, gathered_bytes(use, context), context)
+            starts[max(i - ahead.units, -1)].append(use)
         for i, started in [(-1, starts[-1]), *enumerate(starts[:-1])]:
             place = uses[i].first if i >= 0 else 0
             for use in started:

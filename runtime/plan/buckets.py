@@ -11,7 +11,7 @@ from ..memory.bucket import BucketPlan
 from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from ..topology import Topology
 from .experts import ExpertPlacement
-from .partition import local_part
+from .partition import local_shape
 from .units import Unit
 
 __all__ = ["BucketPlanner"]
@@ -43,7 +43,7 @@ class BucketPlanner:
         groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
-                sites[0].name, tuple(local_part(param).shape), whole=any(site.name in self.whole for site in sites)
+                sites[0].name, tuple(local_shape(param)), whole=any(site.name in self.whole for site in sites)
             )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
             groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)

@@ -26,7 +26,7 @@ from .. import compat
 from ..topology import Group
 from .meshes import check_order
 
-__all__ = ["Partition", "Partitioner", "Peers", "local_part", "whole_tensor"]
+__all__ = ["Partition", "Partitioner", "Peers", "local_part", "local_shape", "whole_tensor"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +260,11 @@ def _named(mesh: DeviceMesh) -> str:
 def local_part(param: Tensor) -> Tensor:
     """Return this rank's part of a parameter, without autograd."""
     return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def local_shape(param: Tensor) -> torch.Size:
+    """Return the shape of this rank's part of a parameter."""
+    return (local_part(param) if isinstance(param, DTensor) else param).shape
 
 
 def whole_tensor(tensor: DTensor) -> Tensor:

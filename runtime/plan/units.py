@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..memory.bucket import Site
-from .partition import local_part
+from .partition import local_shape
 
 __all__ = [
     "Unit",
@@ -58,7 +58,7 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Size of its parameters in bytes, without padding."""
-        return sum(local_part(param).nbytes for param, _ in self.params)
+        return sum(local_shape(param).numel() * param.itemsize for param, _ in self.params)
 
 
 def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:

@@ -23,11 +23,12 @@ from mfsdp_compile.cli import main
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
+from mfsdp_compile.passes.solver import step_events
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.hardware import Link, hardware
-from mfsdp_compile.passes.solver.simulate import Stage, resting_memory, simulate
-from mfsdp_compile.planning import Candidate, Job, plan, workload
+from mfsdp_compile.passes.solver.simulate import Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
 from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
@@ -161,6 +162,50 @@ def test_as_many_layers_are_traced_as_are_needed(taken: int | None, traced: int)
     work = Workload("summed", build, "auto", _tokens(0), batch=2, length=8, dtype=torch.float32)
     found = trace(work, CPU, fused=False)
     assert (len(found.units), len(found.order)) == (traced, 9)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "layers"),
+    [
+        pytest.param("none", 4, marks=pytest.mark.long),
+        pytest.param("selective", 3, marks=pytest.mark.long),
+        ("full", 3),
+    ],
+)
+def test_few_layers_say_what_all_do(checkpoint: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = traced_llama(6, checkpoint=checkpoint)
+    monkeypatch.setattr(trace_model, "_AROUND", ())
+    whole = trace(llama(6, checkpoint=checkpoint), CPU, fused=True)
+    assert (len(short.units), len(whole.units)) == (layers + 2, 6 + 2)
+    for phase, outline in whole.outlines.items():
+        assert short.outlines[phase].segments == pytest.approx(outline.segments)
+        assert short.outlines[phase].units == outline.units
+    rows = [planned(Job(llama(6), CPU), traced, Candidate(ZERO3, 4)) for traced in (short, whole)]
+    assert rows[0].needed == rows[1].needed
+    assert rows[0].timeline.seconds == pytest.approx(rows[1].timeline.seconds)
+
+
+def test_a_plan_traces_once_for_all_strategies_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts graphs, layers and simulations instead of seconds, which differ between machines."""
+    graphs: list[int] = []
+    simulated = 0
+
+    def outlined(*args: Any) -> Any:
+        graphs.append(sum(isinstance(module, Block) for module in args[0].modules()))
+        return outlines(*args)
+
+    def counted(*args: Any, **kwargs: Any) -> Timeline:
+        nonlocal simulated
+        simulated += 1
+        return simulate(*args, **kwargs)
+
+    outlines = trace_model._outlines
+    monkeypatch.setattr(trace_model, "_outlines", outlined)
+    monkeypatch.setattr(step_events, "simulate", counted)
+    forecast = plan(Job(workload("llama3-70b", checkpoint="full"), hardware("h100-ib")), [8, 512, 65_536])
+    assert graphs == [3]
+    assert (len(forecast.rows), len(forecast.trace_of(forecast.rows[0]).order)) == (3 + 7 + 13, 82)
+    assert simulated < 30 * len(forecast.rows)
 
 
 def test_checkpointing_trades_memory_for_time() -> None:

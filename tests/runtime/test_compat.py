@@ -278,6 +278,15 @@ def test_dynamo_graphs_are_copied_with_what_compilers_need() -> None:
     assert any(argument is linear.weight for argument in arguments)
 
 
+def test_dynamo_collects_no_garbage_where_it_should_not() -> None:
+    with mock.patch("gc.collect") as collect, compat.without_collection():
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert not collect.called
+    with mock.patch("gc.collect") as collect:
+        torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))
+    assert collect.called
+
+
 def test_parameter_placeholders() -> None:
     gm, _ = dynamo_graph(nn.Linear(3, 3), torch.randn(2, 3))
     first = next(iter(gm.graph.nodes))
