@@ -13,15 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +76,7 @@ def build(name: str, args: argparse.Namespace) -> tuple[nn.Module, Callable[...,
     return model, torch.compile(model, backend=backend, fullgraph=True)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one system with one number of layers, in this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -138,7 +135,11 @@ def main() -> None:
                         continue
                     found = json.loads(done.stdout.splitlines()[-1])
                     results[f"{name}, {layers} layers, {start}"] = found
-                    print(f"{name:26} {layers:3} layers {start}  {found['compile']:7.1f} s", found["phases"] if args.out == "-" else "", flush=True)
+                    print(
+                        f"{name:26} {layers:3} layers {start}  {found['compile']:7.1f} s",
+                        found["phases"] if args.out == "-" else "",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def events(graph: fx.Graph, context: Context) -> list[Event]:
     operators = 0
     for node in graph.nodes:
         if (name := names.get(node)) is None:
-            operators += node.op == "call_function" and not roles.is_view(node)
+            operators += roles.is_operator(node)
             continue
         seen[name] += 1
         found.append(Event(f"{name} ({seen[name]})" if seen[name] > 1 else name, operators))

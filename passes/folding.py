@@ -37,7 +37,10 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
     at = 0
     while at < len(lines):
         period, times = max(
-            ((period, _times(parsed, at, period)) for period in range(1, min(_LONGEST, (len(lines) - at) // least) + 1)),
+            (
+                (period, _times(parsed, at, period))
+                for period in range(1, min(_LONGEST, (len(lines) - at) // least) + 1)
+            ),
             key=lambda candidate: (candidate[0] * candidate[1] if candidate[1] >= least else 0, -candidate[0]),
             default=(1, 1),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +28,7 @@ def describe(graph: fx.Graph, context: Context) -> list[str]:
     for node in graph.nodes:
         events = [_called(node, context)] if roles.is_region_call(node) else found.get(node)
         if events is None:
-            computed += _computes(node)
+            computed += roles.is_operator(node)
             continue
         if computed:
             lines.append(f"        {computed} operators")
@@ -51,17 +50,11 @@ def collectives(graph: fx.Graph, context: Context) -> list[str]:
     return [line for node in graph.nodes for line in found.get(node, ())]
 
 
-def _computes(node: fx.Node) -> bool:
-    if node.op != "call_function" or roles.is_view(node):
-        return False
-    return node.target is not operator.getitem or not roles.is_region_call(node.args[0])  # type: ignore[arg-type]
-
-
 def _called(call: fx.Node, context: Context) -> str:
     """Return the line of a region's call."""
     body = roles.body_of(call)
     unit = context.buckets[call.meta["custom"][roles.REGION][0]].unit
-    operators = sum(map(_computes, body.graph.nodes))
+    operators = sum(map(roles.is_operator, body.graph.nodes))
     return f"{'run':7} {unit}  {body.meta['mfsdp_region_name']}, {operators} operators"
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,10 @@ class RegionBody:
 
     Args:
         name: Name of the region, which is that of the attribute that holds its graph.
-        graph: Graph of one unit. It takes an anchor and a whole bucket for each bucket, and then what the unit reads.
+        module: Graph of one unit. It takes an anchor and a whole bucket for each bucket, and then what the unit reads.
         units: Units that the region stands for, in order.
         buckets: Buckets as the region sees them.
         differentiable: Whether each output needs a gradient.
-        number_of_operands: Number of operands.
     """
 
     name: str
@@ -171,7 +170,7 @@ def _units_of(graph: fx.Graph, units: Mapping[str, str]) -> dict[fx.Node, str | 
             inside[node] = set()
             continue
         opened = compat.exits_context(node)
-        for entered, seen in inside.items() if opened is None else ():
+        for seen in inside.values() if opened is None else ():
             seen.add(found[node])
         if opened in inside and len(seen := inside.pop(opened)) == 1:
             found[opened] = found[node] = seen.pop()
@@ -429,7 +428,7 @@ def _replace(run: _Run, graph: fx.Graph, body: RegionBody, now: dict[fx.Node, fx
         now: What stands for the outputs of the runs that have been replaced.
     """
     last = run.nodes[-1]
-    shell_of = {}
+    shell_of: dict[int, fx.Node] = {}
     for shell in run.shells:
         role = role_of(shell)
         assert role is not None
@@ -439,7 +438,10 @@ def _replace(run: _Run, graph: fx.Graph, body: RegionBody, now: dict[fx.Node, fx
         attribute = graph.get_attr(body.name)
     with graph.inserting_after(attribute):
         call = graph.create_node(
-            "call_function", compat.region_call, (attribute, *buckets, *(now.get(v, v) for v in run.inputs)), name=run.unit.replace(".", "_")
+            "call_function",
+            compat.region_call,
+            (attribute, *buckets, *(now.get(v, v) for v in run.inputs)),
+            name=run.unit.replace(".", "_"),
         )
     call.meta = {k: last.meta[k] for k in ("nn_module_stack", "stack_trace") if k in last.meta}
     call.meta["custom"] = {REGION: tuple(run.buckets)}

@@ -41,6 +41,7 @@ __all__ = [
     "gathers",
     "has_kind",
     "is_collective",
+    "is_operator",
     "is_packed",
     "is_region_call",
     "is_view",
@@ -146,9 +147,8 @@ def region_calls(graph: fx.Graph) -> list[fx.Node]:
 def body_of(call: fx.Node) -> fx.GraphModule:
     """Return the graph that a region's call runs."""
     attribute: Any = call.args[0]
-    if call.graph.owning_module is None:  # a copy of a graph with roles
-        return call.meta["mfsdp_body"]
-    return getattr(call.graph.owning_module, attribute.target)
+    body = getattr(call.graph.owning_module, attribute.target, None)
+    return body if body is not None else call.meta["mfsdp_body"]  # a copy of a graph may lack what belongs to it
 
 
 def is_packed(node: fx.Node) -> bool:
@@ -179,6 +179,13 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_view(node.args[0])
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node does something: neither views, nor elements of what a region returns."""
+    if node.op != "call_function" or is_view(node):
+        return False
+    return node.target is not operator.getitem or not is_region_call(node.args[0])  # type: ignore[arg-type]
 
 
 GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default)

@@ -7,6 +7,8 @@ docstring of a kind is the reason, which the report of mutants prints.
 from __future__ import annotations
 
 import itertools
+import operator
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,7 +41,10 @@ class Subject(Analysis):
         super().__init__(graph, context, phase)
         self.gathers = [launch for launch in self.launches if launch.gathers and launch.waits]
         self.gathered = [whole for whole in self.wholes if whole.launch is not None]
-        self.packs = [r for r in self.reductions if r.pack is not None]
+        self.every_pack = [r for r in self.reductions if r.pack is not None and r.pack.target is PACK]
+        self.reductions = [r for r in self.reductions if r.stages]  # a region packs, and does not reduce
+        self.packs = [r for r in self.reductions if r.pack is not None and r.pack.target is PACK]
+        self.calls = roles.region_calls(graph)
         self.output = graph.output_node()
 
     def first_read(self, whole: Whole) -> fx.Node:
@@ -114,6 +119,14 @@ def view_reads_start(s: Subject) -> Iterator[Change]:
     for whole in s.gathered:
         for view in s.ranges(whole):
             yield replace_in(view, whole.node, whole.launch.node)
+
+
+def region_reads_start(s: Subject) -> Iterator[Change]:
+    """A region computes with memory that is still being received."""
+    for whole in s.gathered:
+        for call_ in s.calls:
+            if whole.node in call_.all_input_nodes:
+                yield replace_in(call_, whole.node, whole.launch.node)
 
 
 def wait_is_lost(s: Subject) -> Iterator[Change]:
@@ -341,7 +354,7 @@ def reduced_twice(s: Subject) -> Iterator[Change]:
 
 def gradient_dropped(s: Subject) -> Iterator[Change]:
     """A parameter trains with a gradient of zero."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         gradients, offsets = (list(reduction.pack.args[i]) for i in (0, 1))
         for i in range(len(gradients) if len(gradients) > 1 else 0):
             kept = [gradients[:i] + gradients[i + 1 :], offsets[:i] + offsets[i + 1 :]]
@@ -350,7 +363,7 @@ def gradient_dropped(s: Subject) -> Iterator[Change]:
 
 def gradients_swapped(s: Subject) -> Iterator[Change]:
     """Each gradient goes to the other parameter."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         gradients = reduction.pack.args[0]
         for i, j in itertools.combinations(range(len(gradients)), 2):
             swapped = list(gradients)
@@ -361,7 +374,7 @@ def gradients_swapped(s: Subject) -> Iterator[Change]:
 
 def gradient_packed_twice(s: Subject) -> Iterator[Change]:
     """One parameter gets another one's gradient."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         gradients = reduction.pack.args[0]
         for i, j in itertools.permutations(range(len(gradients)), 2):
             if gradients[i] is not gradients[j] and tensor_of(gradients[j]).numel() > 0:
@@ -370,7 +383,7 @@ def gradient_packed_twice(s: Subject) -> Iterator[Change]:
 
 def gradient_moved(s: Subject) -> Iterator[Change]:
     """The gradient overlaps padding or its neighbor."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         offsets = reduction.pack.args[1]
         for i in range(len(offsets)):
             yield set_arg(reduction.pack, 1, [o + (k == i) for k, o in enumerate(offsets)])
@@ -403,7 +416,7 @@ def _reduce(s: Subject, bucket: int, info: BucketInfo, near: ReductionFlow) -> N
 
 
 def _sums(s: Subject) -> Iterator[tuple[ReductionFlow, int, fx.Node]]:
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         for i, gradient in enumerate(reduction.pack.args[0]):
             if gradient.target is aten.add.Tensor and all(isinstance(a, fx.Node) for a in gradient.args):
                 yield reduction, i, gradient
@@ -427,7 +440,7 @@ def term_counted_twice(s: Subject) -> Iterator[Change]:
 
 def packed_early(s: Subject) -> Iterator[Change]:
     """Reads gradients that are not computed yet."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         for gradient in reduction.pack.args[0]:
             if gradient.op == "call_function":
                 yield lambda r=reduction, g=gradient: g.prepend(r.pack)
@@ -454,7 +467,7 @@ def unpacked_reduced(s: Subject) -> Iterator[Change]:
 
 def gradient_replaced(s: Subject) -> Iterator[Change]:
     """A gradient of zeros trains nothing."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         for i, gradient in enumerate(reduction.pack.args[0]):
             value = tensor_of(gradient)
 
@@ -774,7 +787,7 @@ def scaled_in_front(s: Subject) -> Iterator[Change]:
 
 def gradient_scaled(s: Subject) -> Iterator[Change]:
     """One parameter trains at another rate."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         for i, gradient in enumerate(reduction.pack.args[0]):
 
             def change(r: ReductionFlow = reduction, i: int = i, gradient: fx.Node = gradient) -> None:
@@ -910,13 +923,13 @@ def parameter_confused(s: Subject) -> Iterator[Change]:
 
 def packed_in_other_dtype(s: Subject) -> Iterator[Change]:
     """Ranks send messages of different lengths, or gradients are rounded."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         yield set_arg(reduction.pack, 3, torch.float64)
 
 
 def packed_too_long(s: Subject) -> Iterator[Change]:
     """Shards of the gradient are not where the parameters' shards are."""
-    for reduction in s.packs:
+    for reduction in s.every_pack:
         yield set_arg(reduction.pack, 2, 2 * reduction.pack.args[2])
 
 
@@ -933,10 +946,36 @@ def output_dropped(s: Subject) -> Iterator[Change]:
         yield lambda p=position: setattr(s.output, "args", (tuple(s.outputs[:p] + s.outputs[p + 1 :]),))
 
 
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def regions_gradients_exchanged(s: Subject) -> Iterator[Change]:
+    """What one unit's region has packed is reduced for another unit."""
+    inside = [r for r in s.reductions if r.pack is not None and r.pack.target is operator.getitem and r.stages]
+    for one, other in itertools.permutations(inside, 2):
+        yield replace_in(one.stages[0].node, one.stages[0].input, other.pack)
+
+
+def region_reads_another_bucket(s: Subject) -> Iterator[Change]:
+    """A region computes with another unit's weights."""
+    for whole, other in itertools.permutations(s.gathered, 2):
+        for call_ in s.calls:
+            if whole.node in call_.all_input_nodes and s.order[other.node] < s.order[call_]:
+                yield replace_in(call_, whole.node, other.node)
+
+
+def another_region_called(s: Subject) -> Iterator[Change]:
+    """A call runs a graph that computes something else."""
+    for call_ in s.calls:
+        body = roles.body_of(call_)
+        other = types.SimpleNamespace(graph=body.graph, meta=body.meta | {"mfsdp_region_name": "another"})
+        yield lambda c=call_, o=other: c.meta.update(mfsdp_body=o)
+
+
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
-        *(another_gather_awaited, shard_read, portion_reads_start, resident_unawaited),
+        *(another_gather_awaited, shard_read, portion_reads_start, resident_unawaited, region_reads_start),
     ),
     "V2": (
         *(gathered_twice, gathered_for_nobody, released_early, released_through_a_view, released_twice),
@@ -952,7 +991,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V5": (
         *(term_dropped, term_counted_twice, packed_early, reduced_early, another_pack_reduced),
-        *(unpacked_reduced, gradient_replaced),
+        *(unpacked_reduced, gradient_replaced, regions_gradients_exchanged),
     ),
     "V6": (
         *(other_group, other_size, other_operator, stage_lost, stages_exchanged, stage_added, in_a_branch),
@@ -974,6 +1013,6 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(gradients_exchanged, gradient_of_other_dtype, part_of_a_gradient, another_shard_gathered),
         *(gathered_in_other_dtype, parameter_moved, parameter_confused, packed_in_other_dtype, packed_too_long),
         *(saved_exchanged, output_dropped, portion_of_another_bucket, portion_of_a_view, portion_lost),
-        another_portion_gathered,
+        *(another_portion_gathered, region_reads_another_bucket, another_region_called),
     ),
 }

@@ -80,7 +80,7 @@ def mfsdp(
     buckets = list(dict.fromkeys(home.bucket for home in shells.values()))
     served = not chosen.steers_schedule and all(owner.eager.is_in_window for owner in models_of(buckets))
     refused: dict[str, str] = {}
-    with _telling_models(buckets):
+    with _telling_models(buckets), compat.without_collection():
         while True:
             copied = compat.copy_graph_module(gm)
             record, call, inputs = prepare(copied, example_inputs, shells, chosen, served, refused)

@@ -20,7 +20,18 @@ from mfsdp_compile.runtime import compat
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
-_OTHERS = {"inner", "float32_gradients", "inductor", "passes", "verify", "schedule", "hardware", "optimizer", "regions", "report"}
+_OTHERS = {
+    "inner",
+    "float32_gradients",
+    "inductor",
+    "passes",
+    "verify",
+    "schedule",
+    "hardware",
+    "optimizer",
+    "regions",
+    "report",
+}
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
 

@@ -71,7 +71,7 @@ def trace(body: RegionBody, context: Context, fused: bool, name: str, operands: 
     backward = _finished(backward, f"{name}_backward", Phase.BACKWARD, context)
     takes = _drop_unused(forward)
     _note_wholes(forward, body, takes)
-    _note_wholes(backward, body, [s.index if s.kind == "operand" else None for s in needs])
+    _note_wholes(backward, body, [s.number if s.kind == "operand" else None for s in needs])
     backward.meta["mfsdp_packs"] = {g.output: g.operand // 2 for g in gradients if g.operand < 2 * len(body.buckets)}
     _promise(forward, context, outputs)
     _promise(backward, context, 0)

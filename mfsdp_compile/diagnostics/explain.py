@@ -70,7 +70,9 @@ class Explanation:
         lines = [f"{len(self.graphs)} {_plural('graph', len(self.graphs))}, {len(self.breaks)} graph breaks"]
         for number, graph in enumerate(self.graphs):
             lines += ["", f"graph {number}: {_listed(graph.units)}"]
-            lines += [f"  {name}: {len(units)} units, {units[0]} to {units[-1]}" for name, units in graph.regions.items()]
+            lines += [
+                f"  {name}: {len(units)} units, {units[0]} to {units[-1]}" for name, units in graph.regions.items()
+            ]
             lines += [f"  no region: {_listed(units)}: {reason}" for reason, units in _by_reason(graph.inlined).items()]
             for phase, reports in graph.reports.items():
                 lines.append(f"  {phase.value if phase is not None else 'dynamo'}")

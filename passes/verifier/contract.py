@@ -25,7 +25,17 @@ from .. import roles
 from ..context import role_of
 from .analysis import Analysis, tensor_of
 
-__all__ = ["Contract", "Gradient", "GraphOutput", "calls_of", "contract_of", "gradients_of", "packed", "reads_of", "set_contract"]
+__all__ = [
+    "Contract",
+    "Gradient",
+    "GraphOutput",
+    "calls_of",
+    "contract_of",
+    "gradients_of",
+    "packed",
+    "reads_of",
+    "set_contract",
+]
 
 _aten = torch.ops.aten
 # Operators that sum the contributions of several uses of a parameter, and the arguments that are terms of the sum.
@@ -178,8 +188,8 @@ def gradients_of(found: Analysis) -> dict[int, dict[int, Gradient]]:
         role = role_of(pack)
         assert role is not None
         of_bucket = gradients.setdefault(role.bucket, {})
-        for index in _packed_inside(pack, found.info(role.bucket).layout):
-            of_bucket.setdefault(index, Gradient(pack.name, depends.get(pack, 0), 1))
+        for inside in _packed_inside(pack, found.info(role.bucket).layout):
+            of_bucket.setdefault(inside, Gradient(pack.name, depends.get(pack, 0), 1))
         for gradient, index in packed(pack, found.info(role.bucket).layout):
             if index is not None and index not in of_bucket:
                 bits, made_of = depends.get(gradient, 0), tuple(_chain(gradient))

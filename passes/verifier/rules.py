@@ -545,11 +545,11 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
             yield f"gradients are packed into {got}, not {wanted} (elements, dtype)", pack, reduction.bucket
     for call in roles.region_calls(found.graph):
         for bucket, operand in _whole_operands(call):
-            whole = found.whole_of.get(operand)
-            if whole is not None and whole.bucket != bucket:
-                yield f"{call} reads {found.info(whole.bucket).name!r} in its place", call, bucket
-            elif whole is not None and (value := tensor_of(operand)) is not None:
-                if operand not in whole.aliases and operand is not whole.node:
+            its = found.whole_of.get(operand)
+            if its is not None and its.bucket != bucket:
+                yield f"{call} reads {found.info(its.bucket).name!r} in its place", call, bucket
+            elif its is not None and (value := tensor_of(operand)) is not None:
+                if operand not in its.aliases and operand is not its.node:
                     yield f"{call} reads a copy of it, {operand}", call, bucket
                 elif value.numel() != found.info(bucket).layout.numel:
                     yield f"{call} reads only {operand}", call, bucket
@@ -557,7 +557,11 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         calls = calls_of(found.graph)
         for call in roles.region_calls(found.graph):
             if (was := contract.calls.get(call.name)) is not None and was != calls[call.name]:
-                yield f"{call} runs {calls[call.name]} in the place of {was}", call, call.meta["custom"][roles.REGION][0]
+                yield (
+                    f"{call} runs {calls[call.name]} in the place of {was}",
+                    call,
+                    call.meta["custom"][roles.REGION][0],
+                )
         yield from _outputs(found, contract)
 
 

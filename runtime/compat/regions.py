@@ -12,7 +12,6 @@ partition of its graphs returns saved inputs as outputs, which would keep gather
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ __all__ = [
 ]
 
 
-class NotARegion(Exception):  # noqa: N818 -- no error: the graph is compiled without the region
+class NotARegion(Exception):
     """Why a part of a graph cannot be a region.
 
     Args:
@@ -59,12 +58,12 @@ class Source(NamedTuple):
 
     Args:
         kind: ``"operand"`` of the call, ``"output"`` of the forward graph, or ``"tangent"``.
-        index: Index among the operands, or among the outputs of the forward graph. For a tangent, the index of the
+        number: Index among the operands, or among the outputs of the forward graph. For a tangent, the index of the
             output that it is the gradient of.
     """
 
     kind: str
-    index: int
+    number: int
 
 
 class Gradient(NamedTuple):
@@ -215,7 +214,7 @@ class _RegionFunction(torch.autograd.Function):
             values = _call_forward(graphs, operands)
         kept = [s for s in graphs.needs if s.kind != "tangent"]
         ctx.region, ctx.graphs, ctx.number = region, graphs, len(operands)
-        ctx.save_for_backward(*(operands[s.index] if s.kind == "operand" else values[s.index] for s in kept))
+        ctx.save_for_backward(*(operands[s.number] if s.kind == "operand" else values[s.number] for s in kept))
         ctx.set_materialize_grads(False)
         outputs = values[: graphs.outputs]
         ctx.mark_non_differentiable(*(outputs[i] for i in graphs.constant_outputs))
@@ -230,9 +229,9 @@ class _RegionFunction(torch.autograd.Function):
             if source.kind != "tangent":
                 taken.append(next(saved))
                 continue
-            tangent = tangents[source.index]
+            tangent = tangents[source.number]
             if tangent is None:
-                what = f"nothing differentiable reads output {source.index} of one of its units"
+                what = f"nothing differentiable reads output {source.number} of one of its units"
                 raise NotARegion(ctx.region.name, what)
             taken.append(_laid_out_like(tangent, node.meta["val"]))
         returned = region_call(graphs.backward, *taken)
@@ -275,7 +274,7 @@ def _fake(operand: Any) -> Any:
     return made.requires_grad_(operand.requires_grad)
 
 
-class _Traced(Exception):  # noqa: N818 -- ends AOTAutograd once the graph is there
+class _Traced(Exception):
     def __init__(self, graph: fx.GraphModule, outputs: int) -> None:
         super().__init__()
         self.graph, self.outputs = graph, outputs

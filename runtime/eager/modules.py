@@ -45,6 +45,7 @@ __all__ = [
     "unsharded_class",
 ]
 
+_unshard = torch.ops.mfsdp.unshard.default  # bound once: Dynamo would look it up, and guard it, at each parameter
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
 _HOMES = "_mfsdp_homes"
@@ -182,7 +183,7 @@ def _parameter_property(name: str, partition: Partition | None) -> property:
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
-            part = torch.ops.mfsdp.unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+            part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
             return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)

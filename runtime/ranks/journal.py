@@ -14,8 +14,8 @@ the files of all ranks.
 from __future__ import annotations
 
 import contextlib
-import json
 import itertools
+import json
 import os
 import signal
 import socket
