@@ -126,10 +126,10 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     output = forward.output_node()
     number = len(body.differentiable)
     returned: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    results, saved = returned[:number], {node.name: node for node in returned[number:]}
+    results, saved = returned[:number], returned[number:]
     for i, result in enumerate(results):
         value: Tensor = result.meta["val"]
-        shares = any(_root(result) is _root(other) for other in [*results[:i], *saved.values()] if other is not result)
+        shares = any(_root(result) is _root(other) for other in [*results[:i], *saved] if other is not result)
         if result in results[:i] or shares or value.storage_offset():
             results[i] = _copied(result, output)
     operands = [node for node in forward.find_nodes(op="placeholder")]
@@ -137,6 +137,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
     outputs = dict(zip(results, range(number), strict=True))  # in order; values are positions
     needs: list[Source] = []
     again: dict[fx.Node, fx.Node] = {}  # forward's node -> backward's
+    waiting = iter(saved)  # in the order of the backward's inputs, which may have other names
     for placeholder in list(backward.find_nodes(op="placeholder")):
         if compat.is_tangent(placeholder):
             index = next(tangents, None)
@@ -144,8 +145,8 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
                 raise NotARegion(body.name, "its outputs and their gradients do not match")
             needs.append(Source("tangent", index))
             continue
-        node = saved.get(placeholder.name)
-        if node is None:
+        node = next(waiting, None)
+        if node is None or node.meta["val"].shape != placeholder.meta["val"].shape:
             raise NotARegion(body.name, f"torch adds an input to its backward ({placeholder.name})")
         chain = _views(node)
         root = chain[0].args[0] if chain else node
@@ -165,7 +166,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
             backward.erase_node(placeholder)
         if chain:
             _take_views(chain, again, placeholder)
-    if next(tangents, None) is not None:
+    if next(tangents, None) is not None or next(waiting, None) is not None:
         raise NotARegion(body.name, "its outputs and their gradients do not match")
     output.args = (tuple(outputs),)
     return tuple(needs), _sew_gradients(backward, needs)

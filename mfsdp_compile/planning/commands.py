@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(known_hardware())}; or a file of `mfsdp calibrate` (default: %(default)s)",
     )
     parser.add_argument(
-        "--budget", help=f"of a rank's memory, such as 70GiB (default: the device's, less {DEVICE_RESERVE:.0%})"
+        "--budget", help=f"of a rank's memory, such as 70GiB (default: the device's, less {DEVICE_RESERVE:.0%}%)"
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
