@@ -181,8 +181,17 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     return table[phase]
 
 
-def rewrite_dynamo_graph(gm: fx.GraphModule, record: CompileRecord) -> None:
+def rewrite_dynamo_graph(
+    gm: fx.GraphModule, record: CompileRecord, outline: Callable[[fx.Graph], None] | None = None
+) -> None:
+    """Run the passes over Dynamo's graph.
+
+    Args:
+        outline: Function that moves units into regions first.
+    """
     record.show(None, gm.graph)
+    if outline is not None:
+        outline(gm.graph)
     report = record.run(None, unshard.apply, gm.graph)
     record.show(None, gm.graph, report)
 

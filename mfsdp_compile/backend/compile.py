@@ -200,9 +200,11 @@ def prepare(
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
     record = pipeline.CompileRecord(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
     call = _Call(shells, buckets)
-    if least := _least_equal(chosen.regions):
+    least = _least_equal(chosen.regions)
+
+    def outlined(graph: fx.Graph) -> None:
         record.regions, record.inlined = outline(
-            gm.graph,
+            graph,
             context,
             {str(id(module)): unit.name for unit in units if not unit.is_root for module in unit.modules},
             [replace(served_info(bucket.plan, bucket.topology), has_resident=False) for bucket in buckets],
@@ -210,10 +212,11 @@ def prepare(
             refused or {},
         )
         for body in record.regions:
-            region_of_body = region_context(body, chosen.float32_gradients)
-            make = functools.partial(trace, body, region_of_body, chosen.inner == "inductor")
+            its = region_context(body, chosen.float32_gradients)
+            make = functools.partial(trace, body, its, chosen.inner == "inductor")
             body.module.region = compat.Region(body.name, make)  # type: ignore[assignment]
-    pipeline.rewrite_dynamo_graph(gm, record)
+
+    pipeline.rewrite_dynamo_graph(gm, record, outlined if least else None)
     for owner in owners:
         owner.check_complete()
         owner.compiled_graphs.append(record)

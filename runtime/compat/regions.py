@@ -155,6 +155,8 @@ region_call = _RegionCall()
 @region_call.py_impl(DispatchKey.Autograd)
 def _(module: fx.GraphModule, *operands: Any) -> Any:
     region: Region | None = getattr(module, "region", None)
+    if not isinstance(module, fx.GraphModule):  # a graph that was written as Python
+        return module(*operands)
     if region is None:
         with torch._C._AutoDispatchBelowAutograd():
             return region_call(module, *operands)

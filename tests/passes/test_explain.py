@@ -53,8 +53,9 @@ def assert_equal(a: list[Any], b: list[Any]) -> None:
         assert (x is None and y is None) or torch.equal(x, y)
 
 
+@pytest.mark.parametrize("layers", [2, 3], ids=["no region", "regions"])
 @on_ranks(2)
-def test_every_dump_runs_to_the_same_result() -> None:
+def test_every_dump_runs_to_the_same_result(layers: int) -> None:
     folder = Path(tempfile.mkdtemp())
     os.environ["MFSDP_DEBUG_DIR"] = str(folder)
     given: dict[str, Any] = {}
@@ -77,7 +78,7 @@ def test_every_dump_runs_to_the_same_result() -> None:
 
     compile._Call.exchange, compile._compile_inner = watched_exchange, watched_inner  # type: ignore[method-assign]
     try:
-        model = demo_model()
+        model = demo_model(layers)
         tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
         loss = torch.compile(model, backend="mfsdp", options=EAGER, fullgraph=True)(tokens).pow(2).mean()
         loss.backward()
@@ -241,3 +242,18 @@ def test_explain_tells_recompilations() -> None:
 def test_explain_takes_sharded_models() -> None:
     with pytest.raises(TypeError, match="explain"):
         explain(nn.Linear(2, 2))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_many_layers_are_told_on_a_page() -> None:
+    model = demo_model(layers=40)
+    told = str(explain(model, torch.zeros(1, 8, dtype=torch.long)))
+    assert "region_0: 40 units, layers.0 to layers.39" in told
+    assert "39 times:" in told
+    assert len(told.splitlines()) < 60
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_what_is_no_region_is_told() -> None:
+    told = str(explain(demo_model(layers=2), torch.zeros(1, 8, dtype=torch.long)))
+    assert "no region: layers.0, layers.1: only 2 units are equal, and a region needs 3" in told
