@@ -94,15 +94,15 @@ class StepOutlines:
             self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
             self._waits[number, portions] = [Wait(gather), *at_wait]
 
-    def uses(self, phase: Phase, kept: frozenset[int] = frozenset()) -> Sequence[Use]:
+    def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> Sequence[Use]:
         """Return the gathers of a graph if the ``kept`` buckets stay gathered from forward to backward."""
         uses = self.outlines[phase].uses
         if phase is not Phase.BACKWARD or not kept:
             return uses
+        kept = frozenset(kept)
         if kept not in self._uses:  # many of the tried schedules keep the same
-            self._uses[kept] = grouped(
-                (life for use in uses for life in use.lives if life[0] not in kept), self.context
-            )
+            lives = (life for use in uses for life in use.lives if life[0] not in kept)
+            self._uses[kept] = grouped(lives, self.context)
         return self._uses[kept]
 
     def gather_seconds(self, use: Use, portions: Set[int] = frozenset()) -> float:
