@@ -258,8 +258,8 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/solver/simulate.py",
         "nothing is exposed",
-        "        exposure.exposed = self.stand_still(stage, unit, running.end)",
-        "        self.stand_still(stage, unit, running.end)",
+        "        exposure.exposed = self.stand_still(stage, unit, end)",
+        "        self.stand_still(stage, unit, end)",
         SIMULATE,
     ),
     Mutant(
@@ -279,8 +279,8 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/solver/simulate.py",
         "collectives cost computation nothing",
-        "        if not slow or not self.busy:",
-        "        if True:",
+        "        if self._slower > 1:",
+        "        if False:",
         SIMULATE,
     ),
     Mutant(

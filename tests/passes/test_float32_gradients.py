@@ -385,7 +385,7 @@ def traced_backward(name: str) -> tuple[fx.Graph, Context]:
     pipeline.finish_graph = spy
     try:
         precision = MixedPrecisionPolicy(grad_comm_dtype=F32)
-        _, call = parity.shard(parity.build(factory), parity.AOT_EAGER, precision=precision)
+        _, call = parity.shard(parity.build(factory), parity.AOT_EAGER, precision=precision, regions=False)
         run(call).backward()
     finally:
         pipeline.finish_graph = finish
