@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from mfsdp_compile import __version__
-from mfsdp_compile.convert import commands as convert
-from mfsdp_compile.planning import commands as planning
+from mfsdp_compile._quick_imports import quick_imports
+
+with quick_imports():
+    from mfsdp_compile.convert import commands as convert
+    from mfsdp_compile.planning import commands as planning
 
 __all__ = ["main"]
 

@@ -76,6 +76,7 @@ class StepOutlines:
         reduced = [g.bucket for g in backward.gradients] if backward is not None else []
         self._reductions_by_policy = dict(zip(reduced, Decisions().reductions_of(reduced, context), strict=True))
         self._placed: dict[object, _Reductions] = {}
+        self._uses: dict[frozenset[int], Sequence[Use]] = {}  # of the backward, by what it keeps
         self._resting: dict[OptimizerCost, Mapping[Category, int]] = {}
         self._segments = {phase: self._of_segments(outline) for phase, outline in outlines.items()}
         self._starts: dict[tuple[int, bool], list[Event]] = {}
@@ -93,12 +94,16 @@ class StepOutlines:
             self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
             self._waits[number, portions] = [Wait(gather), *at_wait]
 
-    def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> list[Use]:
+    def uses(self, phase: Phase, kept: Set[int] = frozenset()) -> Sequence[Use]:
         """Return the gathers of a graph if the ``kept`` buckets stay gathered from forward to backward."""
         uses = self.outlines[phase].uses
         if phase is not Phase.BACKWARD or not kept:
-            return list(uses)
-        return grouped((life for use in uses for life in use.lives if life[0] not in kept), self.context)
+            return uses
+        kept = frozenset(kept)
+        if kept not in self._uses:  # many of the tried schedules keep the same
+            lives = (life for use in uses for life in use.lives if life[0] not in kept)
+            self._uses[kept] = grouped(lives, self.context)
+        return self._uses[kept]
 
     def gather_seconds(self, use: Use, portions: Set[int] = frozenset()) -> float:
         """Return the seconds to gather a unit's buckets, of which those in ``portions`` are gathered from portions."""
