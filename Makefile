@@ -76,6 +76,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/ablation.py
 	$(BIN)/python benchmarks/control_plane.py
+	$(BIN)/python benchmarks/compile_time.py
 
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
