@@ -46,7 +46,10 @@ def _between(match: re.Match[str], number: int, times: int) -> str:
                     line
                     for i in range(times)
                     for n in [first + (times - i if down else i)]
-                    for line in (f"gather layers.{n + 1}  2,902,016 B in float32 of 2 ranks", f"run layers.{n}  region_0")
+                    for line in (
+                        f"gather layers.{n + 1}  2,902,016 B in float32 of 2 ranks",
+                        f"run layers.{n}  region_0",
+                    )
                 ],
                 st.integers(0, 5),
                 st.integers(1, 9),
