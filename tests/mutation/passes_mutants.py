@@ -11,8 +11,38 @@ COSTS = ("passes/test_costs.py",)
 VERIFY = ("passes/test_verify.py -k 'mutant or accepted or name'",)
 PORTIONS = ("passes/test_portions.py -k 'not eight'",)
 FLOAT32 = ("passes/test_float32_gradients.py",)
+REGIONS = ("programs/test_regions.py -k 'bits and (Shared or TwoKinds or Inside or Metric or NoGradient)'",)
 
 PASSES_MUTANTS = (
+    # -- regions ------------------------------------------------------------------------------------------------------
+    Mutant(
+        "passes/regions.py",
+        "units are equal whatever their constants",
+        "    return type(value), value  # True, 1 and 1.0 are equal",
+        "    return type(value)",
+        REGIONS,
+    ),
+    Mutant(
+        "passes/regions.py",
+        "gradients of a value that is read outside too are summed in the region",
+        "        if count > 1 and source",
+        "        if False and source",
+        REGIONS,
+    ),
+    Mutant(
+        "passes/regions.py",
+        "a context around a unit is left out",
+        "    for node in (*run.around, *run.nodes):",
+        "    for node in run.nodes:",
+        REGIONS,
+    ),
+    Mutant(
+        "passes/regions.py",
+        "inputs are equal whether they need gradients or not",
+        "value.dtype, value.device, value.requires_grad",
+        "value.dtype, value.device",
+        REGIONS,
+    ),
     # -- schedule, reduce, reshard ------------------------------------------------------------------------------------
     Mutant(
         "passes/schedule.py",
