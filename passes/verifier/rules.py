@@ -558,7 +558,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         for call in roles.region_calls(found.graph):
             if (was := contract.calls.get(call.name)) is not None and was != calls[call.name]:
                 yield (
-                    f"{call} runs {calls[call.name]} in the place of {was}",
+                    f"{call} runs {calls[call.name]} instead of {was}",
                     call,
                     call.meta["custom"][roles.REGION][0],
                 )
