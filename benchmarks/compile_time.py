@@ -1,11 +1,11 @@
-"""Time until a model is compiled: the first step of each system, by number of layers, with cold caches and with warm ones.
+"""Time until a model is compiled, by system and number of layers, with cold caches and with warm ones.
 
     python benchmarks/compile_time.py --layers 8 32 80
 
-Each figure is the first step (forward, backward, optimizer) of a new process, less the fastest of three later steps. The
-second process of a system finds the compile caches that the first one filled. The model is Hugging Face's Llama. The
-process is rank 0 of N, and the other ranks are fake: nothing that is measured communicates. ``mfsdp.Dynamo`` and the other
-columns of phases are torch's own metrics.
+Each figure is the first step (forward, backward, optimizer) of a new process, less the fastest of three later steps.
+The second process of a system finds the compile caches that the first one filled. The model is Hugging Face's Llama.
+The process is rank 0 of N, and the other ranks are fake: nothing that is measured communicates. The columns of phases
+are torch's own metrics.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
         least: Number of repetitions from which on a sequence is folded.
 
     Returns:
-        Lines in which a repeated sequence stands once, indented, below its number of repetitions. Numbers that change are
-        written as ``[first..last]``.
+        Lines in which a repeated sequence stands once, indented, below its number of repetitions. Numbers that change
+        are written as ``[first..last]``.
     """
     parsed = [(_NUMBER.sub("#", line), tuple(map(int, _NUMBER.findall(line)))) for line in lines]
     found: list[str] = []

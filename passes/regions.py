@@ -36,7 +36,7 @@ from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
 from .roles import MARK, REGION
 
-__all__ = ["RegionBody", "outline", "unit_of"]
+__all__ = ["LEAST", "RegionBody", "outline"]
 
 LEAST = 3
 """With ``options={"regions": "auto"}``, units become a region if at least this many of them are equal."""
@@ -111,8 +111,12 @@ def outline(
     assert owner is not None
     why_not = dict(refused)
     runs = []
+    shells: dict[int, list[fx.Node]] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if (role := role_of(node)) is not None and role.kind is NodeKind.SHELL:
+            shells.setdefault(role.bucket, []).append(node)
     for run in _runs(graph, units):
-        reason = _examine(run, graph, context)
+        reason = _examine(run, shells, context)
         if run.unit in why_not or reason:
             why_not.setdefault(run.unit, reason)
         else:
@@ -140,7 +144,10 @@ def outline(
 
 
 def unit_of(node: fx.Node, units: Mapping[str, str]) -> str | None:
-    """Return the innermost unit in whose forward a node was traced, or that all nodes of its nested graphs belong to."""
+    """Return the innermost unit in whose forward a node was traced.
+
+    For a node with nested graphs, it may also be the unit that all nodes of these belong to.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     for key in reversed(list(stack)):
         if (unit := units.get(str(key).partition("@")[0])) is not None:
@@ -155,8 +162,8 @@ def unit_of(node: fx.Node, units: Mapping[str, str]) -> str | None:
 def _units_of(graph: fx.Graph, units: Mapping[str, str]) -> dict[fx.Node, str | None]:
     """Return the unit of each node that computes, None for none.
 
-    An element of what a unit's operator returns belongs to the unit, and so does a context that is entered and left in one
-    forward of it: torch does not say where these come from.
+    An element of what a unit's operator returns belongs to the unit, and so does a context that is entered and left in
+    one forward of it: torch does not say where these come from.
     """
     found: dict[fx.Node, str | None] = {}
     inside: dict[fx.Node, set[str | None]] = {}  # contexts that are entered: the units of the nodes in them
@@ -214,8 +221,12 @@ def _runs(graph: fx.Graph, units: Mapping[str, str]) -> Iterator[_Run]:
             entered.remove(opened)
 
 
-def _examine(run: _Run, graph: fx.Graph, context: Context) -> str:
-    """Fill in what a run reads and returns. Return why it cannot be a region, or an empty string."""
+def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Context) -> str:
+    """Fill in what a run reads and returns. Return why it cannot be a region, or an empty string.
+
+    Args:
+        shells: The graph's shells, by bucket.
+    """
     own = set(run.nodes)
     places: dict[fx.Node, int] = {}
     for node in run.nodes:
@@ -238,10 +249,8 @@ def _examine(run: _Run, graph: fx.Graph, context: Context) -> str:
         name = context.buckets[bucket].name
         if context.buckets[bucket].unit != run.unit:
             return f"it reads parameters of {name}"
-        for shell in graph.find_nodes(op="placeholder"):
-            role = role_of(shell)
-            if role is not None and role.bucket == bucket and not own.issuperset(shell.users):
-                return f"its parameters in {name} are read elsewhere too, or in another call of it"
+        if not all(own.issuperset(shell.users) for shell in shells[bucket]):
+            return f"its parameters in {name} are read elsewhere too, or in another call of it"
     if not run.buckets:
         return "it reads no parameters"
     for node in (*run.outputs, *places):
@@ -395,7 +404,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         values[shell] = parameter
 
     def of(source: fx.Node) -> fx.Node:
-        """Return what stands for a value in the region. Later uses take earlier operands: see the module's docstring."""
+        """Return what stands for a value in the region. Later uses take earlier operands."""
         if source in operands:
             return operands[source].pop() if source in run.repeated else operands[source][0]
         if source.op == "get_attr" and source not in values:

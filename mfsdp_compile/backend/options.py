@@ -52,8 +52,8 @@ class CompileOptions:
             current device.
         optimizer: The optimizer whose state and step are counted in predictions.
         regions: Whether equal units are compiled once, as regions that the graph calls. ``"auto"``: if at least three
-            units are equal. True: if at least two are. False: every unit is part of the graph. :func:`explain` says which
-            units are regions, and why others are not.
+            units are equal. True: if at least two are. False: every unit is part of the graph. :func:`explain` says
+            which units are regions, and why others are not.
         report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile caches.
         float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
             reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.

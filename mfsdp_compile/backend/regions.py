@@ -134,7 +134,7 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
         shares = any(_root(result) is _root(other) for other in [*results[:i], *saved] if other is not result)
         if result in results[:i] or shares or value.storage_offset():
             results[i] = _copied(result, output)
-    operands = [node for node in forward.find_nodes(op="placeholder")]
+    operands = list(forward.find_nodes(op="placeholder"))
     tangents = iter([i for i, differentiable in enumerate(body.differentiable) if differentiable])
     outputs = dict(zip(results, range(number), strict=True))  # in order; values are positions
     needs: list[Source] = []
@@ -150,19 +150,18 @@ def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple
         node = next(waiting, None)
         if node is None or node.meta["val"].shape != placeholder.meta["val"].shape:
             raise NotARegion(body.name, f"torch adds an input to its backward ({placeholder.name})")
-        chain = _views(node)
-        root = chain[0].args[0] if chain else node
+        chain, root = _views(node), _root(node)
         if root not in again:
             if chain:
                 with backward.inserting_before(placeholder):
-                    again[root] = backward.placeholder(root.name)  # type: ignore[union-attr, index]
-                again[root].meta = dict(root.meta)  # type: ignore[union-attr, index]
+                    again[root] = backward.placeholder(root.name)
+                again[root].meta = dict(root.meta)
             else:
                 again[root] = placeholder
             if root in operands:
-                needs.append(Source("operand", operands.index(root)))  # type: ignore[arg-type]
+                needs.append(Source("operand", operands.index(root)))
             else:
-                needs.append(Source("output", outputs.setdefault(root, len(outputs))))  # type: ignore[arg-type]
+                needs.append(Source("output", outputs.setdefault(root, len(outputs))))
         elif not chain:
             placeholder.replace_all_uses_with(again[root])
             backward.erase_node(placeholder)

@@ -189,8 +189,8 @@ def compile_with_inductor(
 
     Args:
         patches: Settings of Inductor. They also apply to the backward, which is compiled later.
-        calls: Whether the graph calls others. Inductor would overwrite inputs of these that the backward around them may
-            overwrite at the same positions (torch 2.11 to 2.15), so that it may overwrite nothing then.
+        calls: Whether the graph calls others. Inductor would overwrite inputs of these that the backward around them
+            may overwrite at the same positions (torch 2.11 to 2.15), so that it may overwrite nothing then.
     """
     import torch._functorch.config as functorch_config
     from torch._inductor.compile_fx import compile_fx

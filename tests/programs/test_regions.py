@@ -292,7 +292,7 @@ NOT_BITWISE = {"mamba", "jamba", "segformer", "qwen3-moe-loop"}
 @pytest.mark.parametrize("name", FAMILIES)
 @on_ranks(2, timeout=480)
 def test_families(name: str) -> None:
-    """Six layers of each kind instead of two, so that there are regions: the bits of the graph without them, and of eager."""
+    """Six layers of each kind, so that there are regions: the bits of the graph without them, and of eager."""
     family = FAMILIES[name]
     rank = dist.get_rank()
 
