@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -98,6 +100,26 @@ def compile_with_aot_eager(
 
 
 def min_cut_partition(joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition a joint graph as Inductor does."""
     from functorch.compile import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    with _fast_minimum_cut():
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def _fast_minimum_cut() -> Iterator[None]:
+    """Context in which networkx finds a minimum cut with Boykov and Kolmogorov's algorithm.
+
+    Its default, preflow-push, takes 5 times as long for the graph of a model with 80 layers. The cut is the same: the
+    one next to the sink, which does not depend on the flow. From 2.15 on, torch has an algorithm of its own.
+    """
+    import networkx
+    from networkx.algorithms.flow import boykov_kolmogorov
+
+    minimum_cut = networkx.minimum_cut
+    networkx.minimum_cut = functools.partial(minimum_cut, flow_func=boykov_kolmogorov)
+    try:
+        yield
+    finally:
+        networkx.minimum_cut = minimum_cut
