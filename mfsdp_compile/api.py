@@ -5,6 +5,7 @@ Names and arguments are those of Megatron-FSDP.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -465,4 +466,11 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
         )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if chosen.index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
+            raise ValueError(
+                f"The current GPU of rank {dist.get_rank()} is cuda:0, the default, and LOCAL_RANK is {local_rank}: all "
+                "ranks of this machine would share one GPU. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
+                "before init_process_group, or pass device='cuda:0' if this rank shall have it."
+            )
     return chosen

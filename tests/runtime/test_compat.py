@@ -11,8 +11,10 @@ import struct
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,8 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, fx, nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -617,6 +621,61 @@ def test_groups_of_several_devices() -> None:
                 ):
                     fully_shard_model(module, device=device, init_model_with_meta_device=True)
             assert [call.args[0] for call in asked.call_args_list] == ["cuda"] * 3
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_group_of_some_ranks_does_not_split_the_default_communicator() -> None:
+    """With a device bound, torch would call ``ncclCommSplit``, for which all ranks of the default group must call it."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        world, device = dist.group.WORLD, torch.device("cuda:0")
+        world.bound_device_id = device
+        split = mock.Mock(side_effect=AssertionError("ranks outside of the group would have to take part"))
+        with mock.patch.object(distributed_c10d, "_get_split_source", split):
+            group = compat.new_group([0, 2])
+            with pytest.raises(RuntimeError, match="MPI"):
+                compat.new_group([0, 2], backend="mpi")
+        assert not split.called
+        assert group.size() == 2
+        assert world.bound_device_id == group.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _NcclOptions:
+    """Stands for ``ProcessGroupNCCL.Options``."""
+
+    is_high_priority_stream: bool = False
+    config: Any = None
+    split_from: Any = None
+
+
+def test_a_group_like_another_one_has_its_nccl_options() -> None:
+    class Nccl:
+        Options = _NcclOptions
+
+    options = _NcclOptions(True, SimpleNamespace(max_ctas=8), split_from="the default communicator")
+    given: list[Any] = []
+
+    def create(*args: Any, backend_options: Any, **kwargs: Any) -> Any:
+        given.append(backend_options)
+        return distributed_c10d._new_process_group_helper(*args, **kwargs)
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        name = dist.group.WORLD.group_name
+        with mock.patch("mfsdp_compile.runtime.compat.distributed._new_process_group_helper", create):
+            compat.new_group_like(name)
+            assert given[-1] is None, "NCCL does not run the group"
+            with (
+                mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True),
+                mock.patch.object(FakeProcessGroup, "options", options, create=True),
+            ):
+                compat.new_group_like(name, [0, 1])
+        assert given[-1] == replace(options, split_from=None)
+        assert given[-1] is not options
     finally:
         dist.destroy_process_group()
 
