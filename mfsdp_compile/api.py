@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
@@ -249,6 +250,9 @@ def fully_shard_model(
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
+        buffer_policy=BufferPolicy(
+            fsdp_double_buffer or maxpool_double_buffer, maxpool_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail
+        ),
     )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
@@ -336,12 +340,9 @@ _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
     "nccl_ub": (False, "NCCL user buffers"),
-    "fsdp_double_buffer": (False, "persistent communication buffers"),
-    "fsdp_db_use_persist_buf_on_alloc_fail": (False, "persistent communication buffers"),
     "disable_symmetric_registration": (False, "NCCL user buffers"),
     "enable_fine_grained_param_gather": (False, "gathering module by module"),
     "cuda_graph_mode": (False, "CUDA graphs"),
-    "maxpool_double_buffer": (False, "persistent communication buffers"),
 }
 
 
@@ -364,6 +365,9 @@ _FLAGS = (
     "calculate_per_token_loss",
     "use_decoupled_grad",
     "check_values",
+    "fsdp_double_buffer",
+    "maxpool_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
 )
 
 

@@ -593,8 +593,18 @@ def _outputs(found: Analysis, contract: Contract) -> Findings:
             yield f"output {position} is {now.name}; it was {was.name}", node, bucket
         elif position not in returned and now.name != was.name and (was.name in names or bucket is not None):
             yield f"{now.name} is returned in the place of {was.name}", node, bucket
-        elif now.value and was.value and now.value != was.value:
+        elif now.value and was.value and not _same_value(now.value, was.value):
             yield f"output {position} is {now.value}; it was {was.value}", node, bucket
+
+
+def _same_value(now: str, was: str) -> bool:
+    """Whether two outputs have the same dtype and shape. Inductor finds out sizes that were unknown before."""
+    (dtype, sizes), (old, old_sizes) = (text.split(" ", 1) for text in (now, was))
+    lengths, before = (text.strip("[]").split(", ") for text in (sizes, old_sizes))
+    pairs = zip(lengths, before, strict=False)
+    return (dtype, len(lengths)) == (old, len(before)) and all(
+        a == b for a, b in pairs if a.isdigit() and b.isdigit()
+    )
 
 
 RULES = (
