@@ -131,6 +131,12 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
+        fsdp_double_buffer: Gather into two buffers that stay, and pack gradients in two others, for each group of
+            buckets of the same size and dtype. They are never overwritten while something refers to them; if both are
+            in use, fresh memory is. Costs memory: twice the largest layer for gathers, and twice for gradients.
+        maxpool_double_buffer: The same for all buckets, with buffers of the size of the largest one of each dtype.
+        fsdp_db_use_persist_buf_on_alloc_fail: With ``fsdp_double_buffer``: a bucket that has its size to itself gets a
+            buffer of its own.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
         check_values: Compare the values of parameters between ranks, in addition to names, shapes and dtypes. Set it to
