@@ -23,12 +23,17 @@ _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter's gradient is in its bucket, in bytes."""
+    """Where a parameter's gradient is in its bucket, in bytes.
+
+    Args:
+        cast: Bytes that a cast of the gradient to the bucket's dtype reads and writes; 0 if they have the same.
+    """
 
     name: str
     start: int
     stop: int
     is_matrix: bool
+    cast: int
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,15 @@ class Wanted:
             gathered, or ``reduce 2`` with the position of the output that is reduced.
         buckets: Names of the buckets, by the same positions.
         slots: Slots of the bucket whose gradient is the output at a position.
+        padding: Bytes of gradient buckets that belong to no parameter.
+        casts: Bytes that are read and written by casting each shard once before each gather of it.
     """
 
     points: list[tuple[str, int]]
     buckets: dict[str, str]
     slots: dict[int, list[Slot]]
+    padding: int
+    casts: int
 
 
 def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
@@ -55,6 +64,7 @@ def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
     gathered = {gather.bucket: gather for gather in roles.gathers(graph)}
     reduced = {reduction.bucket: reduction for reduction in roles.reductions(graph)}
     points, buckets, slots = [], {}, {}
+    padding = casts = 0
     for node, what, bucket, _ in sorted(changes.points(graph, context), key=lambda point: order[point.node]):
         info = context.buckets[bucket]
         if what == "cast":
@@ -68,13 +78,20 @@ def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
             reduction = reduced[bucket]
             last = reduction.after[-1] if reduction.after else reduction.stages[-1][1]
             position = outputs.index(last)
-            size = info.exchange.comm_dtype.itemsize
+            reduced_in, computed_in = info.exchange.comm_dtype, info.exchange.dtype
+            size = reduced_in.itemsize
+            both = size + computed_in.itemsize if reduced_in != computed_in else 0
             slots[position] = [
-                Slot(s.name, s.offset * size, (s.offset + s.numel) * size, len(s.shape) > 1) for s in info.layout.slots
+                Slot(s.name, s.offset * size, (s.offset + s.numel) * size, len(s.shape) > 1, s.numel * both)
+                for s in info.layout.slots
             ]
+            if what == "reduce":
+                padding += (info.layout.numel - sum(s.numel for s in info.layout.slots)) * size
+        if what == "gather" and not gathered[bucket].is_of_portions and info.main_dtype != info.exchange.dtype:
+            casts += info.layout.shard_numel * (info.main_dtype.itemsize + info.exchange.dtype.itemsize)
         points.append((what, position))
         buckets[f"{what} {position}"] = f"{what} {info.name}"
-    return Wanted(points, buckets, slots)
+    return Wanted(points, buckets, slots, padding, casts)
 
 
 def facts(recordings: Sequence[Recording], wanted: dict[str, Wanted]) -> dict[str, Any]:
@@ -82,6 +99,8 @@ def facts(recordings: Sequence[Recording], wanted: dict[str, Wanted]) -> dict[st
     found: dict[str, Any] = {"phases": {}}
     copies: Counter[str] = Counter()
     gradients: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    gradient_casts = 0
     kernels: set[str] = set()
     for recording in recordings:
         theirs = wanted[recording.phase]
@@ -92,15 +111,28 @@ def facts(recordings: Sequence[Recording], wanted: dict[str, Wanted]) -> dict[st
             "found": named,
             "races": _races(recording),
             "syncs": [*recording.syncs, *_syncs_in(recording.source)],
-            "launches": sum(event.kernel is not None for event in recording.events),
             "calls": len(re.findall(r"^ +# subgraph: ", recording.source, re.MULTILINE)),
         }
         for position, (storage, end) in packed.items():
             if position in theirs.slots:
-                gradients |= _writers(recording.events[:end], storage, theirs.slots[position])
+                writers = _writers(recording.events[:end], storage, theirs.slots[position])
+                gradients |= writers
+                sizes |= {slot.name: slot.stop - slot.start for slot in theirs.slots[position]}
+                gradient_casts += sum(
+                    s.cast for s in theirs.slots[position] if writers.get(s.name, "product") != "product"
+                )
         copies += _copies(recording)
         kernels |= {event.kernel.source for event in recording.events if event.kernel is not None}
-    return found | {"copies": dict(copies), "gradients": gradients, "kernels": len(kernels)}
+    return found | {
+        "copies": dict(copies),
+        "shard_casts": sum(wanted[recording.phase].casts for recording in recordings),
+        "gradients": gradients,
+        "sizes": sizes,
+        "gradient_casts": gradient_casts,
+        "padding": sum(wanted[recording.phase].padding for recording in recordings),
+        "kernels": len(kernels),
+        "foreach": sum("triton_for_" in event.name for recording in recordings for event in recording.events),
+    }
 
 
 def baseline(recordings: Sequence[Recording]) -> dict[str, int]:
@@ -214,9 +246,9 @@ def _copies(recording: Recording) -> Counter[str]:
             continue
         reads_input = bool(event.reads) and all(span.storage in inputs for span in event.reads)
         if reads_input and all(span.storage in sent for span in event.writes):
-            found["casts of shards"] += event.bytes
-        elif event.fills:
-            found["fills"] += event.bytes
+            found["shards"] += event.bytes
+        elif event.operator == "portion":
+            found["portions"] += event.bytes
         else:
             found["others"] += event.bytes
     return found

@@ -105,7 +105,9 @@ def kernels_are_recorded() -> Iterator[None]:
         AsyncCompile.triton = compiles  # type: ignore[method-assign]
 
 
-def record(phase: str, source: str, module: ModuleType, call: Callable[[list[Any]], Any], inputs: Sequence[Any]) -> Recording:
+def record(
+    phase: str, source: str, module: ModuleType, call: Callable[[list[Any]], Any], inputs: Sequence[Any]
+) -> Recording:
     """Run ``call`` of a module of generated code on fake tensors. A fake mode is active."""
     module.__dict__.update(
         empty_strided_cuda=_empty,

@@ -19,7 +19,8 @@ class Kernel:
         source: The module that defines it, with the kernel's name replaced: equal kernels have equal sources.
         parameters: Its parameters, in order.
         loads, stores: Number of loads and stores by pointer.
-        moves: Whether all that it stores is a constant, or was loaded and at most cast.
+        moves: Whether all that it stores is a constant, or was loaded and at most cast. Looking values up by an index
+            that is in memory, as an embedding does, is not moving.
     """
 
     source: str
@@ -36,12 +37,10 @@ class Kernel:
 
 @functools.cache
 def read_kernel(name: str, source: str) -> Kernel:
-    function = next(
-        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name
-    )
+    function = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name)
     loads: Counter[str] = Counter()
     stores: Counter[str] = Counter()
-    stored: list[ast.expr] = []
+    stored: list[ast.Call] = []
     values: dict[str, list[ast.expr | None]] = {}
     computes = False
     for node in ast.walk(function):
@@ -60,12 +59,14 @@ def read_kernel(name: str, source: str) -> Kernel:
                 loads[_pointer(node)] += 1
             elif operation == "tl.store":
                 stores[_pointer(node)] += 1
-                stored.append(node.args[1])
+                stored.append(node)
             elif operation.startswith("tl.atomic"):
                 loads[_pointer(node)] += 1
                 stores[_pointer(node)] += 1
                 computes = True
-    moves = not computes and all(_is_moved(value, values, ()) for value in stored)
+    moves = not computes and all(
+        _is_moved(store.args[1], values, ()) and not _is_loaded(store.args[0], values, ()) for store in stored
+    )
     parameters = tuple(argument.arg for argument in function.args.args)
     assert stores, f"{name} stores nothing:\n{source}"
     assert {*loads, *stores} <= {*parameters}, f"{name} uses pointers that are no parameters"
@@ -95,12 +96,25 @@ def _is_moved(value: ast.expr | None, values: Mapping[str, list[ast.expr | None]
     if not isinstance(value, ast.Call):
         return False
     operation = ast.unparse(value.func)
-    if operation in ("tl.load", "tl.full"):
+    if operation == "tl.load":
+        return not _is_loaded(value.args[0], values, ())
+    if operation == "tl.full":
         return True
-    if operation == "tl.where":
-        return all(_is_moved(each, values, above) for each in value.args[1:])
+    if operation == "tl.where":  # a choice by position, as for cat; a choice by value computes
+        condition, *given = value.args
+        return not _is_loaded(condition, values, ()) and all(_is_moved(each, values, above) for each in given)
     if operation == "tl.broadcast_to":
         return _is_moved(value.args[0], values, above)
     if isinstance(value.func, ast.Attribute) and value.func.attr == "to":
         return _is_moved(value.func.value, values, above)
     return False
+
+
+def _is_loaded(value: ast.expr, values: Mapping[str, list[ast.expr | None]], above: tuple[str, ...]) -> bool:
+    """Whether a value depends on what is in memory."""
+    if any(isinstance(part, ast.Call) and ast.unparse(part.func) == "tl.load" for part in ast.walk(value)):
+        return True
+    names = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)} - {*above}
+    return any(
+        each is None or _is_loaded(each, values, (*above, *names)) for name in names for each in values.get(name, ())
+    )
