@@ -85,15 +85,14 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex current_device() const override { return 0; }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// Before those of a build with CUDA, which are registered later.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 """
 
 
 def load_guard(folder: Path) -> None:
-    """Give a build of torch without CUDA a device guard that does nothing. Autograd and copies ask for one.
-
-    A build with CUDA has a guard that needs no GPU for fake tensors.
+    """Give torch hooks of CUDA that need no driver, and a device guard that does nothing. Autograd and copies ask them.
 
     Args:
         folder: Where the library is built, or found if it was built before.
@@ -103,8 +102,6 @@ def load_guard(folder: Path) -> None:
     assert spec is not None
     assert spec.origin is not None
     torch = Path(spec.origin).parent
-    if (torch / "lib" / "libtorch_cuda.so").exists():
-        return
     key = hashlib.sha256(((torch / "version.py").read_text(encoding="utf-8") + _GUARD).encode()).hexdigest()[:12]
     library = folder / f"guard_{key}.so"
     if not library.exists():
@@ -134,6 +131,7 @@ class _NoGuard:
 def install(gpu: Gpu) -> None:
     """Tell torch, Inductor and Triton that there is one device, ``gpu``. Cannot be undone: the process is for this."""
     import torch
+    from torch._subclasses import fake_tensor
 
     torch.version.cuda = torch.version.cuda or "13.0"
     answers: dict[str, Any] = {
@@ -152,6 +150,7 @@ def install(gpu: Gpu) -> None:
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
         "is_initialized": lambda: False,
         "is_tf32_supported": lambda: True,
         "mem_get_info": lambda *_: (gpu.total_memory, gpu.total_memory),
@@ -163,7 +162,8 @@ def install(gpu: Gpu) -> None:
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     torch._C._cuda_getCurrentRawStream = lambda *_: 0
-    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._ensureCUDADeviceGuardSet()  # a build with CUDA has set its own since
+    fake_tensor.init_gpu_context = lambda *_: None  # would allocate on the device (torch 2.11)
     _install_interface(gpu)
     _leave_out_patterns()
     _attend_by_flash()

@@ -26,10 +26,7 @@ from doc_tables import DOCS, check_rows, rows_of
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
-    pytest.mark.skipif(
-        not (torch.backends.cuda.is_built() or shutil.which("g++")),
-        reason="a build of torch without CUDA needs g++, for a device guard",
-    ),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, for hooks of CUDA"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="a driver would answer in place of the fake device"),
 ]
 
