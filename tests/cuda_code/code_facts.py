@@ -231,8 +231,10 @@ def _writers(events: Sequence[Event], storage: int, slots: Sequence[Slot]) -> di
         place = Span(storage, slot.start, slot.stop)
         last = [event for event in events if any(span.overlaps(place) for span in event.writes)][-1]
         if slot.is_matrix:
-            is_product = last.operator in _PRODUCTS
-            found[slot.name] = "product" if is_product else "copy" if last.moves else last.operator or "kernel"
+            is_product = last.operator in _PRODUCTS and place in last.writes
+            found[slot.name] = (
+                "product" if is_product else "copy" if last.moves else last.name if last.operator else "kernel"
+            )
     return found
 
 

@@ -131,7 +131,20 @@ def _reinterpret(tensor: Tensor, size: Sequence[int], stride: Sequence[int], off
     return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
 
 
-_MOVING = {"portion", "clone", "copy_", "_to_copy", "cat", "fill_", "zero_", "zeros", "full", "new_zeros", "zeros_like"}
+_MOVING = {
+    "pack_gradients",
+    "portion",
+    "clone",
+    "copy_",
+    "_to_copy",
+    "cat",
+    "fill_",
+    "zero_",
+    "zeros",
+    "full",
+    "new_zeros",
+    "zeros_like",
+}
 _ALLOCATING = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"}
 _WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 
