@@ -298,7 +298,7 @@ class InductorBucket:
         slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)
         data = part.data if isinstance(part, ir.TensorBox) else part
         if isinstance(data, ir.StorageBox) and isinstance(data.data, ir.ExternKernelOut):
-            # Inductor fixes the layout of a batched matmul, but not of a matmul. Only flexible ones are written in place.
+            # ConcatKernel copies what has a fixed layout. Inductor fixes that of a batched matmul, but not of a matmul.
             layout = data.data.layout
             if isinstance(layout, ir.FixedLayout) and list(layout.stride) == list(strides) and layout.offset == 0:
                 data.data.layout = ir.FlexibleLayout(self._device, self._dtype, size)
