@@ -112,6 +112,8 @@ def test_matrix_gradients_are_written_in_place(row: Row, facts: dict[str, Any]) 
     assert bool(facts["gradients"]) == row.setting.trains
     if row.setting.precision == "float32 reductions" and "float32_gradients" not in row.setting.options:
         assert copied.keys() - EXCEPTIONS == facts["gradients"].keys() - EXCEPTIONS  # computed in bfloat16, then cast
+    elif row.setting.precision == "float32 reductions":  # the option does not apply to batched matmuls
+        assert {name for name in copied if ".experts." not in name} <= EXCEPTIONS
     else:
         assert copied.keys() <= EXCEPTIONS
 
