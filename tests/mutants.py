@@ -248,7 +248,9 @@ def gather_into(launch: CollectiveNode, out: fx.Node) -> None:
     node = launch.node
     if node.target is roles.GATHER_INTO_BUFFER:
         source, _, _, dtype, size, group = node.args
-        cast = call(node, torch.ops.prims.convert_element_type.default, source, dtype, before=True, bucket=launch.bucket)
+        cast = call(
+            node, torch.ops.prims.convert_element_type.default, source, dtype, before=True, bucket=launch.bucket
+        )
         node.args = (cast, size, group)
     node.target, node.kwargs = GATHER_INTO, {"out": out}
 

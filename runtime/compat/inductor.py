@@ -347,13 +347,14 @@ class InductorBucket:
 
             part = to_dtype(part, self._dtype)
         size = list(part.get_size())
-        slice_layout = ir.FixedLayout(
-            device=self._device,
-            dtype=self._dtype,
-            size=size,
-            stride=ir.FlexibleLayout.contiguous_strides(size),
-            offset=offset,
-        )
+        strides = ir.FlexibleLayout.contiguous_strides(size)
+        slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)
+        data = part.data if isinstance(part, ir.TensorBox) else part
+        if isinstance(data, ir.StorageBox) and isinstance(data.data, ir.ExternKernelOut):
+            # ConcatKernel copies what has a fixed layout. Inductor fixes that of a batched matmul, but not of a matmul.
+            layout = data.data.layout
+            if isinstance(layout, ir.FixedLayout) and list(layout.stride) == list(strides) and layout.offset == 0:
+                data.data.layout = ir.FlexibleLayout(self._device, self._dtype, size)
         buffer = ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=self._storage, layout=slice_layout))
         self._kernel.inputs.append(buffer)
         data = part.data if isinstance(part, ir.TensorBox) else part

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import os
+import re
 import socket
 import struct
 import sys
@@ -859,3 +860,27 @@ def test_generated_code_is_known() -> None:
 
     assert compat.is_generated(f"{cache_dir()}/ab/cab.py")
     assert not compat.is_generated(__file__)
+
+
+@pytest.mark.slow
+def test_inductor_writes_a_batched_matmul_into_a_bucket() -> None:
+    """Its layout is fixed, other than a matmul's. Its other readers find it in the bucket."""
+    from torch._inductor.utils import run_and_get_code
+
+    from mfsdp_compile.backend.lowerings import register_lowerings
+
+    def pack(x: torch.Tensor, y: torch.Tensor, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = torch.bmm(x, y)
+        packed = torch.ops.mfsdp.pack_gradients([product, vector * 2], [8, 179], 190, product.dtype)
+        return packed, product.sin(), product.transpose(1, 2) @ product
+
+    register_lowerings()
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=generator, dtype=torch.float64) for size in ((4, 6, 5), (4, 5, 7), (9,))]
+    torch._dynamo.reset()
+    results, (code,) = run_and_get_code(torch.compile(pack), *given)
+    for result, wanted in zip(results, pack(*given), strict=True):
+        torch.testing.assert_close(result, wanted)
+    assert re.search(
+        r"(buf\d+) = reinterpret_tensor\(buf\d+, \(4, 6, 7\), [^\n]* 8\)  # alias[\s\S]*bmm\(.*out=\1\)", code
+    )
