@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -110,7 +111,7 @@ def test_every_strategy(strategy: Any) -> None:
         uses = {kind.use for kind in pool_of(run).addresses}
         gathers = {"gather"} if strategy in (3, "hsdp", "hfsdp") else set()
         # Gradients that wait for a reduction stay in memory of their own.
-        assert uses == gathers | ({"gradients"} if strategy in (2, 3) else uses & {"gradients"})
+        assert uses == gathers | ({"gradients"} if strategy in (2, 3) else set())
 
 
 class SmallLlama(Llama):
@@ -147,10 +148,9 @@ def test_addresses_stay() -> None:
         model.zero_grad()
         found.append(model.sharded.comm_buffers.addresses)
     pool = model.sharded.comm_buffers
-    for kind, addresses in found[0].items():
-        assert found[-1][kind][: len(addresses)] == addresses
-    assert found[1] == found[0]
-    assert found[3] == found[2]
+    for before, after in itertools.pairwise(found):
+        for kind, addresses in before.items():
+            assert after[kind][: len(addresses)] == addresses
     assert pool.fresh == 0
     assert pool.nbytes <= model.sharded.comm_buffer_bytes()
 
