@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
-BUFFERS = ("programs/test_comm_buffers.py",)
 LAYOUT = ("runtime/test_layout.py",)
 OPTIMIZER = "runtime/test_optimizer.py -k"
 TENSOR = "runtime/test_tensor.py -k"
@@ -122,21 +121,21 @@ RUNTIME = (
         "buffers are handed out while something refers to them",
         "        return compat.references_to(self.storage) == self.unused",
         "        return True",
-        BUFFERS,
+        ("programs/test_comm_buffers.py -k refers_to_it",),
     ),
     Mutant(
         "runtime/memory/comm_buffers.py",
         "a strict pool does not take turns",
         "        turn = self._turn.get(kind, 0) if self.is_strict else 0",
         "        turn = 0",
-        BUFFERS,
+        ("programs/test_comm_buffers.py -k strict",),
     ),
     Mutant(
         "runtime/topology.py",
         "gradients that wait for a reduction stay in a communication buffer",
         "        if inspected or any(stage.when is not When.ALWAYS for stage in stages):",
         "        if False:",
-        BUFFERS,
+        ("programs/test_comm_buffers.py -k test_every_strategy",),
     ),
     # -- deferred gradients -------------------------------------------------------------------------------------------
     Mutant(
