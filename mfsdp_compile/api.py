@@ -71,6 +71,7 @@ def fully_shard_model(
     cuda_graph_mode: bool = False,
     maxpool_double_buffer: bool = False,
     *,
+    fsdp_manual_registration: bool = False,
     check_values: bool = True,
     preserve_fp32_weights: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
@@ -131,6 +132,11 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
+        nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors. Implies
+            ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
+        disable_symmetric_registration: With ``nccl_ub``: register local memory instead of symmetric windows, which NCCL
+            has since 2.27. With symmetric memory, a buffer that is still referred to when it is its turn is an error.
+        fsdp_manual_registration: With ``nccl_ub``: register when :meth:`MegatronFSDP.manual_buffer_registration` is called.
         fsdp_double_buffer: Gather into two buffers that stay, and pack gradients in two others, for each group of
             buckets of the same size and dtype. They are never overwritten while something refers to them; if both are
             in use, fresh memory is. Costs memory: twice the largest layer for gathers, and twice for gradients.
@@ -198,6 +204,11 @@ def fully_shard_model(
         raise ValueError(
             "calculate_per_token_loss sums gradients and average_in_collective averages them: pass only one of them."
         )
+    if nccl_ub and average_in_collective and not disable_symmetric_registration:
+        raise ValueError(
+            "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
+            "average_in_collective out, or pass disable_symmetric_registration=True."
+        )
     policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
     precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
@@ -257,8 +268,12 @@ def fully_shard_model(
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
         buffer_policy=BufferPolicy(
-            fsdp_double_buffer or maxpool_double_buffer, maxpool_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail
+            fsdp_double_buffer or maxpool_double_buffer or nccl_ub,
+            maxpool_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail,
         ),
+        registers="never" if not nccl_ub else "later" if fsdp_manual_registration else "now",
+        symmetric=not disable_symmetric_registration,
     )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
@@ -345,8 +360,6 @@ def fully_shard(
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
-    "nccl_ub": (False, "NCCL user buffers"),
-    "disable_symmetric_registration": (False, "NCCL user buffers"),
     "enable_fine_grained_param_gather": (False, "gathering module by module"),
     "cuda_graph_mode": (False, "CUDA graphs"),
 }
@@ -371,6 +384,9 @@ _FLAGS = (
     "calculate_per_token_loss",
     "use_decoupled_grad",
     "check_values",
+    "nccl_ub",
+    "disable_symmetric_registration",
+    "fsdp_manual_registration",
     "fsdp_double_buffer",
     "maxpool_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",

@@ -323,6 +323,21 @@ class MegatronFSDP(nn.Module):
         """Wait for gathers that have been started and are not in use yet."""
         self.sharded.await_gathers()
 
+    def manual_buffer_registration(self) -> bool:
+        """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
+
+        Call it between steps.
+
+        Returns:
+            Whether NCCL runs the model's collectives. Otherwise nothing is registered.
+
+        Raises:
+            ValueError: If the model was sharded without ``nccl_ub``.
+        """
+        if self.sharded.registration is None:
+            raise ValueError("manual_buffer_registration needs a model that was sharded with nccl_ub=True")
+        return self.sharded.registration.register(self.sharded.buckets)
+
     def broadcast_params(self) -> None:
         """Copy parameters from the first rank to the ranks that replicate them. Collective.
 

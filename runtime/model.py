@@ -34,6 +34,7 @@ from .grad_sync import GradSync, SyncSettings
 from .membership import Membership
 from .memory.bucket import Bucket
 from .memory.comm_buffers import BufferPool
+from .memory.registration import Registration
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
 from .owner import owners_of
@@ -63,6 +64,7 @@ class ShardedModel:
         precision: Dtypes of shards and gradients.
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
+        registration: Their registration with NCCL, if it was asked for.
 
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
@@ -80,9 +82,11 @@ class ShardedModel:
         precision: MixedPrecisionPolicy,
         overlap: Overlap,
         comm_buffers: BufferPool,
+        registration: Registration | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.comm_buffers = comm_buffers
+        self.registration = registration
         self.eager = eager
         self.members = members
         self.conduct = conduct

@@ -56,6 +56,10 @@ def reset(model: ShardedModel) -> None:
     model.eager.settle()
     for bucket in model.buckets:
         bucket.forget_resident()
+    registered = model.registration is not None and model.registration.is_active
+    if model.registration is not None:
+        model.registration.end()
+    model.comm_buffers.drop()
     model.members.renew()
     model.conduct.failure = None
     model.step_tracker.reset()
@@ -63,4 +67,6 @@ def reset(model: ShardedModel) -> None:
     model.grad_sync.reset()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
+    if registered:
+        model.registration.register(model.buckets)  # type: ignore[union-attr]
     model.label_modules()

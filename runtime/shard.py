@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from .layout import LayoutPolicy
 from .membership import Membership
 from .memory.bucket import Bucket, Home
 from .memory.comm_buffers import BufferPolicy, BufferPool
+from .memory.registration import Registration
 from .model import ShardedModel
 from .plan.buckets import BucketPlanner
 from .plan.experts import ExpertPlacement
@@ -56,6 +58,8 @@ class ShardingOptions:
         tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
         from_meta: Initializer of parameters and buffers on the meta device. None: there may be none on that device.
         buffer_policy: Which buckets use communication buffers.
+        registers: Whether buffers are registered with NCCL: now, later (:meth:`.Registration.register`), or never.
+        symmetric: Whether they are registered as symmetric memory, if NCCL has that.
     """
 
     unit_modules: UnitClasses
@@ -70,6 +74,8 @@ class ShardingOptions:
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initializer | None = None
     buffer_policy: BufferPolicy = field(default_factory=BufferPolicy)
+    registers: Literal["now", "later", "never"] = "never"
+    symmetric: bool = True
 
 
 def shard_model(
@@ -103,7 +109,12 @@ def shard_model(
     eager = EagerRuntime(made.units, module.modules(), _eager_policy(options))
     buckets = [bucket for unit in made.units for bucket in unit.buckets]
     pool = BufferPool()
-    sharded = ShardedModel(module, buckets, eager, members, conduct, options.precision, options.overlap, pool)
+    registration = Registration(pool, options.symmetric) if options.registers != "never" else None
+    sharded = ShardedModel(
+        module, buckets, eager, members, conduct, options.precision, options.overlap, pool, registration
+    )
+    if registration is not None and options.registers == "now":
+        registration.register(buckets)
     _shard_modules(module, eager, made.homes)
     sharded.forget_old_code()
     for reference, name in made.replaced:

@@ -22,6 +22,7 @@ try:
     from .dynamo import *
     from .gloo import *
     from .inductor import *
+    from .nccl import *
     from .optim import *
     from .pytree import *
     from .regions import *

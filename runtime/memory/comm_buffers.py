@@ -16,10 +16,11 @@ fail if one is in use.)
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -151,6 +152,8 @@ class BufferPool:
 
     allocate: Allocate = field(default=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
     is_strict: bool = False
+    is_complete: bool = False
+    """Whether all buffers have been allocated."""
     fresh: int = 0
     """How often all buffers of a kind were in use, and fresh memory was used."""
     _buffers: dict[BufferKind, list[_Buffer]] = field(default_factory=dict)
@@ -166,11 +169,12 @@ class BufferPool:
             RuntimeError: The pool is strict, and the buffer whose turn it is is in use.
         """
         buffers = self._buffers.setdefault(kind, [])
+        count = len(buffers) if self.is_complete else count
         turn = self._turn.get(kind, 0) if self.is_strict else 0
         for index in range(turn, count):
             if index == len(buffers):
                 buffers.append(_Buffer.of(self.allocate(kind.capacity, kind.dtype, kind.device)))
-            if buffers[index].is_free:
+            if buffers[index].is_free or (self.is_strict and self._is_free_now(buffers[index])):
                 self._turn[kind] = (index + 1) % count
                 return _poisoned(buffers[index].memory[:numel])
             if self.is_strict:
@@ -182,6 +186,22 @@ class BufferPool:
                 )
         self.fresh += 1
         return _poisoned(torch.empty(numel, dtype=kind.dtype, device=kind.device))
+
+    @staticmethod
+    def _is_free_now(buffer: _Buffer) -> bool:
+        """Whether a buffer is free once reference cycles have been collected: an exception may be part of one."""
+        gc.collect()
+        return buffer.is_free
+
+    def allocate_all(self, kinds: Mapping[BufferKind, int]) -> None:
+        """Allocate all buffers now, with the number of each kind. Afterwards there are never more.
+
+        Torch's allocator allocates them, in the memory pool that is in use.
+        """
+        for kind, count in kinds.items():
+            memory = (torch.empty(kind.capacity, dtype=kind.dtype, device=kind.device) for _ in range(count))
+            self._buffers[kind] = [_Buffer.of(each) for each in memory]
+        self.is_complete = True
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +217,10 @@ class BufferPool:
         """Forget all buffers. Their memory is freed when no collective uses it any more."""
         self._buffers.clear()
         self._turn.clear()
+        self.is_complete = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> BufferPool:
-        return replace(self, fresh=0, _buffers={}, _turn={})
+        return replace(self, is_strict=False, is_complete=False, fresh=0, _buffers={}, _turn={})
 
 
 def _poisoned(memory: Tensor) -> Tensor:

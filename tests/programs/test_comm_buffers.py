@@ -18,6 +18,7 @@ from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
@@ -287,3 +288,128 @@ def test_a_users_allocator() -> None:
 def test_arguments_take_true_or_false(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} takes True or False"):
         fully_shard_model(nn.Linear(2, 2), **{name: 2})
+
+
+# -- registration with NCCL -------------------------------------------------------------------------------------------
+
+
+class _Nccl:
+    """Stands for ``ProcessGroupNCCL``, and records what it is asked for."""
+
+    def __init__(self, group: str, log: list[Any]) -> None:
+        self.group, self._log = group, log
+        self.mem_allocator = f"allocator of {group}"
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        self._log.append(("register", self.group, pool, symm))
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        self._log.append(("deregister", self.group, pool))
+
+
+@contextlib.contextmanager
+def on_nccl(version: tuple[int, ...] = (2, 28, 9)) -> Iterator[list[Any]]:
+    """Context in which NCCL seems to run all groups. Gives a list of what is asked of it."""
+    log: list[Any] = []
+
+    class MemPool:
+        def __init__(self, allocator: str) -> None:
+            self.allocator = allocator
+            log.append(("pool", allocator))
+
+    @contextlib.contextmanager
+    def use(pool: MemPool) -> Iterator[None]:
+        log.append("allocate")
+        yield
+        log.append("allocated")
+
+    with (
+        mock.patch.object(compat, "nccl_backend", lambda group, device: _Nccl(group, log)),
+        mock.patch.object(compat, "warm_up", lambda group, device: log.append(("warm up", group))),
+        mock.patch("torch.cuda.MemPool", MemPool),
+        mock.patch("torch.cuda.use_mem_pool", use),
+        mock.patch("torch.cuda.nccl.version", return_value=version),
+    ):
+        yield log
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_registered_buffers(mode: str) -> None:
+    """All buffers are allocated at once in NCCL's memory, registered once per communicator, and used in turn."""
+    data = parity.batches(steps=3)
+    plain = parity.train_sharded(zoo.Plain, mode, data, parity.sgd)
+    with on_nccl() as log, poisoned():
+        run = parity.train_sharded(zoo.Plain, mode, data, parity.sgd, sharding={"nccl_ub": True})
+    parity.assert_bitwise(plain, run)
+    sharded = run.model.sharded
+    group = sharded.buckets[0].exchange.gather_group
+    (_, allocator), begun, ended, warm, (what, *registered) = log
+    assert (allocator, begun, ended, warm) == (f"allocator of {group}", "allocate", "allocated", ("warm up", group))
+    assert (what, registered[0], registered[2]) == ("register", group, True)
+    assert pool_of(run).is_strict
+    assert pool_of(run).nbytes == sharded.comm_buffer_bytes()
+    assert all(len(addresses) == 2 for addresses in pool_of(run).addresses.values())
+    assert pool_of(run).fresh == 0
+    pool = registered[1]
+    del log[:]
+    with on_nccl() as anew:
+        run.model.reset()
+    assert log == [("deregister", group, pool)]
+    now = sharded.buckets[0].exchange.gather_group
+    assert now != group
+    assert [entry[:2] for entry in anew if entry[0] == "register"] == [("register", now)]
+    del anew[:]
+    sharded.registration = None
+    assert [entry[:2] for entry in anew] == [("deregister", now)]
+
+
+@pytest.mark.parametrize(
+    ("version", "disabled", "symmetric"),
+    [((2, 26, 2), False, False), ((2, 27, 3), True, False), ((2, 27, 3), False, True)],
+)
+@on_ranks(2)
+def test_symmetric_memory(version: tuple[int, ...], disabled: bool, symmetric: bool) -> None:
+    with on_nccl(version) as log:
+        model = parity.shard(
+            parity.build(zoo.Plain),
+            EAGER,
+            sharding={"nccl_ub": True, "disable_symmetric_registration": disabled, "fsdp_manual_registration": True},
+        )[0]
+        assert not log
+        assert model.manual_buffer_registration()
+    assert [entry[3] for entry in log if entry[0] == "register"] == [symmetric]
+    assert model.sharded.comm_buffers.is_strict == symmetric
+
+
+@on_ranks(2)
+def test_without_nccl_nothing_is_registered() -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), EAGER, sharding={"nccl_ub": True})
+    assert not model.manual_buffer_registration()
+    call(torch.randn(6, 8)).backward()
+    assert not model.sharded.comm_buffers.is_strict
+    assert model.sharded.comm_buffers.addresses
+    with pytest.raises(ValueError, match="sharded with nccl_ub=True"):
+        parity.shard(parity.build(zoo.Plain), EAGER)[0].manual_buffer_registration()
+    with pytest.raises(ValueError, match="average_in_collective: NCCL only sums in symmetric memory"):
+        fully_shard_model(nn.Linear(2, 2), nccl_ub=True, average_in_collective=True)
+
+
+def test_torch_registers_pools_as_it_is_called_here() -> None:
+    """The stand-in above has the signatures of torch's class, where torch has it: in builds for CUDA."""
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    if kind is None:
+        pytest.skip("a build of torch without NCCL")
+    assert "pool: torch._C._MemPool, symm: bool = False) -> None" in kind.register_mem_pool.__doc__
+    assert "torch._C._MemPool) -> None" in kind.deregister_mem_pool.__doc__
+    options = kind.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
+    with mock.patch("torch._C._distributed_c10d.FakeProcessGroup.options", options, create=True):
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        try:
+            copied = compat.nccl_options(dist.group.WORLD)
+        finally:
+            dist.destroy_process_group()
+    assert copied is not options
+    assert copied.is_high_priority_stream
+    assert copied.config.max_ctas == 8

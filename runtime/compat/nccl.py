@@ -1,0 +1,61 @@
+"""NCCL: registration of memory with its communicators."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .distributed import process_group
+
+__all__ = [
+    "deregister_memory",
+    "memory_pool",
+    "nccl_backend",
+    "register_memory",
+    "supports_symmetric_memory",
+    "warm_up",
+]
+
+
+def nccl_backend(group: str, device: torch.device) -> Any:
+    """Return the ``ProcessGroupNCCL`` that runs a group's collectives on a device; None if NCCL does not."""
+    kind: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # builds for the CPU do not have it
+    found = process_group(group)
+    if kind is None or device not in {torch.device(d.type, device.index) for d in found._device_types}:
+        return None
+    backend: Any = found._get_backend(device)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, kind) else None
+
+
+def supports_symmetric_memory() -> bool:
+    """Whether NCCL has symmetric windows: version 2.27 and later."""
+    return torch.cuda.nccl.version() >= (2, 27)
+
+
+@contextlib.contextmanager
+def memory_pool(backend: Any) -> Iterator[Any]:
+    """Context in which CUDA memory is allocated by NCCL, in a new pool, which it returns."""
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    with torch.cuda.use_mem_pool(pool):
+        yield pool
+
+
+def register_memory(backend: Any, pool: Any, symmetric: bool) -> None:
+    """Register the memory of a pool with a communicator. Collective if ``symmetric``."""
+    backend.register_mem_pool(pool, symm=symmetric)
+
+
+def deregister_memory(backend: Any, pool: Any) -> None:
+    backend.deregister_mem_pool(pool)
+
+
+def warm_up(group: str, device: torch.device) -> None:
+    """Create the communicator of a group, which torch does at the first collective. A collective."""
+    dist.all_reduce(torch.zeros(1, device=device), group=process_group(group))
