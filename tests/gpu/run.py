@@ -207,12 +207,12 @@ def _end(process: subprocess.Popen[Any], grace: float) -> None:
     """
     started = _descendants(process.pid)
     if grace:
-        for pid in started:
-            _signal(pid, signal.SIGABRT)
         deadline = time.monotonic() + grace
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        started |= _descendants(process.pid)
+        for pid in sorted(started):  # one after the other, so that their stacks do not mix
+            _signal(pid, signal.SIGABRT)
+            until = min(deadline, time.monotonic() + 1)
+            while _runs(pid) and time.monotonic() < until:
+                time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     for pid in started - {process.pid}:
@@ -232,6 +232,13 @@ def _descendants(root: int) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False
 
 
 def _signal(pid: int, number: int) -> None:
