@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_models import FAKE
 
 from mfsdp_compile.models.llama import LlamaConfig
 
@@ -31,7 +32,8 @@ def run(work: Callable[[int, torch.device], dict[str, Any]]) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl")
+        # With device_id, NCCL splits the default communicator for other groups, which needs all of its ranks.
+        dist.init_process_group("nccl", device_id=None if FAKE else device)
     else:
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     result = work(rank, device)
