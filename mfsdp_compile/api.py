@@ -5,6 +5,7 @@ Names and arguments are those of Megatron-FSDP.
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
@@ -129,6 +131,12 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
+        fsdp_double_buffer: Gather into two buffers that stay, and pack gradients in two others, for each group of
+            buckets of the same size and dtype. They are never overwritten while something refers to them; if both are
+            in use, fresh memory is. Costs memory: twice the largest layer for gathers, and twice for gradients.
+        maxpool_double_buffer: The same for all buckets, with buffers of the size of the largest one of each dtype.
+        fsdp_db_use_persist_buf_on_alloc_fail: With ``fsdp_double_buffer``: a bucket that has its size to itself gets a
+            buffer of its own.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
         check_values: Compare the values of parameters between ranks, in addition to names, shapes and dtypes. Set it to
@@ -248,6 +256,9 @@ def fully_shard_model(
         experts=experts if expt_device_mesh is not None else None,
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
+        buffer_policy=BufferPolicy(
+            fsdp_double_buffer or maxpool_double_buffer, maxpool_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail
+        ),
     )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
@@ -335,12 +346,9 @@ _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
     "nccl_ub": (False, "NCCL user buffers"),
-    "fsdp_double_buffer": (False, "persistent communication buffers"),
-    "fsdp_db_use_persist_buf_on_alloc_fail": (False, "persistent communication buffers"),
     "disable_symmetric_registration": (False, "NCCL user buffers"),
     "enable_fine_grained_param_gather": (False, "gathering module by module"),
     "cuda_graph_mode": (False, "CUDA graphs"),
-    "maxpool_double_buffer": (False, "persistent communication buffers"),
 }
 
 
@@ -363,6 +371,9 @@ _FLAGS = (
     "calculate_per_token_loss",
     "use_decoupled_grad",
     "check_values",
+    "fsdp_double_buffer",
+    "maxpool_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
 )
 
 
@@ -465,4 +476,11 @@ def _device(device: torch.device | str | None, mesh: DeviceMesh) -> torch.device
         )
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
+        local_rank = os.environ.get("LOCAL_RANK", "0")
+        if chosen.index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
+            raise ValueError(
+                f"The current GPU of rank {dist.get_rank()} is cuda:0, the default, and LOCAL_RANK is {local_rank}: all "
+                "ranks of this machine would share one GPU. Call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) "
+                "before init_process_group, or pass device='cuda:0' if this rank shall have it."
+            )
     return chosen

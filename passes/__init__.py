@@ -11,7 +11,8 @@ and reports what it did. It calls no collective and holds no tensor and no proce
     backward            float32_gradients   (optional) let matmuls write gradients in float32
                         reduce      place the starts and waits of reductions
     forward, backward   schedule    place the starts and waits of gathers
-    and inference       (your own)  ``options={"passes": [...]}``
+    and inference       comm_buffers    (optional) gather into communication buffers
+                        (your own)  ``options={"passes": [...]}``
                         verify      check that the schedule is correct
                         announce    make the graph announce its schedule before it runs
 

@@ -173,6 +173,17 @@ class BucketInfo:
         )
 
     @property
+    def fresh_bytes(self) -> int:
+        """Bytes that a gather allocates: none if it goes into a communication buffer."""
+        return 0 if self.exchange.gather_buffers.capacity else self.gathered_bytes
+
+    @property
+    def fresh_gradient_bytes(self) -> int:
+        """Bytes that packing gradients allocates: none if they are packed in a communication buffer."""
+        exchange = self.exchange
+        return 0 if exchange.gradient_buffers.capacity else self.layout.numel * exchange.comm_dtype.itemsize
+
+    @property
     def portion_bytes(self) -> int:
         """Bytes of the portion that each rank keeps. Only for buckets with portions."""
         return self.gathered_bytes // self.portion_size
@@ -190,7 +201,7 @@ class Context:
             forward.
         float32_gradients: Whether matmuls write gradients in float32 where possible.
         overlap: Kinds of collectives that may overlap with computation.
-        other_bytes: Bytes that the model holds outside its buckets: buffers.
+        other_bytes: Bytes that the model holds outside its buckets: buffers, and communication buffers.
         decisions: Decisions about the schedule so far.
     """
 

@@ -14,7 +14,18 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from . import announce, drop_unread, float32_gradients, portions, reduce, reshard, roles, schedule, unshard
+from . import (
+    announce,
+    comm_buffers,
+    drop_unread,
+    float32_gradients,
+    portions,
+    reduce,
+    reshard,
+    roles,
+    schedule,
+    unshard,
+)
 from .changes import changes, events
 from .context import Context, Report, SchedulePolicy, phase_of
 from .decisions import Decisions
@@ -172,11 +183,12 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
     and :mod:`.announce`.
     """
     widen = [float32_gradients.apply] if context.float32_gradients else []
+    own = [comm_buffers.apply] if any(any(info.exchange.buffers) for info in context.buckets) else []
     table: dict[Phase, list[Pass]] = {
         Phase.JOINT: [reshard.apply],
-        Phase.FORWARD: [schedule.apply],
-        Phase.BACKWARD: [*widen, reduce.apply, schedule.apply],
-        Phase.INFERENCE: [schedule.apply],
+        Phase.FORWARD: [schedule.apply, *own],
+        Phase.BACKWARD: [*widen, reduce.apply, schedule.apply, *own],
+        Phase.INFERENCE: [schedule.apply, *own],
     }
     return table[phase]
 

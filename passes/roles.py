@@ -3,6 +3,8 @@
     shard -> [cast] -> all_gather -> wait -> view -> view ...         one :class:`Gather`
                                          \\-> view -> compute
 
+    shard -> gather_into_buffer -> wait -> view -> view ...           the same, into a communication buffer
+
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks)
 
@@ -128,7 +130,8 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node starts a collective, ours or the model's own."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
-        target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default
+        (target.namespace == "_c10d_functional" and target is not _c10d.wait_tensor.default)
+        or target is GATHER_INTO_BUFFER
     )
 
 
@@ -188,7 +191,8 @@ def is_operator(node: fx.Node) -> bool:
     return node.target is not operator.getitem or not is_region_call(node.args[0])  # type: ignore[arg-type]
 
 
-GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default)
+GATHER_INTO_BUFFER = torch.ops.mfsdp.gather_into_buffer.default
+GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_out.default, GATHER_INTO_BUFFER)
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 PORTION = torch.ops.mfsdp.portion.default

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .memory.comm_buffers import Buffers
+
 __all__ = ["Exchange", "Overlap", "When", "stride_of"]
 
 
@@ -48,6 +50,8 @@ class Exchange(NamedTuple):
         when: A :class:`When` for each stage.
         group_sizes, groups: Size and process group of each stage.
         inspected: Whether gradients are inspected before the first stage.
+        buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
+            into. Capacity 0: fresh memory.
     """
 
     sizes: list[int]
@@ -65,6 +69,15 @@ class Exchange(NamedTuple):
     group_sizes: list[int]
     groups: list[str]
     inspected: bool
+    buffers: Sequence[int] = (0, 0, 0, 0)
+
+    @property
+    def gather_buffers(self) -> Buffers:
+        return Buffers(*self.buffers[:2])
+
+    @property
+    def gradient_buffers(self) -> Buffers:
+        return Buffers(*self.buffers[2:])
 
     @property
     def needs_token(self) -> bool:

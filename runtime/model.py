@@ -33,6 +33,7 @@ from .exchange import Overlap
 from .grad_sync import GradSync, SyncSettings
 from .membership import Membership
 from .memory.bucket import Bucket
+from .memory.comm_buffers import BufferPool
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
 from .owner import owners_of
@@ -61,6 +62,7 @@ class ShardedModel:
         conduct: Its announcements to other ranks.
         precision: Dtypes of shards and gradients.
         overlap: Kinds of collectives that may overlap with computation.
+        comm_buffers: Its communication buffers.
 
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
@@ -77,8 +79,10 @@ class ShardedModel:
         conduct: Conduct,
         precision: MixedPrecisionPolicy,
         overlap: Overlap,
+        comm_buffers: BufferPool,
     ) -> None:
         self.buckets = tuple(buckets)
+        self.comm_buffers = comm_buffers
         self.eager = eager
         self.members = members
         self.conduct = conduct
@@ -105,7 +109,8 @@ class ShardedModel:
         buckets, eager, module = copy.deepcopy((self.buckets, self.eager, self.module), memo)
         members = copy.copy(self.members)
         conduct = self.conduct.of_copy(members)
-        ShardedModel.__init__(duplicate, module, buckets, eager, members, conduct, self.precision, self.overlap)
+        pool = copy.deepcopy(self.comm_buffers)
+        ShardedModel.__init__(duplicate, module, buckets, eager, members, conduct, self.precision, self.overlap, pool)
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
         duplicate.lineage = Lineage(continues=self.lineage.continues)
@@ -153,6 +158,17 @@ class ShardedModel:
     def buffer_bytes(self) -> int:
         """Return the size of the model's buffers on this rank, in bytes."""
         return sum(buffer.nbytes for buffer in self.module_buffers())
+
+    def comm_buffer_bytes(self) -> int:
+        """Return the size of the communication buffers once all of them have been used, in bytes."""
+        sizes: dict[tuple[str, int, torch.dtype], int] = {}
+        for bucket in self.buckets:
+            exchange = bucket.exchange
+            sizes["gather", exchange.gather_buffers.capacity, exchange.dtype] = exchange.gather_buffers.number
+            sizes["gradients", exchange.gradient_buffers.capacity, exchange.comm_dtype] = (
+                exchange.gradient_buffers.number
+            )
+        return sum(capacity * dtype.itemsize * count for (_, capacity, dtype), count in sizes.items())
 
     def shared_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that all ranks have, by name."""
@@ -232,6 +248,7 @@ class ShardedModel:
     def failed(self, error: BaseException) -> None:
         """Handle ``error``, which a forward has raised. Wait for nothing here: other ranks may never arrive."""
         self.eager.abandon()
+        self.comm_buffers.drop()
         if self.conduct.failure is None:
             self.conduct.fail(error)
             journal.write(f"{self.conduct.failure}: {error}")

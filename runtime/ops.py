@@ -41,6 +41,7 @@ from torch import Tensor
 
 from . import compat
 from .exchange import Exchange, When
+from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
 from .ranks import graph_runs
 
@@ -52,15 +53,21 @@ _library.define("unshard(Tensor shell, str layout) -> Tensor")
 _library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> Tensor[]"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers) -> Tensor[]"
 )
 _library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected) -> (Tensor, Tensor)"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers) -> (Tensor, Tensor)"
 )
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
-_library.define("pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype) -> Tensor")
+_library.define(
+    "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> Tensor"
+)
+_library.define(
+    "pack_gradients(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, int capacity=0, int count=0) -> Tensor"
+)
+_library.define("gradient_buffer(int capacity, int count, int numel, ScalarType dtype, Device device) -> Tensor")
 _library.define(
     "reduce_if_due(Tensor gradient, Tensor token, str collective, str when, str reduce_op, int group_size, str group, "
     "bool inspected) -> Tensor"
@@ -198,7 +205,11 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
         if g is not None
     ]
     packed = torch.ops.mfsdp.pack_gradients(
-        [g for g, _ in present], [o for _, o in present], exchange.numel, exchange.comm_dtype
+        [g for g, _ in present],
+        [o for _, o in present],
+        exchange.numel,
+        exchange.comm_dtype,
+        *exchange.gradient_buffers,
     )
     return packed * exchange.scale if exchange.scales_first else packed
 
@@ -281,8 +292,15 @@ def _reduced_numel(gradient: Tensor, collective: str, group_size: int) -> int:
 
 
 @torch.library.impl(_library, "pack_gradients", "CompositeExplicitAutograd")
-def _pack_gradients(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Tensor:
-    flat = gradients[0].new_empty(numel, dtype=dtype)
+def _pack_gradients(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Tensor:
+    flat = take("gradients", Buffers(capacity, count), numel, dtype, gradients[0].device)
     end = 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         flat[end:offset].zero_()
@@ -293,8 +311,47 @@ def _pack_gradients(gradients: Sequence[Tensor], offsets: Sequence[int], numel: 
 
 
 @torch.library.register_fake("mfsdp::pack_gradients", lib=_library)
-def _pack_gradients_fake(gradients: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Tensor:
+def _pack_gradients_fake(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Tensor:
     return gradients[0].new_empty(numel, dtype=dtype)
+
+
+# -- communication buffers --------------------------------------------------------------------------------------------
+
+
+@torch.library.impl(_library, "gather_into_buffer", "CompositeExplicitAutograd")
+def _gather_into_buffer(
+    shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    numel = shard.numel()
+    whole = take("gather", Buffers(capacity, count), numel * group_size, dtype, shard.device)
+    # The cast shard goes right to its place, from where NCCL gathers without a copy.
+    mine = whole.narrow(0, dist.get_rank(compat.process_group(group_name)) * numel, numel).copy_(shard)
+    compat.all_gather_out(mine, group_size, group_name, out=whole)
+    return whole
+
+
+@torch.library.register_fake("mfsdp::gather_into_buffer", lib=_library)
+def _gather_into_buffer_fake(
+    shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
+) -> Tensor:
+    return shard.new_empty(shard.numel() * group_size, dtype=dtype)
+
+
+@torch.library.impl(_library, "gradient_buffer", "CompositeExplicitAutograd")
+def _gradient_buffer(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return take("gradients", Buffers(capacity, count), numel, dtype, device)
+
+
+@torch.library.register_fake("mfsdp::gradient_buffer", lib=_library)
+def _gradient_buffer_fake(capacity: int, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 # -- begin ------------------------------------------------------------------------------------------------------------

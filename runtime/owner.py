@@ -10,6 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .grad_sync import GradSync
     from .memory.bucket import Bucket
+    from .memory.comm_buffers import BufferPool
     from .optim.step_tracker import StepTracker
     from .optim.tracking import Optimizers
     from .ranks.conduct import Conduct
@@ -26,6 +27,7 @@ class Owner(Protocol):
         grad_sync: Decides when gradients are reduced, and keeps track of the running backward.
         step_tracker: Notices optimizer steps that a rank skips or does not finish.
         optimizers: The optimizers that hold its parameters.
+        comm_buffers: Its communication buffers.
     """
 
     buckets: tuple[Bucket, ...]
@@ -33,6 +35,7 @@ class Owner(Protocol):
     grad_sync: GradSync
     step_tracker: StepTracker
     optimizers: Optimizers
+    comm_buffers: BufferPool
 
     def leave_backward(self) -> None:
         """A forward begins: a backward that was entered and not finished must have raised.

@@ -18,6 +18,7 @@ from .init import meta
 from .layout import LayoutPolicy
 from .membership import Membership
 from .memory.bucket import Bucket, Home
+from .memory.comm_buffers import BufferPolicy, BufferPool
 from .model import ShardedModel
 from .plan.buckets import BucketPlanner
 from .plan.experts import ExpertPlacement
@@ -54,6 +55,7 @@ class ShardingOptions:
             the same parameters.
         tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
         from_meta: Initializer of parameters and buffers on the meta device. None: there may be none on that device.
+        buffer_policy: Which buckets use communication buffers.
     """
 
     unit_modules: UnitClasses
@@ -67,6 +69,7 @@ class ShardingOptions:
     experts: Callable[[], ExpertPlacement] | None = None
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initializer | None = None
+    buffer_policy: BufferPolicy = field(default_factory=BufferPolicy)
 
 
 def shard_model(
@@ -99,7 +102,8 @@ def shard_model(
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
     eager = EagerRuntime(made.units, module.modules(), _eager_policy(options))
     buckets = [bucket for unit in made.units for bucket in unit.buckets]
-    sharded = ShardedModel(module, buckets, eager, members, conduct, options.precision, options.overlap)
+    pool = BufferPool()
+    sharded = ShardedModel(module, buckets, eager, members, conduct, options.precision, options.overlap, pool)
     _shard_modules(module, eager, made.homes)
     sharded.forget_old_code()
     for reference, name in made.replaced:
@@ -129,7 +133,7 @@ def _agree_on_plan(
         planner = BucketPlanner(
             topology, options.precision, options.gradient_policy, layout_policy, frozenset(options.whole), own
         )
-        found.append(ModelPlan.of(module, units, planner, tensor_parallel))
+        found.append(ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy))
         # Includes versions, because passes and Inductor's choices of kernels differ between them.
         return [
             f"torch {torch.__version__}",
@@ -137,6 +141,7 @@ def _agree_on_plan(
             *([str(own)] if own is not None else []),
             f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
             *found[0].describe(options.check_values),
+            *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
             *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Placement, Replicate
 from . import compat
 from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
+from .memory.comm_buffers import NO_BUFFERS, Buffers
 from .ranks.agreement import announce
 
 __all__ = [
@@ -292,9 +293,15 @@ class Topology:
         reduce_op: str,
         scale: float,
         inspected: bool = False,
+        gather_buffers: Buffers = NO_BUFFERS,
+        gradient_buffers: Buffers = NO_BUFFERS,
     ) -> Exchange:
         """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
         gather, stages = self.gather_group, self.stages
+        if gather is None:
+            gather_buffers = NO_BUFFERS
+        if inspected or any(stage.when is not When.ALWAYS for stage in stages):
+            gradient_buffers = NO_BUFFERS  # what is packed stays until a reduction is due
         return Exchange(
             sizes=[size for slot in layout.slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in layout.slots],
@@ -311,6 +318,7 @@ class Topology:
             group_sizes=[stage.group.size for stage in stages],
             groups=[stage.group.name for stage in stages],
             inspected=inspected,
+            buffers=(*gather_buffers, *gradient_buffers),
         )
 
     @property

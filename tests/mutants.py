@@ -246,6 +246,12 @@ def resident_released(s: Subject) -> Iterator[Change]:
 
 def gather_into(launch: CollectiveNode, out: fx.Node) -> None:
     node = launch.node
+    if node.target is roles.GATHER_INTO_BUFFER:
+        source, _, _, dtype, size, group = node.args
+        cast = call(
+            node, torch.ops.prims.convert_element_type.default, source, dtype, before=True, bucket=launch.bucket
+        )
+        node.args = (cast, size, group)
     node.target, node.kwargs = GATHER_INTO, {"out": out}
 
 
@@ -302,6 +308,22 @@ def into_a_shard(s: Subject) -> Iterator[Change]:
     shards = [n for n in s.graph.find_nodes(op="placeholder") if (r := role_of(n)) and r.kind is NodeKind.SHARD]
     for launch, shard in itertools.product(s.gathers, shards):
         yield lambda launch=launch, shard=shard: gather_into(launch, shard)
+
+
+def buffer_of_another_size(s: Subject) -> Iterator[Change]:
+    """Registered buffers of the size that ranks agreed on are not used, or hold less than the bucket."""
+    for launch in s.gathers:
+        if launch.node.target is roles.GATHER_INTO_BUFFER:
+            for capacity in (launch.node.args[1] // 2, 2 * launch.node.args[1], 0):
+                yield set_arg(launch.node, 1, capacity)
+
+
+def gradients_in_another_buffer(s: Subject) -> Iterator[Change]:
+    """As above, for the buffers that gradients are packed in."""
+    for reduction in s.every_pack:
+        if len(reduction.pack.args) > 4:
+            for capacity in (reduction.pack.args[4] // 2, reduction.pack.args[4] + 64):
+                yield set_arg(reduction.pack, 4, capacity)
 
 
 def weight_written(s: Subject) -> Iterator[Change]:
@@ -983,7 +1005,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V3": (
         *(buffer_shared, buffer_parts_overlap, into_another_bucket, into_a_shard, weight_written),
-        *(bucket_zeroed, weight_copied_over, portion_written),
+        *(bucket_zeroed, weight_copied_over, portion_written, buffer_of_another_size, gradients_in_another_buffer),
     ),
     "V4": (
         *(reduced_twice, gradient_dropped, gradients_swapped, gradient_packed_twice, gradient_moved),

@@ -49,6 +49,7 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
         mixed_precision_policy=options.pop("precision", MixedPrecisionPolicy()),
         bucket_bytes=options.pop("bucket_bytes", None),
         unit_bytes=options.pop("unit_bytes", None),
+        **options.pop("sharding", {}),
     )
     if mode == EAGER:
         return sharded, sharded

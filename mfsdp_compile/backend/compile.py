@@ -187,7 +187,7 @@ def prepare(
             gathers=all(owner.overlap.gathers for owner in owners),
             reductions=all(owner.overlap.reductions for owner in owners),
         ),
-        other_bytes=sum(owner.buffer_bytes() for owner in owners),
+        other_bytes=sum(owner.buffer_bytes() + owner.comm_buffer_bytes() for owner in owners),
     )
     for position, node in enumerate(n for n in gm.graph.nodes if n.op == "placeholder"):
         if (home := shells.get(position)) is not None:

@@ -1,11 +1,12 @@
 """Inductor lowerings of this package's operators.
 
-``mfsdp::reduce_if_due`` is a collective: its input and output must not be touched until its wait.
+``mfsdp::reduce_if_due`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and outputs must not be touched
+until their waits.
 
 ``mfsdp::pack_gradients`` computes gradients in place in the bucket. Without a lowering, Inductor would run the operator
 as it is: compute every gradient into its own memory, then copy it into the bucket. With this lowering, the bucket is
 one buffer (Inductor's :class:`ConcatKernel`), and each gradient is realized into its slice of it: a matmul gets the
-slice as its ``out=``, and a fused reduction stores into it.
+slice as its ``out=``, and a fused reduction stores into it. The buffer is Inductor's own, or a communication buffer.
 """
 
 from __future__ import annotations
@@ -29,10 +30,25 @@ def register_lowerings() -> None:
         torch.ops.mfsdp.reduce_if_due.default,
         functools.partial(compat.inductor_collective, torch.ops.mfsdp.reduce_if_due.default),
     )
+    into_buffer = torch.ops.mfsdp.gather_into_buffer.default
+    compat.register_lowering(
+        into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
+    )
 
 
-def _pack_gradients(gradients: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Any:
-    bucket = compat.InductorBucket(gradients[0].get_device(), dtype, numel)
+def _pack_gradients(
+    gradients: Sequence[Any],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    capacity: int = 0,
+    count: int = 0,
+) -> Any:
+    device, memory = gradients[0].get_device(), None
+    if capacity:
+        operator = torch.ops.mfsdp.gradient_buffer.default
+        memory = compat.inductor_memory(operator, capacity, count, numel, dtype, device)
+    bucket = compat.InductorBucket(device, dtype, numel, memory)
     end = 0
     for gradient, offset in zip(gradients, offsets, strict=True):
         bucket.fill(0, end, offset)

@@ -10,14 +10,16 @@ checkpoints unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -122,7 +124,8 @@ class PublishingWriter(FileSystemWriter):
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:  # type: ignore[override]
         """Copy the state to CPU memory, so that training can go on while it is written."""
-        return _staged(state_dict)
+        with _host_copies() as copied:
+            return _staged(state_dict, copied)
 
 
 def _bytes_of(item: WriteItem) -> int:
@@ -131,15 +134,36 @@ def _bytes_of(item: WriteItem) -> int:
     return math.prod(held.chunk.sizes) * held.properties.dtype.itemsize if held is not None else 0
 
 
-def _staged(value: Any) -> Any:
+@contextlib.contextmanager
+def _host_copies() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Context with a function that copies tensors to CPU memory. The copies are complete when the context ends.
+
+    Copies from a GPU go to pinned memory: they are queued one behind the other, and waited for once.
+    """
+    devices: set[torch.device] = set()
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cuda":
+            return tensor.to("cpu", copy=True)
+        devices.add(tensor.device)
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+    try:
+        yield copied
+    finally:
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _staged(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _staged(held) for key, held in value.items()}
+        return {key: _staged(held, copied) for key, held in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_staged(held) for held in value)
+        return type(value)(_staged(held, copied) for held in value)
     if isinstance(value, RowShardedTensor):
-        return RowShardedTensor.wrap(_staged(value.to_local().detach()), value.split, value.topology)
+        return RowShardedTensor.wrap(_staged(value.to_local().detach(), copied), value.split, value.topology)
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return copied(value.detach())
     return value
 
 

@@ -368,6 +368,8 @@ class _OperationTimer:
         """Return the total seconds of ``calls`` calls."""
         if self.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # Calls before these may still be queued. Behind them, the CPU would get ahead, and its time would not show.
+            torch.cuda.synchronize(self.device)
             start.record()
             for _ in range(calls):
                 run()

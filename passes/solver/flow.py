@@ -63,6 +63,7 @@ class Storage:
         bucket: Bucket that it is gathered or reduced for; None for other memory.
         handed_on: Whether a value computed at the place of its last use takes over its memory.
         name: Name of the graph input, for memory that a graph receives.
+        in_buffer: Whether it is in a communication buffer, which exists all the time: it has 0 bytes of its own.
     """
 
     bytes: int
@@ -72,6 +73,7 @@ class Storage:
     bucket: int | None = None
     handed_on: bool = False
     name: str = ""
+    in_buffer: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +188,7 @@ class _Reader:
             self._reuse()
         collectives = tuple(sorted(self._collectives(), key=lambda c: c.start))
         seconds = tuple(map(self._seconds, self.kernels))
-        storages = tuple(s for s in self.storages if s.bytes)
+        storages = tuple(s for s in self.storages if s.bytes or s.in_buffer)
         uses = sorted(
             (min(self.place[use] for use in gather.uses), gather.bucket)
             for gather in roles.gathers(self.graph)
@@ -221,7 +223,9 @@ class _Reader:
             found.append(self._allocate(call, value))
             if number in packs:
                 found[-1].category = Category.GRADIENTS
-                found[-1].bucket = call.meta["custom"][roles.REGION][packs[number]]
+                found[-1].bucket = bucket = call.meta["custom"][roles.REGION][packs[number]]
+                if self.context.buckets[bucket].exchange.gradient_buffers.capacity:
+                    found[-1].bytes, found[-1].in_buffer = 0, True
         return found
 
     def _work_in_regions(self) -> None:
@@ -235,7 +239,9 @@ class _Reader:
                 if isinstance(operand, fx.Node)
             }
             results = sum(storage.bytes for storage in self.roots[call])
-            peak = _peak(self._region(graph), {name for name in names if not operands.get(name)})
+            # Without Inductor, the graph around the region refers to all operands until the call returns.
+            kept = {name for name in names if not (operands.get(name) and self.costs.fused)}
+            peak = _peak(self._region(graph), kept)
             if (more := peak - results) > 0:
                 self.storages.append(Storage(more, Category.TEMPORARY, place, place))
 
@@ -294,14 +300,18 @@ class _Reader:
         bucket = role.bucket if role is not None and category is not Category.TEMPORARY else None
         if (kernel := self.kernel_of.get(node)) is not None and kernel.finishes is not None:
             category, bucket = Category.GRADIENTS, kernel.finishes
-        if self.costs.fused and self._is_stored_nowhere(node):
+        if (in_buffer := self._is_in_buffer(node)) or (self.costs.fused and self._is_stored_nowhere(node)):
             size = 0
         begin = self.place[node]
         if node.target is _PACK and self.costs.fused:
             begin = min([begin, *(self.place[g] for g in self._packed_in_place(node))])
-        storage = Storage(size, category, begin, begin, bucket)
+        storage = Storage(size, category, begin, begin, bucket, in_buffer=in_buffer)
         self.storages.append(storage)
         return storage
+
+    def _is_in_buffer(self, node: fx.Node) -> bool:
+        """Whether a value is in a communication buffer, which exists all the time."""
+        return node.target is roles.GATHER_INTO_BUFFER or (node.target is _PACK and any(node.args[4:5]))
 
     def _lay_out_anew(self, node: fx.Node) -> None:
         """Account for the copies that Inductor makes for channels-last convolutions.

@@ -451,7 +451,7 @@ class _Solver:
                 begin, end = outline.uses[i - ahead].first if i >= ahead else 0, last + 1
                 if bucket in kept:
                     begin, end = (0, end) if phase is Phase.BACKWARD else (begin, count)
-                take(infos[bucket].gathered_bytes, begin, end)
+                take(infos[bucket].gathered_bytes if bucket in kept else infos[bucket].fresh_bytes, begin, end)
                 if bucket in portions:
                     stays = (last + 1, count) if phase is Phase.FORWARD else (0, use.first)
                     take(infos[bucket].portion_bytes, *stays)
@@ -464,7 +464,7 @@ class _Solver:
             end = ready[following] + 1 if following < len(ready) else count
             # The result of the reduction is allocated when the reduction starts.
             begin = g.begin if g.begin is not None else g.ready
-            take(info.layout.numel * info.exchange.comm_dtype.itemsize, begin, end)
+            take(info.fresh_gradient_bytes, begin, end)
             take(info.layout.shard_numel * info.main_dtype.itemsize, g.ready, count)
         return np.cumsum(np.array(change[:-1], dtype=np.int64)) + np.array(rises, dtype=np.int64)
 

@@ -89,7 +89,7 @@ class StepOutlines:
             if portions:
                 sent = info.portion_bytes
             gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
-            whole = Allocate(Category.GATHERED, info.gathered_bytes)
+            whole = Allocate(Category.GATHERED, info.fresh_bytes)
             at_start, at_wait = ([], gone) if costs.holds_inputs else (gone, [])
             self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
             self._waits[number, portions] = [Wait(gather), *at_wait]
@@ -286,7 +286,9 @@ class StepOutlines:
                     copied = Compute(self.costs.moved(2 * info.portion_bytes), 0.0)
                     after[last] += [Allocate(Category.GATHERED, info.portion_bytes), copied]
                 if bucket not in kept:
-                    after[last].append(Free(Category.GATHERED, info.gathered_bytes))
+                    after[last].append(Free(Category.GATHERED, info.fresh_bytes))
+                elif info.fresh_bytes < info.gathered_bytes:  # what outlives the graph gets memory of its own
+                    before[first].append(Allocate(Category.GATHERED, info.gathered_bytes))
 
     def _place_reductions(
         self,
@@ -320,6 +322,7 @@ class StepOutlines:
             info = context.buckets[g.bucket]
             stages = self._stages[g.bucket, g.begin is None or g.elsewhere > 0]
             held = info.layout.numel * info.exchange.comm_dtype.itemsize
+            fresh = info.fresh_gradient_bytes
             place = starts[i]
             if info.exchange.may_wait(0):
                 place += self._waiting(info, begins, ends)
@@ -330,7 +333,7 @@ class StepOutlines:
                 result = held // info.exchange.group_sizes[stage] if scatters else held
                 place += [Allocate(Category.GRADIENTS, result), Start(collective)]
                 if not self.costs.holds_inputs:
-                    place.append(Free(Category.GRADIENTS, held))
+                    place.append(Free(Category.GRADIENTS, fresh))
                 following = i + how.later * (stage + 1)
                 if following >= len(gradients):
                     place = ahead[-1]
@@ -338,8 +341,8 @@ class StepOutlines:
                     place = ahead[following] if how.packed and following > i else behind[following]
                 place.append(Wait(collective))
                 if self.costs.holds_inputs:
-                    place.append(Free(Category.GRADIENTS, held))
-                held = result
+                    place.append(Free(Category.GRADIENTS, fresh))
+                held = fresh = result
             final = Allocate(Category.GRADIENTS, info.layout.shard_numel * info.main_dtype.itemsize)
             if seconds := self.costs.finish(info):
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
@@ -351,7 +354,7 @@ class StepOutlines:
         others: list[tuple[int, list[Event]]] = []
         for i, g in enumerate(gradients):
             info = context.buckets[g.bucket]
-            bucket = Allocate(Category.GRADIENTS, info.layout.numel * info.exchange.comm_dtype.itemsize)
+            bucket = Allocate(Category.GRADIENTS, info.fresh_gradient_bytes)
             if g.begin is not None:
                 packed.append((g.begin, bucket))
             pack: list[Event] = [bucket] if g.begin is None else []

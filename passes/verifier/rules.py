@@ -182,7 +182,8 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     """Gathered buckets that are in use at the same time never share memory, and nothing else is written there.
 
     This matters for collectives that write into buffers provided by a pass (``all_gather_into_tensor_out``), and for
-    operators that write in place. Portions are not written to either until the backward has gathered them.
+    operators that write in place. A communication buffer is handed out only while nothing refers to it, so any two
+    gathers into buffers are apart, but a bucket must not go into buffers of another size. Portions are not written to either until the backward has gathered them.
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
     by_root: dict[fx.Node, list[Any]] = {}
@@ -199,6 +200,16 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
         role = role_of(found.memory(out).root) if out is not None else None
         if role is not None and role.kind is NodeKind.SHARD:
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
+        if launch.node.target is roles.GATHER_INTO_BUFFER:
+            capacity, wanted = launch.node.args[1], found.info(launch.bucket).exchange.gather_buffers.capacity
+            if capacity != wanted:
+                what = f"it is gathered into a communication buffer of {capacity} elements, not {wanted}"
+                yield what, launch.node, launch.bucket
+    for pack, bucket in roles.packs(found.graph):
+        capacity = pack.args[4] if pack.target is not operator.getitem and len(pack.args) > 4 else None
+        if capacity is not None and capacity != (wanted := found.info(bucket).exchange.gradient_buffers.capacity):
+            what = f"its gradients are packed in a communication buffer of {capacity} elements, not {wanted}"
+            yield what, pack, bucket
     for node, memory in found.writes:
         at = found.order[node]
         role = role_of(memory.root)
@@ -508,6 +519,9 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
             yield f"it is gathered from the {what}", launch.node, launch.bucket
         elif role is not None and (role.kind is NodeKind.PORTION) != _of_portions(found, contract, launch):
             yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
+        for cast in _casts(launch):
+            if (cast_to := tensor_of(cast)) is not None and cast_to.dtype != info.exchange.dtype:
+                yield f"it is cast to {cast_to.dtype} before it is sent", cast, launch.bucket
         if value is not None and (value.dtype, value.numel()) != (info.exchange.dtype, info.layout.numel):
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of "
             yield f"{what}{info.exchange.dtype}", launch.node, launch.bucket
@@ -567,10 +581,18 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
 
 def _source(launch: CollectiveNode) -> fx.Node:
     """Return the node that a gather casts and sends."""
-    node = launch.node
-    while node.op == "call_function" and node.all_input_nodes and (node is launch.node or node.target in roles.CASTS):
+    *_, first = launch.node, *_casts(launch)
+    return first.all_input_nodes[0] if first.all_input_nodes else first
+
+
+def _casts(launch: CollectiveNode) -> list[fx.Node]:
+    """Return the casts between a shard and its gather, the last one first."""
+    found: list[fx.Node] = []
+    node = launch.input
+    while node is not None and node.op == "call_function" and node.target in roles.CASTS:
+        found.append(node)
         node = node.all_input_nodes[0]
-    return node
+    return found
 
 
 def _outputs(found: Analysis, contract: Contract) -> Findings:
@@ -593,8 +615,16 @@ def _outputs(found: Analysis, contract: Contract) -> Findings:
             yield f"output {position} is {now.name}; it was {was.name}", node, bucket
         elif position not in returned and now.name != was.name and (was.name in names or bucket is not None):
             yield f"{now.name} is returned in the place of {was.name}", node, bucket
-        elif now.value and was.value and now.value != was.value:
+        elif now.value and was.value and not _same_value(now.value, was.value):
             yield f"output {position} is {now.value}; it was {was.value}", node, bucket
+
+
+def _same_value(now: str, was: str) -> bool:
+    """Whether two outputs have the same dtype and shape. Inductor finds out sizes that were unknown before."""
+    (dtype, sizes), (old, old_sizes) = (text.split(" ", 1) for text in (now, was))
+    lengths, before = (text.strip("[]").split(", ") for text in (sizes, old_sizes))
+    pairs = zip(lengths, before, strict=False)
+    return (dtype, len(lengths)) == (old, len(before)) and all(a == b for a, b in pairs if a.isdigit() and b.isdigit())
 
 
 RULES = (

@@ -6,9 +6,9 @@ These rules apply to any sharded training. In the terms of this package:
 V1    awaited before use     Every gather is awaited before the first read of the bucket or of a view of it.
 V2    released after use     A bucket is gathered once in a graph, and released at most once, after its last read. The
                              last read releases the memory, or a pass does with ``resize_storage_bytes_``.
-V3    memory apart           Gathered buckets that are in use at the same time never share memory. There is no buffer
-                             ring: collectives allocate their outputs, unless a pass gives them buffers, which are
-                             checked.
+V3    memory apart           Gathered buckets that are in use at the same time never share memory. Collectives allocate
+                             their outputs, or take communication buffers that nothing refers to, of the size that the
+                             bucket's exchange names. Buffers that a pass gives them are checked.
 V4    reduced once           Each trainable element is in exactly one reduction of a backward; frozen elements are in
                              none.
 V5    reduced complete       A reduction starts after all contributions to its gradients: for tied parameters, all uses.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
     _get_default_group,
@@ -42,6 +43,7 @@ __all__ = [
     "is_real_group",
     "is_simulated",
     "known_groups",
+    "nccl_options",
     "new_group",
     "new_group_like",
     "process_group",
@@ -149,7 +151,7 @@ def fake_process_group(ranks: int) -> Iterator[None]:
 
 
 def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Create a process group with the backend and timeout of another one. All of its ranks must call this.
+    """Create a process group with the backend, timeout and NCCL options of another one. All of its ranks must call this.
 
     Args:
         name: Name of the other group.
@@ -157,34 +159,62 @@ def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.Proces
     """
     old = _resolve_process_group(name)
     ranks = ranks if ranks is not None else dist.get_process_group_ranks(old)
-    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old))
+    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old), options=nccl_options(old))
+
+
+def nccl_options(group: dist.ProcessGroup) -> Any:
+    """Return a copy of a group's ``ProcessGroupNCCL.Options`` for another group; None if NCCL does not run it.
+
+    The copy has the priority of the stream, and NCCL's own configuration: thread blocks, copy engines, trees.
+    """
+    kind: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # builds for the CPU do not have it
+    for device in group._device_types if kind is not None else ():
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(options, kind.Options):
+            copied = kind.Options(is_high_priority_stream=options.is_high_priority_stream)
+            copied.config = options.config
+            return copied
+    return None
 
 
 def new_group(
-    ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None
+    ranks: Sequence[int], *, timeout: timedelta | None = None, backend: str | None = None, options: Any = None
 ) -> dist.ProcessGroup:
     """Create a process group. All of its ranks must call this; other ranks need not.
 
     Torch names such a group by the number of groups that a rank has created, and ranks find each other by that name.
     Ranks that have created different numbers of groups, such as ranks of different pipeline stages, would wait for each
     other until they time out. This group is named by the number of groups that were created here with the same ranks.
+
+    Args:
+        ranks: Global ranks, including this one.
+        timeout: None: that of the backend.
+        backend: None: that of the default group.
+        options: Options of the backend, such as :func:`nccl_options`.
     """
     ranks, default = tuple(sorted(ranks)), _get_default_group()
     default_backend, store = _world.pg_map[default]
     backend = dist.Backend(backend or default_backend)
     _groups_made[ranks] += 1
     name = hashlib.sha1(repr((ranks, _groups_made[ranks])).encode(), usedforsecurity=False).hexdigest()
-    made, _ = _new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        list(ranks),
-        backend,
-        store,
-        f"mfsdp_{name}",
-        timeout=timeout or _get_default_timeout(backend),
-        device_id=default.bound_device_id,
-        group_desc="mfsdp",
-    )
+    device = default.bound_device_id
+    # With a device, torch would split the default group's NCCL communicator, which is a collective of all its ranks.
+    default.bound_device_id = None
+    try:
+        made, _ = _new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            list(ranks),
+            backend,
+            store,
+            f"mfsdp_{name}",
+            backend_options=options,
+            timeout=timeout or _get_default_timeout(backend),
+            device_id=device,
+            group_desc="mfsdp",
+        )
+    finally:
+        default.bound_device_id = device
     _world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "inductor_collective",
     "inductor_config_patches",
     "inductor_joint_passes",
+    "inductor_memory",
     "is_generated",
     "is_miscompiled",
     "partitioner",
@@ -93,7 +94,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 6"  # change the number when the pass changes
+            return f"mfsdp_compile {run.__name__} 7"  # change the number when the pass changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -124,6 +125,9 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
     before: Any = None
     computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
     for node in nodes:
+        for owner in _computed_inside_of(node):
+            if (source := computes.get(owner)) is not None and source is not node:
+                follow(node, source)
         is_link = contains_collective(node) or contains_wait(node) or isinstance(node.node, InvokeSubgraph)
         if before is not None and (is_link or not node.unmet_dependencies):
             follow(node, before)
@@ -133,6 +137,22 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
             if (source := computes.get(dep.name)) is not None:
                 node.ancestors |= source.get_operation_names() | source.ancestors
     return nodes
+
+
+def _computed_inside_of(node: Any) -> Iterator[str]:
+    """Yield the names of buffers that a node computes its results in, with memory that is not Inductor's own.
+
+    Inductor knows that the node writes there, but not that the operator that returns the memory must have run.
+    """
+    from torch._inductor import ir
+
+    for part in node.get_nodes():
+        layout = getattr(part.node, "layout", None)
+        while isinstance(layout, ir.NonOwningLayout):
+            owner = layout.view.data.data  # type: ignore[union-attr]
+            if not isinstance(owner, ir.ConcatKernel):  # that one comes after its parts, and has memory before them
+                yield owner.get_name()
+            layout = owner.layout
 
 
 def _in_order(nodes: list[Any]) -> list[Any]:
@@ -255,11 +275,36 @@ def register_lowering(operator: Any, lower: Callable[..., Any]) -> None:
     register(operator, type_promotion_kind=None)(lower)
 
 
-def inductor_collective(operator: Any, *args: Any) -> Any:
-    """Lower ``operator`` like Inductor's own out-of-place collectives, which keep buffers alive until the wait."""
+def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = False) -> Any:
+    """Lower ``operator`` like Inductor's own out-of-place collectives, which keep buffers alive until the wait.
+
+    Args:
+        memory_of_others: Whether the result is in memory that Inductor may not put anything else into.
+    """
     from torch._inductor import ir
 
-    return ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
+    result = ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
+    return _never_reused(result) if memory_of_others else result
+
+
+def inductor_memory(operator: Any, *args: Any) -> Any:
+    """Lower an operator that returns memory to write to. Inductor puts nothing else there."""
+    from torch._inductor import ir
+
+    return _never_reused(ir.TensorBox.create(ir.FallbackKernel.create(operator, *args)))
+
+
+def _never_reused(memory: Any) -> Any:
+    """Let Inductor drop a value after its last use without putting another one in its memory."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if hasattr(V.graph, "never_reuse_but_free_buffers"):  # torch 2.15
+        V.graph.never_reuse_but_free_buffers.add(memory.get_name())
+    else:  # never_reuse_buffers would also keep it until the graph ends
+        kernel = memory.data.data
+        kernel.layout = ir.CommBufferLayout(kernel.layout, ir.CommBufferType.SYMM_MEM, "mfsdp")
+    return memory
 
 
 class InductorBucket:
@@ -267,16 +312,24 @@ class InductorBucket:
 
     It works like ``ConcatKernel``, Inductor's implementation of ``torch.cat``, with two differences: parts have given
     offsets, and a matmul is written directly into its slice even through a view (``t()``, ``reshape``).
+
+    Args:
+        memory: Result of :func:`inductor_memory` that the buffer lies in, from its beginning on. None: Inductor
+            allocates it.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, numel: int, memory: Any = None) -> None:
         from torch._inductor import ir
 
         self._ir = ir
         self._device, self._dtype = device, dtype
         layout = ir.FixedLayout(device=device, dtype=dtype, size=[numel], stride=[1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
-        self._storage = ir.StorageBox(self._kernel)
+        self._whole = self._storage = ir.StorageBox(self._kernel)
+        if memory is not None:
+            memory.realize()
+            self._storage = memory.data
+            self._kernel.layout = ir.NonOwningLayout(ir.ReinterpretView(data=self._storage, layout=layout))
         self._operations: list[str] = []
 
     @staticmethod
@@ -294,13 +347,14 @@ class InductorBucket:
 
             part = to_dtype(part, self._dtype)
         size = list(part.get_size())
-        slice_layout = ir.FixedLayout(
-            device=self._device,
-            dtype=self._dtype,
-            size=size,
-            stride=ir.FlexibleLayout.contiguous_strides(size),
-            offset=offset,
-        )
+        strides = ir.FlexibleLayout.contiguous_strides(size)
+        slice_layout = ir.FixedLayout(device=self._device, dtype=self._dtype, size=size, stride=strides, offset=offset)
+        data = part.data if isinstance(part, ir.TensorBox) else part
+        if isinstance(data, ir.StorageBox) and isinstance(data.data, ir.ExternKernelOut):
+            # ConcatKernel copies what has a fixed layout. Inductor fixes that of a batched matmul, but not of a matmul.
+            layout = data.data.layout
+            if isinstance(layout, ir.FixedLayout) and list(layout.stride) == list(strides) and layout.offset == 0:
+                data.data.layout = ir.FlexibleLayout(self._device, self._dtype, size)
         buffer = ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=self._storage, layout=slice_layout))
         self._kernel.inputs.append(buffer)
         data = part.data if isinstance(part, ir.TensorBox) else part
@@ -338,4 +392,4 @@ class InductorBucket:
         V.graph.register_operation(self._kernel)
         if len(self._operations) > 1:
             V.graph.register_operation_list(self._operations)
-        return self._ir.TensorBox(self._storage)
+        return self._ir.TensorBox(self._whole)

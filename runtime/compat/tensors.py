@@ -26,6 +26,7 @@ __all__ = [
     "dtensor_of",
     "equal_bits",
     "local_shape_and_offset",
+    "references_to",
     "renew_mesh",
     "storage_address",
 ]
@@ -50,6 +51,11 @@ def storage_address(tensor: Tensor) -> int | None:
         return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def references_to(storage: torch.UntypedStorage) -> int:
+    """Return the number of tensors and other objects that keep a storage alive, on the C++ side."""
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 class RowShard(Shard):

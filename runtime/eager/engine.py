@@ -54,6 +54,7 @@ from .. import compat, step_checks
 from ..exchange import When
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
+from ..memory.comm_buffers import enter_pool
 from ..ops import pack, start_collective, start_stage
 from ..topology import Group
 
@@ -471,9 +472,17 @@ class EagerRuntime:
                 started = None
                 if group is not None:
                     self._announce("gather", bucket, group)
-                    shard = bucket.source().to(bucket.plan.compute_dtype)
-                    started = compat.all_gather(shard, group.size, group.name)
+                    started = self._start_gather(bucket, group)
                 self._gathered[bucket] = _Gathered(started, bucket.flat._version)
+
+    def _start_gather(self, bucket: Bucket, group: Group) -> Tensor:
+        shard, (capacity, count) = bucket.source(), bucket.exchange.gather_buffers
+        if not capacity:
+            return compat.all_gather(shard.to(bucket.plan.compute_dtype), group.size, group.name)
+        enter_pool(self.owner.comm_buffers)
+        return torch.ops.mfsdp.gather_into_buffer(
+            shard, capacity, count, bucket.plan.compute_dtype, group.size, group.name
+        )
 
     @_as_parameters
     def _gather(self, bucket: Bucket) -> _Gathered:
@@ -815,6 +824,7 @@ class _Reduce(torch.autograd.Function):
                 packed = _without(bucket, packed, used & asked.left_out)
             used -= asked.left_out
         if any(gradient is not None for gradient in whole_gradients):
+            enter_pool(runtime.owner.comm_buffers)
             alone = pack(whole_gradients, bucket.exchange)
             packed = alone if packed is None else alone + packed
         if packed is None or not used:

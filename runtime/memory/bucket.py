@@ -31,6 +31,7 @@ from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
 from ..topology import Topology
+from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
 
@@ -72,6 +73,7 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
+        gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
     """
 
     name: str
@@ -87,6 +89,8 @@ class BucketPlan:
     decoupled: bool = False
     inspected: bool = False
     is_expert: bool = False
+    gather_buffers: Buffers = NO_BUFFERS
+    gradient_buffers: Buffers = NO_BUFFERS
 
     @property
     def grad_attribute(self) -> str:
@@ -96,7 +100,14 @@ class BucketPlan:
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
         return topology.exchange(
-            self.layout, self.compute_dtype, self.comm_dtype, self.reduce_op, self.scale, self.inspected
+            self.layout,
+            self.compute_dtype,
+            self.comm_dtype,
+            self.reduce_op,
+            self.scale,
+            self.inspected,
+            self.gather_buffers,
+            self.gradient_buffers,
         )
 
     @property

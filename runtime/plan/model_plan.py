@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 from ..memory.bucket import BucketPlan
+from ..memory.comm_buffers import NO_BUFFERS, BufferPolicy, assign_buffers
 from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
@@ -63,6 +65,21 @@ class ModelPlan:
                 name = sites[0].name
                 plan.partitions[name] = (expert if name in plan.expert_names else dense).of(name, param)
         return plan
+
+    def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
+        """Return the plan with communication buffers for its buckets."""
+        buckets = list(self.buckets)
+        gathers = assign_buffers([(b.layout.numel, b.compute_dtype) for b in buckets], policy)
+        trained = [bucket for bucket in buckets if bucket.requires_grad]
+        gradients = assign_buffers([(b.layout.numel, b.comm_dtype) for b in trained], policy)
+        of_gradients = {bucket.name: buffers for bucket, buffers in zip(trained, gradients, strict=True)}
+        made = iter(
+            replace(bucket, gather_buffers=buffers, gradient_buffers=of_gradients.get(bucket.name, NO_BUFFERS))
+            for bucket, buffers in zip(buckets, gathers, strict=True)
+        )
+        return replace(
+            self, units=tuple((unit, tuple(itertools.islice(made, len(plans)))) for unit, plans in self.units)
+        )
 
     @property
     def buckets(self) -> Iterator[BucketPlan]:

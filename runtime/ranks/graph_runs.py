@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..compat import python_only
+from ..memory.comm_buffers import enter_pool
 from ..owner import Owner, owners_of
 from ..schedule_text import ScheduleLine
 
@@ -75,6 +76,8 @@ class GraphRun:
         _thread.expected = self
 
     def begin(self, phase: str, digest: str, schedule: str, used: str) -> None:
+        if self._owners:
+            enter_pool(self._owners[0].comm_buffers)
         if phase == "backward":
             for backward, found in zip(self._backwards, parse_used(used, self._given), strict=True):
                 backward.used = found

@@ -889,7 +889,7 @@ def test_wrapping_that_is_refused() -> None:
         if theirs in known(DistributedDataParallelConfig):
             refused(
                 NotImplementedError,
-                f"=True: ({what}|persistent communication buffers) is not",
+                f"=True: {what} is not",
                 ddp=settings(**{theirs: True}),
             )
     experts = parity.build(zoo.Plain)

@@ -12,8 +12,8 @@ CHECKPOINT = (
     Mutant(
         f"{PLACE}/saving.py",
         "a save in the background writes what training changes",
-        'value.detach().to("cpu", copy=True)',
-        'value.detach().to("cpu")',
+        'return tensor.to("cpu", copy=True)',
+        'return tensor.to("cpu")',
         (f"{RUNS} what_is_saved_is",),
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .mutant import Mutant
 
+BUFFERS = ("programs/test_comm_buffers.py",)
 LAYOUT = ("runtime/test_layout.py",)
 OPTIMIZER = "runtime/test_optimizer.py -k"
 TENSOR = "runtime/test_tensor.py -k"
@@ -114,6 +115,28 @@ RUNTIME = (
         "        step = math.lcm(shard_align, *{p.atom_numel for p in params if p.numel > target and p.atom_numel})",
         "        step = shard_align",
         LAYOUT,
+    ),
+    # -- communication buffers ----------------------------------------------------------------------------------------
+    Mutant(
+        "runtime/memory/comm_buffers.py",
+        "buffers are handed out while something refers to them",
+        "        return compat.references_to(self.storage) == self.unused",
+        "        return True",
+        BUFFERS,
+    ),
+    Mutant(
+        "runtime/memory/comm_buffers.py",
+        "a strict pool does not take turns",
+        "        turn = self._turn.get(kind, 0) if self.is_strict else 0",
+        "        turn = 0",
+        BUFFERS,
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "gradients that wait for a reduction stay in a communication buffer",
+        "        if inspected or any(stage.when is not When.ALWAYS for stage in stages):",
+        "        if False:",
+        BUFFERS,
     ),
     # -- deferred gradients -------------------------------------------------------------------------------------------
     Mutant(

@@ -86,6 +86,7 @@ def captured(
         parity.build(make).to(dtype),
         fsdp_unit_modules=[zoo.Block],
         mixed_precision_policy=policy,
+        fsdp_double_buffer=options.pop("buffers", False),
         **mesh_arguments(strategy),
     )
     pipeline.finish_graph, pipeline.finish_region = spy, spy_region
@@ -125,6 +126,8 @@ def graphs() -> list[Scheduled]:
             *captured(
                 "regions", zoo.Plain, "no_shard", F16, regions=True, policy=MixedPrecisionPolicy(grad_comm_dtype=F16)
             ),
+            *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
+            *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:

@@ -55,11 +55,14 @@ def compiled(
     strategy: int = 3,
     inner: str = "aot_eager",
     config: LlamaConfig = CONFIG,
+    buffers: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, Callable[[], Any]]:
     """Return a sharded model that has run twice, and a step without the optimizer's."""
     torch.manual_seed(0)
-    model = fully_shard_model(make(config), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    model = fully_shard_model(
+        make(config), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, maxpool_double_buffer=buffers
+    )
     call = torch.compile(model, backend="mfsdp", options={"inner": inner, "report": True, **options})
     tokens, targets = torch.randint(0, 256, (2, BATCH, LENGTH))
 
@@ -109,6 +112,9 @@ def measured_peak(model: nn.Module, step: Callable[[], Any]) -> int:
         (Llama, {"reshard_after_forward": False, "prefetch": 2}),
         (Llama, {"reshard_after_forward": 2}),
         (Checkpointed, {"reshard_after_forward": 2}),
+        (Llama, {"buffers": True}),
+        (Llama, {"buffers": True, "memory_budget": "72MiB"}),
+        (Checkpointed, {"buffers": True, "inner": "inductor"}),
         (Llama, {"inner": "inductor"}),
         (Llama, {"inner": "inductor", "reshard_after_forward": 2}),
         (Checkpointed, {"inner": "inductor", "strategy": 1}),

@@ -80,12 +80,9 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
         ("disable_bucketing", True),
         ("keep_fp8_transpose_cache", True),
         ("nccl_ub", True),
-        ("fsdp_double_buffer", True),
-        ("fsdp_db_use_persist_buf_on_alloc_fail", True),
         ("disable_symmetric_registration", True),
         ("enable_fine_grained_param_gather", True),
         ("cuda_graph_mode", True),
-        ("maxpool_double_buffer", True),
     ],
 )
 def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) -> None:

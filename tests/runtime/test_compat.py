@@ -6,13 +6,16 @@ import ast
 import contextlib
 import functools
 import os
+import re
 import socket
 import struct
 import sys
 import threading
 import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +24,8 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, fx, nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -621,6 +626,61 @@ def test_groups_of_several_devices() -> None:
         dist.destroy_process_group()
 
 
+def test_a_group_of_some_ranks_does_not_split_the_default_communicator() -> None:
+    """With a device bound, torch would call ``ncclCommSplit``, for which all ranks of the default group must call it."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        world, device = dist.group.WORLD, torch.device("cuda:0")
+        world.bound_device_id = device
+        split = mock.Mock(side_effect=AssertionError("ranks outside of the group would have to take part"))
+        with mock.patch.object(distributed_c10d, "_get_split_source", split):
+            group = compat.new_group([0, 2])
+            with pytest.raises(RuntimeError, match="MPI"):
+                compat.new_group([0, 2], backend="mpi")
+        assert not split.called
+        assert group.size() == 2
+        assert world.bound_device_id == group.bound_device_id == device
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _NcclOptions:
+    """Stands for ``ProcessGroupNCCL.Options``."""
+
+    is_high_priority_stream: bool = False
+    config: Any = None
+    split_from: Any = None
+
+
+def test_a_group_like_another_one_has_its_nccl_options() -> None:
+    class Nccl:
+        Options = _NcclOptions
+
+    options = _NcclOptions(True, SimpleNamespace(max_ctas=8), split_from="the default communicator")
+    given: list[Any] = []
+
+    def create(*args: Any, backend_options: Any, **kwargs: Any) -> Any:
+        given.append(backend_options)
+        return distributed_c10d._new_process_group_helper(*args, **kwargs)
+
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        name = dist.group.WORLD.group_name
+        with mock.patch("mfsdp_compile.runtime.compat.distributed._new_process_group_helper", create):
+            compat.new_group_like(name)
+            assert given[-1] is None, "NCCL does not run the group"
+            with (
+                mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True),
+                mock.patch.object(FakeProcessGroup, "options", options, create=True),
+            ):
+                compat.new_group_like(name, [0, 1])
+        assert given[-1] == replace(options, split_from=None)
+        assert given[-1] is not options
+    finally:
+        dist.destroy_process_group()
+
+
 @on_ranks(2)
 def test_training_over_a_group_of_several_devices() -> None:
     group = dist.new_group(backend="cpu:gloo,cuda:gloo", timeout=timedelta(seconds=50))
@@ -800,3 +860,27 @@ def test_generated_code_is_known() -> None:
 
     assert compat.is_generated(f"{cache_dir()}/ab/cab.py")
     assert not compat.is_generated(__file__)
+
+
+@pytest.mark.slow
+def test_inductor_writes_a_batched_matmul_into_a_bucket() -> None:
+    """Its layout is fixed, other than a matmul's. Its other readers find it in the bucket."""
+    from torch._inductor.utils import run_and_get_code
+
+    from mfsdp_compile.backend.lowerings import register_lowerings
+
+    def pack(x: torch.Tensor, y: torch.Tensor, vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = torch.bmm(x, y)
+        packed = torch.ops.mfsdp.pack_gradients([product, vector * 2], [8, 179], 190, product.dtype)
+        return packed, product.sin(), product.transpose(1, 2) @ product
+
+    register_lowerings()
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=generator, dtype=torch.float64) for size in ((4, 6, 5), (4, 5, 7), (9,))]
+    torch._dynamo.reset()
+    results, (code,) = run_and_get_code(torch.compile(pack), *given)
+    for result, wanted in zip(results, pack(*given), strict=True):
+        torch.testing.assert_close(result, wanted)
+    assert re.search(
+        r"(buf\d+) = reinterpret_tensor\(buf\d+, \(4, 6, 7\), [^\n]* 8\)  # alias[\s\S]*bmm\(.*out=\1\)", code
+    )

@@ -1,0 +1,249 @@
+"""Run generated code on fake tensors, and record what it would launch and in which memory.
+
+Inductor's wrapper is Python: it allocates, launches Triton kernels, calls operators, and calls regions as functions. Run
+on tensors without memory it does all this and computes nothing. What is recorded is the order in which one stream sees
+it, with the storage that each launch reads and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton_text import Kernel, read_kernel
+
+__all__ = ["Event", "Recording", "Span", "kernels_are_recorded", "record"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Memory that an event reads or writes: bytes ``[start, stop)`` of a storage, given by its number."""
+
+    storage: int
+    start: int
+    stop: int
+
+    def overlaps(self, other: Span) -> bool:
+        return self.storage == other.storage and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Event:
+    """The launch of a kernel or the call of an operator.
+
+    Args:
+        name: Name of the kernel, or ``aten.mm.out``.
+        reads, writes: Memory that it reads, and that it writes.
+        kernel: The Triton kernel, if it is one.
+        moves, fills: Whether it copies, casts or fills and computes nothing; whether it only fills.
+        bytes: Bytes that it reads and writes, if it moves.
+    """
+
+    name: str
+    reads: tuple[Span, ...]
+    writes: tuple[Span, ...]
+    kernel: Kernel | None = None
+    moves: bool = False
+    fills: bool = False
+    bytes: int = 0
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator without namespace and overload; empty for a Triton kernel."""
+        return "" if self.kernel is not None else self.name.split(".")[1]
+
+
+@dataclass
+class Recording:
+    """What one graph's code does.
+
+    Args:
+        phase: Name of the graph.
+        source: The code.
+        inputs, outputs: Storages of the tensors that the code takes and returns, by position; None for other values.
+        events: What it launches and calls, in order.
+        syncs: Operators that would wait for the device or copy to the host.
+    """
+
+    phase: str
+    source: str
+    inputs: list[int | None] = field(default_factory=list)
+    outputs: list[int | None] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    syncs: list[str] = field(default_factory=list)
+
+
+class _Launcher:
+    """Stands for a compiled Triton kernel in generated code."""
+
+    def __init__(self, name: str, source: str) -> None:
+        self.name, self.kernel = name, read_kernel(name, source)
+
+    def run(self, *args: Any, stream: int, **more: Any) -> None:
+        assert _Recorder.current is not None, "kernels are only launched while code is recorded"
+        _Recorder.current.launch(self.name, self.kernel, args, more)
+
+
+@contextlib.contextmanager
+def kernels_are_recorded() -> Iterator[None]:
+    """Context in which loading generated code compiles no kernel."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    compiles = AsyncCompile.triton
+    AsyncCompile.triton = lambda _, name, source, *__, **___: _Launcher(name, source)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.triton = compiles  # type: ignore[method-assign]
+
+
+def record(
+    phase: str, source: str, module: ModuleType, call: Callable[[list[Any]], Any], inputs: Sequence[Any]
+) -> Recording:
+    """Run ``call`` of a module of generated code on fake tensors. A fake mode is active."""
+    module.__dict__.update(
+        empty_strided_cuda=_empty,
+        reinterpret_tensor=_reinterpret,
+        assert_alignment=lambda *_: None,
+        copy_if_misaligned=lambda tensor: tensor,
+    )
+    recorder = _Recorder(Recording(phase, source))
+    with recorder:
+        recorder.recording.inputs = [recorder.storage_of(value) for value in inputs]
+        outputs = call(list(inputs))
+        recorder.recording.outputs = [recorder.storage_of(value) for value in outputs]
+    return recorder.recording
+
+
+def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
+
+
+def _reinterpret(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)
+
+
+_MOVING = {
+    "pack_gradients",
+    "portion",
+    "clone",
+    "copy_",
+    "_to_copy",
+    "cat",
+    "fill_",
+    "zero_",
+    "zeros",
+    "full",
+    "new_zeros",
+    "zeros_like",
+}
+_ALLOCATING = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"}
+_WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
+
+
+class _Recorder(TorchDispatchMode):
+    current: _Recorder | None = None
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self.recording = recording
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that no storage has the address of an earlier one
+
+    def __enter__(self) -> _Recorder:
+        _Recorder.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _Recorder.current = None
+
+    def storage_of(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self._kept.append(value)
+        return self._numbers.setdefault(value.untyped_storage()._cdata, len(self._numbers))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        operator = name.split(".")[1]
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if operator in _WAITING:
+            self.recording.syncs.append(name)
+        if name.startswith("mfsdp.begin"):
+            return None
+        result = func(*args, **kwargs)
+        made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        if len({tensor.device.type for tensor in (*given, *made)}) > 1 and any(t.device.type == "cpu" for t in made):
+            self.recording.syncs.append(f"{name} from the device to the host")
+        written = [value for value in _written(func, args, kwargs) if isinstance(value, Tensor)]
+        taken = {self.storage_of(tensor) for tensor in given}
+        new = [tensor for tensor in made if self.storage_of(tensor) not in taken]
+        if operator in _ALLOCATING or not (new or written or operator == "wait_tensor"):
+            return result  # memory, or a view
+        read = [tensor for tensor in given if not any(tensor is other for other in written)]
+        moves = operator in _MOVING
+        self.recording.events.append(
+            Event(
+                name,
+                tuple(map(self._span, read)),
+                tuple(map(self._span, (*written, *new))),
+                moves=moves,
+                fills=moves and not read,
+                bytes=_moved(read, [*written, *new]) if moves else 0,
+            )
+        )
+        return result
+
+    def launch(self, name: str, kernel: Kernel, args: Sequence[Any], more: dict[str, Any]) -> None:
+        bound = dict(zip(kernel.parameters, args, strict=False)) | more
+        elements = math.prod(value for key, value in bound.items() if key.endswith("numel") and isinstance(value, int))
+        moved = 0
+        for accesses in (kernel.loads, kernel.stores):
+            for pointer, times in accesses.items():
+                tensor = bound[pointer]
+                whole = tensor.numel() * tensor.element_size()
+                moved += min(whole, times * elements * tensor.element_size()) if elements > 1 else whole
+        self.recording.events.append(
+            Event(
+                name,
+                tuple(self._span(bound[pointer]) for pointer in kernel.loads),
+                tuple(self._span(bound[pointer]) for pointer in kernel.stores),
+                kernel,
+                kernel.moves,
+                kernel.fills,
+                moved if kernel.moves else 0,
+            )
+        )
+
+    def _span(self, tensor: Tensor) -> Span:
+        number = self.storage_of(tensor)
+        assert number is not None
+        begin = tensor.storage_offset()
+        extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        extent = extent if tensor.numel() else 0
+        return Span(number, begin * tensor.element_size(), (begin + extent) * tensor.element_size())
+
+
+def _moved(read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Return the bytes that an operator moves, which need not read all that it is given."""
+    elements = sum(tensor.numel() for tensor in written)
+    reading = sum(min(tensor.numel(), elements) * tensor.element_size() for tensor in read)
+    return reading + sum(tensor.numel() * tensor.element_size() for tensor in written)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)

@@ -1,0 +1,289 @@
+"""Communication buffers change no number: whatever the program, nothing in a buffer is overwritten while it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mfsdp_compile import fully_shard_model
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, BufferPool, Buffers, assign_buffers
+
+DOUBLE = {"fsdp_double_buffer": True}
+LARGEST = {"maxpool_double_buffer": True}
+ALL = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True}
+
+
+class _Late(dist.Work):
+    """A gather whose data arrives when it is awaited, and never before."""
+
+    def __init__(self, work: dist.Work, arrived: Tensor, buffer: Tensor) -> None:
+        super().__init__()
+        self._given = work, arrived, buffer
+
+    def wait(self, timeout: Any = None) -> bool:
+        work, arrived, buffer = self._given
+        work.wait()
+        buffer.copy_(arrived)
+        return True
+
+
+def _gather_late(mine: Tensor, size: int, group: str, *, out: Tensor) -> Tensor:
+    sent, arrived = mine.clone(), torch.empty_like(out)
+    out.fill_(float("nan"))
+    work = dist.all_gather_into_tensor(arrived, sent, group=compat.process_group(group), async_op=True)
+    torch._C._distributed_c10d._register_work(out, _Late(work, arrived, out))
+    return out
+
+
+@contextlib.contextmanager
+def poisoned(late: bool = True) -> Iterator[None]:
+    """Context in which a buffer that is handed out contains NaN, and a gathered one until its gather is awaited."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, MFSDP_POISON="1"))
+        if late:
+            stack.enter_context(mock.patch.object(compat, "all_gather_out", _gather_late))
+        yield
+
+
+def train(factory: Any, mode: str, late: bool = True, microbatches: int = 1, **options: Any) -> Run:
+    with poisoned(late):
+        return parity.train_sharded(factory, mode, parity.batches(steps=3), parity.sgd, microbatches, **options)
+
+
+def pool_of(run: Run) -> BufferPool:
+    return run.model.sharded.comm_buffers
+
+
+def assert_few(run: Run) -> None:
+    for kind, addresses in pool_of(run).addresses.items():
+        assert len(set(addresses)) == len(addresses) <= 2, kind
+
+
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_every_feature(name: str) -> None:
+    plain = parity.train_sharded(MODELS[name], EAGER, parity.batches(steps=3), parity.sgd)
+    assert not pool_of(plain).addresses
+    for mode, sharding in ((EAGER, DOUBLE), (AOT_EAGER, LARGEST)):
+        run = train(MODELS[name], mode, sharding=sharding)
+        parity.assert_bitwise(plain, run)
+        assert_few(run)
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3, "hsdp", "hfsdp"])
+@on_ranks(4)
+def test_every_strategy(strategy: Any) -> None:
+    sharding: dict[str, Any] = {"zero_dp_strategy": strategy}
+    if isinstance(strategy, str):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+        sharding = {
+            "device_mesh": mesh,
+            "dp_outer_dim": "outer",
+            "dp_shard_dim": "inner",
+            "hybrid_fsdp_group": mesh["outer", "inner"]._flatten().get_group(),
+            "outer_dp_sharding_strategy": int(strategy == "hfsdp"),
+        }
+    data = parity.batches(steps=3)
+    plain = parity.train_sharded(zoo.Plain, EAGER, data, parity.sgd, microbatches=2, sharding=sharding)
+    for mode in (EAGER, AOT_EAGER):
+        # Residents are gathered with the same operator, into memory that the shard is a part of.
+        late = strategy in (3, "hsdp")
+        run = train(zoo.Plain, mode, late, microbatches=2, sharding={**sharding, **ALL})
+        parity.assert_bitwise(plain, run)
+        assert_few(run)
+        uses = {kind.use for kind in pool_of(run).addresses}
+        gathers = {"gather"} if strategy in (3, "hsdp", "hfsdp") else set()
+        # Gradients that wait for a reduction stay in memory of their own.
+        assert uses == gathers | ({"gradients"} if strategy in (2, 3) else set())
+
+
+class SmallLlama(Llama):
+    def __init__(self) -> None:
+        super().__init__(LlamaConfig(vocabulary=64, width=16, layers=4, heads=2, kv_heads=2, hidden=24))
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        tokens = x.abs().mul(8).long() % 64
+        return super().forward(tokens[:, :-1], tokens[:, 1:])
+
+
+@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.slow
+@on_ranks(2)
+def test_inductor(regions: bool) -> None:
+    options = {"units": [Block], "regions": regions}
+    plain = parity.train_sharded(SmallLlama, INDUCTOR, parity.batches(steps=3), parity.sgd, **options)
+    for sharding in (DOUBLE, ALL):
+        run = train(SmallLlama, INDUCTOR, sharding=sharding, **options)
+        parity.assert_bitwise(plain, run)
+        assert_few(run)
+        assert {kind.use for kind in pool_of(run).addresses} == {"gather", "gradients"}
+        assert pool_of(run).fresh <= 1, "while Inductor compiles, it holds what the first backward saved"
+
+
+@on_ranks(2)
+def test_addresses_stay() -> None:
+    """Steps use the same buffers, and eager code uses as few as compiled code."""
+    model: Any = fully_shard_model(parity.build(SmallLlama), fsdp_unit_modules=[Block], **ALL)
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    found = []
+    for step in (call, call, model, model):
+        step(torch.randn(2, 8)).backward()
+        model.zero_grad()
+        found.append(model.sharded.comm_buffers.addresses)
+    pool = model.sharded.comm_buffers
+    for before, after in itertools.pairwise(found):
+        for kind, addresses in before.items():
+            assert after[kind][: len(addresses)] == addresses
+    assert pool.fresh == 0
+    assert pool.nbytes <= model.sharded.comm_buffer_bytes()
+
+
+class Keeps(zoo.Plain):
+    """Keeps gathered parameters."""
+
+    def trunk(self, x: Tensor) -> Tensor:
+        self.kept = []
+        for block in self.blocks:
+            x = block(x)
+            self.kept.append(block.up.weight)
+        return x
+
+
+@on_ranks(2)
+def test_what_a_program_keeps_is_not_overwritten() -> None:
+    """A parameter that the program keeps keeps its buffer: other units get memory of their own."""
+    with poisoned():
+        model, call = parity.shard(parity.build(Keeps), EAGER, sharding=DOUBLE)
+        call(parity.batches(1)[0, dist.get_rank()]).backward()
+    pool = model.sharded.comm_buffers
+    assert pool.fresh > 0
+    for block, kept in zip(model.module.blocks, model.module.kept, strict=True):
+        assert torch.equal(kept.detach(), block.up.weight.full_tensor())
+
+
+@on_ranks(2)
+def test_more_buffers_where_more_is_prefetched() -> None:
+    data = parity.batches(steps=2)
+    options = {"units": [zoo.Block], "fullgraph": True, "prefetch": 2, "report": True}
+    factory = lambda: zoo.Plain(layers=5)  # noqa: E731
+    plain = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, **options)
+    with poisoned():
+        run = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, sharding=DOUBLE, **options)
+    parity.assert_bitwise(plain, run)
+    counts = {kind.use: len(addresses) for kind, addresses in pool_of(run).addresses.items()}
+    assert counts["gather"] == 3
+    assert pool_of(run).fresh == 0
+    (record,) = run.model.sharded.compiled_graphs
+    (report,) = (r for r in record.reports[Phase.FORWARD] if r.name == "comm_buffers")
+    assert any("gathered into one of 3 buffers" in line for line in report.lines)
+
+
+@on_ranks(2)
+def test_a_failed_step_leaves_no_buffer_behind() -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), EAGER, sharding=DOUBLE)
+    x = torch.randn(6, 8)
+    with pytest.raises(RuntimeError, match="shapes"):
+        call(torch.randn(6, 9))
+    assert not model.sharded.comm_buffers.addresses
+    model.reset()
+    call(x).backward()
+    assert model.sharded.comm_buffers.addresses
+
+
+# -- without ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_which_buckets_have_buffers() -> None:
+    half, single = torch.bfloat16, torch.float32
+    sizes = [(8, half), (4, half), (4, half), (4, single), (4, half), (16, single)]
+    assert assign_buffers(sizes, BufferPolicy()) == [Buffers()] * 6
+    two = Buffers(4, 2)
+    assert assign_buffers(sizes, BufferPolicy(True)) == [Buffers(), two, two, Buffers(), two, Buffers()]
+    singles = assign_buffers(sizes, BufferPolicy(True, singles=True))
+    assert singles == [Buffers(8, 1), two, two, Buffers(4, 1), two, Buffers(16, 1)]
+    largest = assign_buffers(sizes, BufferPolicy(True, largest=True))
+    assert largest == [Buffers(8, 2)] * 3 + [Buffers(16, 2), Buffers(8, 2), Buffers(16, 2)]
+
+
+KIND = BufferKind("gather", 8, torch.float32, torch.device("cpu"))
+
+
+def test_a_buffer_is_free_when_nothing_refers_to_it() -> None:
+    pool = BufferPool()
+    first = pool.take(KIND, 2, 6)
+    assert first.shape == (6,)
+    view, address = first[2:4].view(2, 1), first.data_ptr()
+    del first
+    second = pool.take(KIND, 2, 8)
+    assert second.data_ptr() != address, "the view refers to it"
+    third = pool.take(KIND, 2, 8)
+    assert pool.fresh == 1
+    assert third.data_ptr() not in pool.addresses[KIND]
+    del view
+    assert pool.take(KIND, 2, 8).data_ptr() == address
+    assert pool.nbytes == 2 * 8 * 4
+
+
+def test_what_autograd_saved_keeps_a_buffer() -> None:
+    pool = BufferPool()
+    weight = pool.take(KIND, 1, 8).fill_(3.0)
+    x = torch.ones(8, requires_grad=True)
+    y = (x * weight).sum()
+    del weight
+    pool.take(KIND, 1, 8).fill_(7.0)
+    assert pool.fresh == 1
+    y.backward()
+    assert torch.equal(x.grad, torch.full((8,), 3.0))
+    del y
+    pool.take(KIND, 1, 8)
+    assert pool.fresh == 1
+
+
+def test_a_strict_pool_takes_turns_or_refuses() -> None:
+    pool = BufferPool(is_strict=True)
+    addresses = [pool.take(KIND, 2, 8).data_ptr() for _ in range(4)]
+    assert addresses[:2] == addresses[2:]
+    assert len(set(addresses)) == 2
+    kept = pool.take(KIND, 2, 8)
+    pool.take(KIND, 2, 8)
+    with pytest.raises(RuntimeError, match=r"gather, 8 elements in float32 on cpu.*still referred to"):
+        pool.take(KIND, 2, 8)
+    del kept
+    pool.take(KIND, 2, 8)
+
+
+def test_a_users_allocator() -> None:
+    asked: list[tuple[int, torch.dtype, torch.device]] = []
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        asked.append((numel, dtype, device))
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    pool = BufferPool(allocate)
+    assert pool.take(KIND, 2, 3).tolist() == [0.0] * 3
+    assert asked == [KIND[1:]]
+    pool.drop()
+    assert pool.nbytes == 0
+
+
+@pytest.mark.parametrize("name", [*DOUBLE, *LARGEST, "fsdp_db_use_persist_buf_on_alloc_fail"])
+def test_arguments_take_true_or_false(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} takes True or False"):
+        fully_shard_model(nn.Linear(2, 2), **{name: 2})
