@@ -7,6 +7,7 @@ GPU, and everything computed is computed on the CPU.
     torch.device(...)           -> _fake_gpu.device(...), which forgets the index
     torch.cuda                  -> _fake_gpu.cuda, the class of that name below
     .cuda(), .pin_memory()      -> .cpu(), .clone()
+    pin_memory=True             -> pin_memory=False
     x.record_stream(...)        -> nothing
 
 ``MFSDP_FAKE_GPUS`` says how many GPUs there are. A program that is started as a file is not read this way, but what it
@@ -44,6 +45,7 @@ WORDS = (
     (re.compile(r"\btorch\._C\._cuda_clearCublasWorkspaces\b"), "_fake_gpu.cuda.synchronize"),
     (re.compile(r"\.cuda\(\)"), ".cpu()"),
     (re.compile(r"\.pin_memory\(\)"), ".clone()"),
+    (re.compile(r"\bpin_memory=True\b"), "pin_memory=False"),
     (re.compile(r"(\w+)\.record_stream\("), r"_fake_gpu.record_stream(\1, "),
 )
 
@@ -155,6 +157,7 @@ class cuda:
     """What stands for ``torch.cuda``. A function that is not here is one that no test has used so far."""
 
     Event, Stream, stream, device = _Event, _Stands, _Stands, _Stands
+    _current = 0
 
     @staticmethod
     def is_available() -> bool:
@@ -166,11 +169,12 @@ class cuda:
 
     @staticmethod
     def current_device() -> int:
-        return 0
+        return cuda._current
 
     @staticmethod
     def set_device(device: Any) -> None:
-        pass
+        """Devices have lost their indices here: take it that a rank names its own."""
+        cuda._current = device if isinstance(device, int) else int(os.environ.get("LOCAL_RANK", "0"))
 
     @staticmethod
     def current_stream(device: Any = None) -> _Stands:
