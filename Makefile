@@ -19,7 +19,7 @@ BIN   = $(VENV)/bin
 READY = $(VENV)/.ready
 HAS_TORCH = import sys, torch; v = tuple(map(int, torch.__version__.split(".")[:2])); sys.exit(not (2, 11) <= v < (2, 16))
 
-.PHONY: demo test check lint types fast slow processes long mutants docs bench clean
+.PHONY: demo test check lint types fast slow processes long mutants docs bench gpu clean
 
 demo: $(READY)
 	$(BIN)/mfsdp demo $(DEMO_ARGS)
@@ -78,6 +78,12 @@ bench: $(READY)
 	$(BIN)/python benchmarks/control_plane.py
 	$(BIN)/python benchmarks/compile_time.py
 
+# The tests and the benchmarks on GPUs, in ten minutes at most; RANKS=8 for a node. It installs nothing: it takes the
+# Python of $(VENV) if that has been made, else the one at hand. Where there is no GPU, it runs on fake ones.
+OUT ?= gpu-results
+gpu:
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py --out $(OUT) $(if $(RANKS),--ranks $(RANKS))
+
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
 	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -86,4 +92,4 @@ $(READY): pyproject.toml Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build demo-out site
+	rm -rf $(VENV) build demo-out gpu-results site

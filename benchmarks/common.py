@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -141,6 +143,31 @@ def _megatron_fsdp(config: Config, device: torch.device) -> System:
     return System("", model, model, optimizer)
 
 
+def _simple_fsdp(config: Config, device: torch.device) -> System:
+    """Build torchtitan's SimpleFSDP: parametrizations that gather, compiled as one graph."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    simple_fsdp = _simple_fsdp_module()
+    assert simple_fsdp is not None
+    precision = simple_fsdp.MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    torch.manual_seed(config.seed)
+    model = simple_fsdp.data_parallel(
+        Llama(config.model).to(device),  # it casts for computation, as FSDP2 does
+        init_device_mesh(device.type, (config.ranks,)),
+        mode="fully_shard",
+        mp_policy=precision,
+    )
+    return System("", model, torch.compile(model, fullgraph=True), _adamw(model))
+
+
+def _simple_fsdp_module() -> Any:
+    """Return torchtitan's module, which has been in two folders, or None."""
+    for folder in ("graph_trainer", "simple_fsdp"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(f"torchtitan.experiments.{folder}.simple_fsdp")
+    return None
+
+
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
     "mfsdp without regions": lambda c, d: _ours(c, d, compiled=True, regions=False),
@@ -150,6 +177,7 @@ SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "FSDP2 compiled by block": lambda c, d: _fsdp2(c, d, compiled=True),
     "DDP compiled": _ddp,
     "Megatron-FSDP": _megatron_fsdp,
+    "SimpleFSDP": _simple_fsdp,
 }
 """Systems in the order in which they are shown. Megatron-FSDP needs a GPU."""
 
@@ -163,6 +191,8 @@ def build(name: str, config: Config, device: torch.device) -> System | str:
             import megatron_fsdp  # noqa: F401
         except ImportError:
             return "megatron-fsdp is not installed"
+    if name == "SimpleFSDP" and _simple_fsdp_module() is None:
+        return "torchtitan with SimpleFSDP is not installed"
     if name == "DDP compiled" and config.simulate:
         return "its gradient hooks check what a fake group returns"
     try:

@@ -30,6 +30,8 @@ WATCHED = ((Journal, "note"), (profiling, "expect"), (GradSync, "before_step"))
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name in SYSTEMS:
+        if name not in config.systems:
+            continue
         system = build(name, config, device)
         if isinstance(system, str):
             raise SystemExit(f"{name}: {system}")

@@ -7,38 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_models import CONFIG, FAKE, MODES, cublas_workspaces, same_bits, sharded, skip_what_is_measured, tokens, whole
 from torch import Tensor, nn
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.planning import forecast
 
-CONFIG = LlamaConfig(vocabulary=1024, width=512, layers=4, heads=8, kv_heads=4, hidden=1408)
-MODES = ["eager", "aot_eager", "inductor"]
 
-
-def whole(dtype: torch.dtype = torch.float32) -> Llama:
-    torch.manual_seed(0)
-    return Llama(CONFIG).to("cuda", dtype)
-
-
-def tokens(step: int = 0, batch: int = 4, length: int = 128) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    windows = torch.randint(0, CONFIG.vocabulary, (batch, length + 1), generator=generator).cuda()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-def sharded(
-    mode: str, dtype: torch.dtype = torch.float32, reduced_in: torch.dtype | None = None, **options: Any
-) -> tuple[Any, Any]:
-    precision = MixedPrecisionPolicy(grad_comm_dtype=reduced_in)
-    model = fully_shard_model(whole(dtype), fsdp_unit_modules=[Block], mixed_precision_policy=precision)
-    if mode == "eager":
-        return model, model
-    return model, torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode, **options})
-
-
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rank_trains_as_without_sharding(mode: str) -> None:
     model, call = sharded(mode)
@@ -57,8 +34,8 @@ def test_one_rank_trains_as_without_sharding(mode: str) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.usefixtures("nccl")
-@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True, "capturable": True}, {"foreach": False}])
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("settings", [{"fused": True}, {"foreach": True, "capturable": not FAKE}, {"foreach": False}])
 @pytest.mark.parametrize("flat", [True, False])
 def test_optimizer_kernels(settings: dict[str, bool], flat: bool) -> None:
     """Optimizer kernels give the same bits for the same elements in tensors of any length."""
@@ -76,20 +53,21 @@ def test_optimizer_kernels(settings: dict[str, bool], flat: bool) -> None:
         assert torch.equal(its.full_tensor(), param)
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("one_rank")
 def test_eager_and_compiled_agree_to_the_bit() -> None:
     runs = []
     for mode in ("eager", "aot_eager"):
         model, call = sharded(mode, torch.bfloat16)
-        loss = call(*tokens())
-        loss.backward()
+        with same_bits():
+            loss = call(*tokens())
+            loss.backward()
         runs.append((loss, [p.grad.to_local() for p in model.parameters()]))
     assert torch.equal(runs[0][0], runs[1][0])
     for a, b in zip(runs[0][1], runs[1][1], strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", MODES)
 def test_bfloat16_with_float32_shards(mode: str) -> None:
     model, call = sharded(mode, torch.bfloat16)
@@ -120,7 +98,8 @@ def test_peak_memory(mode: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     call(x, y).backward()
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.max_memory_allocated() - before  # cuBLAS allocated its workspaces earlier
+    skip_what_is_measured()
     buckets = model.sharded.buckets
     unit = max(b.plan.gathered_bytes for b in buckets)
     gradients = sum(b.plan.shard_bytes for b in buckets)
@@ -130,6 +109,7 @@ def test_peak_memory(mode: str) -> None:
     assert peak <= gradients + 2 * unit + in_flight + casts + activations
 
 
+@pytest.mark.skipif(FAKE, reason="FAKE GPU: other tests look at Inductor's code for CPUs")
 @pytest.mark.usefixtures("fake_ranks")
 @pytest.mark.parametrize("float32_gradients", [False, True])
 def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> None:
@@ -150,10 +130,10 @@ def test_generated_code_computes_gradients_in_place(float32_gradients: bool) -> 
     assert forward.count("all_gather_into_tensor.default(") == len(model.sharded.buckets)
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("one_rank")
 def test_training_makes_no_host_synchronization() -> None:
     """Training never waits for the GPU unless the user asks for it."""
-    model, call = sharded("inductor", torch.bfloat16)
+    model, call = sharded(MODES[-1], torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
@@ -188,7 +168,8 @@ class Product(nn.Module):
         return (self.linear(self.embedding(tokens)) * slope).float().sum()
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.skipif(FAKE, reason="FAKE GPU: CPUs have no product in half precision that gives float32")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mode", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_gradients_are_more_exact(mode: str, dtype: torch.dtype) -> None:
@@ -216,7 +197,7 @@ def test_float32_gradients_are_more_exact(mode: str, dtype: torch.dtype) -> None
 # -- predictions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nccl")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("budget", [None, "40GiB"])
 def test_memory_and_time_are_as_predicted(budget: str | None) -> None:
     """Memory and time are within the project's bounds of the prediction.
@@ -225,26 +206,33 @@ def test_memory_and_time_are_as_predicted(budget: str | None) -> None:
     """
     torch.manual_seed(0)
     config = LlamaConfig(vocabulary=32000, width=2048, layers=8, heads=16, kv_heads=8, hidden=5632)
+    batch = (4, 2048)
+    if FAKE:
+        config, batch = CONFIG, (2, 16)
     model = fully_shard_model(Llama(config).to("cuda", torch.bfloat16), fsdp_unit_modules=[Block])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    options: dict[str, Any] = {"report": True} | ({"memory_budget": budget} if budget else {})
+    options: dict[str, Any] = {"report": True, "inner": MODES[-1]} | ({"memory_budget": budget} if budget else {})
     call = torch.compile(model, backend="mfsdp", options=options)
-    batch = torch.randint(0, config.vocabulary, (2, 4, 2048), device="cuda")
+    x, y = torch.randint(0, config.vocabulary, (2, *batch), device="cuda")
 
     def compute() -> None:
-        call(*batch).backward()
+        call(x, y).backward()
         model.zero_grad()
 
     for _ in range(3):
-        call(*batch).backward()
+        call(x, y).backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     compute()
     torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - cublas_workspaces()
     timeline = forecast.predicted(model)
-    assert timeline.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.05)
     made = forecast.report(model, measured=forecast.measure(model, compute))
     predicted, measured = (sum(getattr(unit, name) for unit in made.measured) for name in ("predicted", "measured"))
+    assert predicted > 0
+    assert measured > 0
+    skip_what_is_measured()
+    assert timeline.peak_bytes == pytest.approx(peak, rel=0.05)
     assert predicted == pytest.approx(measured, rel=0.15)

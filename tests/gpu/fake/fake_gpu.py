@@ -1,0 +1,225 @@
+"""Fake GPUs: the package's, the tests' and the benchmarks' code for CUDA and NCCL runs on the CPU and gloo.
+
+Source files are read with other words in the place of these, line by line. Torch itself is unchanged: it never sees a
+GPU, and everything computed is computed on the CPU.
+
+    "cuda", "nccl"              -> "cpu", "gloo"
+    torch.device(...)           -> _fake_gpu.device(...), which forgets the index
+    torch.cuda                  -> _fake_gpu.cuda, the class of that name below
+    .cuda(), .pin_memory()      -> .cpu(), .clone()
+    pin_memory=True             -> pin_memory=False
+    x.record_stream(...)        -> nothing
+
+``MFSDP_FAKE_GPUS`` says how many GPUs there are. A program that is started as a file is not read this way, but what it
+imports is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import sys
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+READ = tuple(f"{ROOT / folder}{os.sep}" for folder in ("mfsdp_compile", "passes", "runtime", "benchmarks", "tests/gpu"))
+PLAIN = {
+    ROOT / "runtime" / "compat" / "distributed.py",  # tells backends from each other by their devices
+    ROOT / "passes" / "float32_gradients.py",  # its operator has no kernel for CPUs
+    ROOT / "tests" / "gpu" / "facts.py",  # says what is really there
+    Path(__file__).resolve(),
+}
+"""Files that are read as they are."""
+
+WORDS = (
+    (re.compile(r"([\"'])cuda\1"), '"cpu"'),
+    (re.compile(r"([\"'])nccl\1"), '"gloo"'),
+    (re.compile(r"\btorch\.device\("), "_fake_gpu.device("),
+    (re.compile(r"\btorch\.cuda\b"), "_fake_gpu.cuda"),
+    (re.compile(r"\btorch\._C\._cuda_clearCublasWorkspaces\b"), "_fake_gpu.cuda.synchronize"),
+    (re.compile(r"\.cuda\(\)"), ".cpu()"),
+    (re.compile(r"\.pin_memory\(\)"), ".clone()"),
+    (re.compile(r"\bpin_memory=True\b"), "pin_memory=False"),
+    (re.compile(r"(\w+)\.record_stream\("), r"_fake_gpu.record_stream(\1, "),
+)
+
+
+def install() -> None:
+    """Read sources as described above, from the next import on."""
+    builtins._fake_gpu = sys.modules[__name__]  # type: ignore[attr-defined]
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())
+
+
+def words(source: str) -> str:
+    for word, other in WORDS:
+        source = word.sub(other, source)
+    return source
+
+
+class Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target)
+        origin = spec.origin if spec is not None else None
+        if spec is None or origin is None or not origin.endswith(".py"):
+            return None
+        if not origin.startswith(READ) or Path(origin) in PLAIN:
+            return None
+        spec.loader = Loader(name, origin)
+        return spec
+
+
+class Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the source, never cached: the cache belongs to the file as it is."""
+        path = self.get_filename(fullname)
+        return compile(words(self.get_data(path).decode()), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: Any) -> None:
+        super().exec_module(module)
+        if module.__name__ == "mfsdp_compile.planning.calibration":
+            module.ON_CUDA = _little(module)
+
+
+def _little(calibration: Any) -> Any:
+    """Return what calibration measures here: everything, once and small."""
+    return calibration.Effort(
+        matmul=((64, 64, 64), (128, 64, 64), (128, 128, 128)),
+        matmul_seconds=0.1,
+        attention=(1, 2, 64, 16),
+        memory_bytes=2**22,
+        collective_bytes=(2**10, 2**16, 2**22),
+        round_seconds=0.01,
+        rounds=2,
+    )
+
+
+def device(kind: Any = None, index: Any = None) -> Any:
+    """Return what ``torch.device`` would, with the CPU in the place of every GPU."""
+    import torch
+
+    if isinstance(kind, str) and kind.partition(":")[0] in ("cpu", "cuda"):
+        return torch.device("cpu")
+    return torch.device(kind) if index is None else torch.device(kind, index)
+
+
+def record_stream(tensor: Any, stream: _Stands) -> None:
+    assert isinstance(stream, _Stands)
+
+
+class _Stands:
+    """A stream or a context: it does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stands:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self.at is not None, "the event was not recorded"
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.at is not None
+        assert end.at is not None
+        return (end.at - self.at) * 1e3
+
+
+class _Properties:
+    name = "FAKE GPU"
+    total_memory = 8 << 30
+
+
+class cuda:
+    """What stands for ``torch.cuda``. A function that is not here is one that no test has used so far."""
+
+    Event, Stream, stream, device = _Event, _Stands, _Stands, _Stands
+    _current = 0
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    @staticmethod
+    def device_count() -> int:
+        return int(os.environ.get("MFSDP_FAKE_GPUS", "1"))
+
+    @staticmethod
+    def current_device() -> int:
+        return cuda._current
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        """Devices have lost their indices here: take it that a rank names its own."""
+        cuda._current = device if isinstance(device, int) else int(os.environ.get("LOCAL_RANK", "0"))
+
+    @staticmethod
+    def current_stream(device: Any = None) -> _Stands:
+        return _Stands()
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return _Properties.name
+
+    @staticmethod
+    def get_device_properties(device: Any = None) -> type[_Properties]:
+        return _Properties
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> Any:
+        import torch
+
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: Any, device: Any = None) -> None:
+        import torch
+
+        torch.set_rng_state(state)
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        pass
+
+    @staticmethod
+    def empty_cache() -> None:
+        pass
+
+    @staticmethod
+    def set_sync_debug_mode(mode: str) -> None:
+        pass
+
+    @staticmethod
+    def reset_peak_memory_stats(device: Any = None) -> None:
+        pass
+
+    @staticmethod
+    def memory_allocated(device: Any = None) -> int:
+        return 0
+
+    @staticmethod
+    def max_memory_allocated(device: Any = None) -> int:
+        return 0
