@@ -319,7 +319,9 @@ class DistributedDataParallelConfig:
     )
     fsdp_manual_registration: bool = field(
         default=False,
-        metadata=_said("buffers are never registered by hand", "--fsdp-manual-registration", kind=Treatment.REFUSED),
+        metadata=_said(
+            "fully_shard_model's argument; call model.manual_buffer_registration()", "--fsdp-manual-registration"
+        ),
     )
     keep_fp8_transpose_cache: bool = field(
         default=False, metadata=_said("fully_shard_model's argument", "--keep-fp8-transpose-cache")

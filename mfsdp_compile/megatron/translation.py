@@ -22,6 +22,7 @@ _SAME_NAME = (
     "fsdp_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "disable_symmetric_registration",
+    "fsdp_manual_registration",
 )
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "auto": None}
 

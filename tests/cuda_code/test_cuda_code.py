@@ -63,7 +63,7 @@ def generate(rows: list[Row], architecture: str, folder: Path) -> Iterator[dict[
         input=given,
         capture_output=True,
         text=True,
-        timeout=60 + 30 * len(rows),
+        timeout=120 + 90 * len(rows),
         env=os.environ | {"PYTHONPATH": path},
     )
     lines = done.stdout.splitlines()

@@ -163,6 +163,13 @@ ADJUSTMENTS = [
         ddp__nccl_ub=True,
     ),
     row(
+        README,
+        "`fsdp_manual_registration` will manually register the FSDP communication buffers with the NCCL user buffer.",
+        {"ddp.fsdp_manual_registration": True, "ddp.fsdp_double_buffer": True},
+        ddp__fsdp_manual_registration=True,
+        ddp__nccl_ub=True,
+    ),
+    row(
         CORE,
         "The custom FSDP must be used with a distributed optimizer since it provides distributed checkpointing.",
         {"ddp.use_distributed_optimizer": True, "optimizer.use_distributed_optimizer": True},
@@ -350,13 +357,6 @@ ERRORS = [
         "`fsdp_manual_registration`: This option is only effective when `nccl_ub` is enabled.",
         (ValueError, "FSDP manual registration is only supported with nccl-ub option"),
         ddp__fsdp_manual_registration=True,
-    ),
-    row(
-        README,
-        "`fsdp_manual_registration` will manually register the FSDP communication buffers with the NCCL user buffer.",
-        (NotImplementedError, "ddp.fsdp_manual_registration=True is not implemented", "Leave it at False"),
-        ddp__fsdp_manual_registration=True,
-        ddp__nccl_ub=True,
     ),
     row(
         REFERENCE,

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,6 @@ from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
@@ -404,12 +404,9 @@ def test_torch_registers_pools_as_it_is_called_here() -> None:
     assert "torch._C._MemPool) -> None" in kind.deregister_mem_pool.__doc__
     options = kind.Options(is_high_priority_stream=True)
     options.config.max_ctas = 8
-    with mock.patch("torch._C._distributed_c10d.FakeProcessGroup.options", options, create=True):
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-        try:
-            copied = compat.nccl_options(dist.group.WORLD)
-        finally:
-            dist.destroy_process_group()
+    device = torch.device("cuda")
+    group: Any = SimpleNamespace(_device_types=[device], _get_backend=lambda device: SimpleNamespace(options=options))
+    copied = compat.nccl_options(group)
     assert copied is not options
     assert copied.is_high_priority_stream
     assert copied.config.max_ctas == 8

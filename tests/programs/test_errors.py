@@ -79,8 +79,6 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
     [
         ("disable_bucketing", True),
         ("keep_fp8_transpose_cache", True),
-        ("nccl_ub", True),
-        ("disable_symmetric_registration", True),
         ("enable_fine_grained_param_gather", True),
         ("cuda_graph_mode", True),
     ],

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, fx, nn
-from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -658,6 +657,10 @@ def test_a_group_like_another_one_has_its_nccl_options() -> None:
         Options = _NcclOptions
 
     options = _NcclOptions(True, SimpleNamespace(max_ctas=8), split_from="the default communicator")
+    backends = {"cpu": SimpleNamespace(), "cuda": SimpleNamespace(options=options)}
+    group: Any = SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")], _get_backend=lambda device: backends[device.type]
+    )
     given: list[Any] = []
 
     def create(*args: Any, backend_options: Any, **kwargs: Any) -> Any:
@@ -666,17 +669,17 @@ def test_a_group_like_another_one_has_its_nccl_options() -> None:
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        name = dist.group.WORLD.group_name
+        world = dist.group.WORLD
         with mock.patch("mfsdp_compile.runtime.compat.distributed._new_process_group_helper", create):
-            compat.new_group_like(name)
+            compat.new_group_like(world.group_name)
             assert given[-1] is None, "NCCL does not run the group"
-            with (
-                mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True),
-                mock.patch.object(FakeProcessGroup, "options", options, create=True),
-            ):
-                compat.new_group_like(name, [0, 1])
-        assert given[-1] == replace(options, split_from=None)
-        assert given[-1] is not options
+            with mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True):
+                copied = compat.nccl_options(group)
+            assert copied == replace(options, split_from=None)
+            assert copied is not options
+            with mock.patch("mfsdp_compile.runtime.compat.distributed.nccl_options", return_value=copied):
+                compat.new_group_like(world.group_name, [0, 1])
+        assert given[-1] is copied
     finally:
         dist.destroy_process_group()
 
