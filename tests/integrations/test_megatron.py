@@ -165,7 +165,7 @@ ADJUSTMENTS = [
     row(
         README,
         "`fsdp_manual_registration` will manually register the FSDP communication buffers with the NCCL user buffer.",
-        {"ddp.fsdp_manual_registration": True, "ddp.fsdp_double_buffer": True},
+        {"ddp.fsdp_double_buffer": True},
         ddp__fsdp_manual_registration=True,
         ddp__nccl_ub=True,
     ),
