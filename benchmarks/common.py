@@ -94,9 +94,12 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def _ours(config: Config, device: torch.device, compiled: bool, **options: Any) -> System:
+def _ours(config: Config, device: torch.device, compiled: bool, double_buffer: bool = False, **options: Any) -> System:
     model = fully_shard_model(
-        _whole(config, device), fsdp_unit_modules=[Block], mixed_precision_policy=MixedPrecisionPolicy()
+        _whole(config, device),
+        fsdp_unit_modules=[Block],
+        mixed_precision_policy=MixedPrecisionPolicy(),
+        fsdp_double_buffer=double_buffer,
     )
     call = torch.compile(model, backend="mfsdp", options=options) if compiled else model
     return System("", model, call, _adamw(model))
@@ -171,6 +174,8 @@ def _simple_fsdp_module() -> Any:
 SYSTEMS: dict[str, Callable[[Config, torch.device], System]] = {
     "mfsdp compiled": lambda c, d: _ours(c, d, compiled=True),
     "mfsdp without regions": lambda c, d: _ours(c, d, compiled=True, regions=False),
+    "mfsdp with double buffers": lambda c, d: _ours(c, d, compiled=True, double_buffer=True),
+    "mfsdp eager with double buffers": lambda c, d: _ours(c, d, compiled=False, double_buffer=True),
     "mfsdp compiled by block": _ours_by_block,
     "mfsdp eager": lambda c, d: _ours(c, d, compiled=False),
     "FSDP2 eager": lambda c, d: _fsdp2(c, d, compiled=False),

@@ -94,7 +94,7 @@ def _scheduler_pass(run: Callable[[list[Any]], list[Any]]) -> Any:
             return run(nodes)
 
         def uuid(self) -> str:
-            return f"mfsdp_compile {run.__name__} 7"  # change the number when the pass changes
+            return f"mfsdp_compile {run.__name__} 8"  # change the number when the pass changes
 
         def __reduce__(self) -> Any:
             return _uuid, (self.uuid(),)
@@ -124,6 +124,7 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
 
     before: Any = None
     computes = {buffer: node for node in nodes for buffer in node.get_buffer_names()}
+    nodes = _memory_first(nodes, computes)
     for node in nodes:
         for owner in _computed_inside_of(node):
             if (source := computes.get(owner)) is not None and source is not node:
@@ -137,6 +138,27 @@ def _chain_collectives(nodes: list[Any]) -> list[Any]:
             if (source := computes.get(dep.name)) is not None:
                 node.ancestors |= source.get_operation_names() | source.ancestors
     return nodes
+
+
+def _memory_first(nodes: list[Any], computes: dict[str, Any]) -> list[Any]:
+    """Move operators that return memory to write to in front of the first node that computes something in it.
+
+    They were lowered together with the node that packs all of it, the last one.
+    """
+    first: dict[Any, Any] = {}
+    for node in nodes:
+        for name in _computed_inside_of(node):
+            if (owner := computes.get(name)) is not None:
+                first.setdefault(owner, node)
+    ahead: dict[Any, list[Any]] = {}
+    for owner, node in first.items():
+        sources = [computes[dep.name] for dep in owner.unmet_dependencies if dep.name in computes]
+        moved = [*(source for source in sources if not source.unmet_dependencies), owner]
+        for offset, each in enumerate(reversed(moved), 1):
+            each.min_order = node.min_order - offset / (len(moved) + 1)
+        ahead.setdefault(node, []).extend(moved)
+    gone = {each for moved in ahead.values() for each in moved}
+    return [each for node in nodes if node not in gone for each in (*ahead.get(node, ()), node)]
 
 
 def _computed_inside_of(node: Any) -> Iterator[str]:
@@ -165,6 +187,8 @@ def _in_order(nodes: list[Any]) -> list[Any]:
     after everything that the value needs. A result that nothing waits for, such as gradients summed over layers, would
     be computed last, and would keep the gathered weights that it reads alive until then.
     """
+    from torch._inductor.ir import NoneLayout
+
     computes = {buffer: i for i, node in enumerate(nodes) for buffer in node.get_buffer_names()}
     needs = [{computes[dep.name] for dep in node.unmet_dependencies if dep.name in computes} for node in nodes]
     readers: list[list[int]] = [[] for _ in nodes]
@@ -172,7 +196,12 @@ def _in_order(nodes: list[Any]) -> list[Any]:
         sources.discard(i)
         for source in sources:
             readers[source].append(i)
-    place = [-1 if node.is_extern() and node.get_device() is None else node.min_order for node in nodes]
+    place = [
+        -1
+        if isinstance(getattr(node.node, "layout", None), NoneLayout) and node.get_device() is None
+        else node.min_order
+        for node in nodes
+    ]
     ready = [(place[i], i) for i, sources in enumerate(needs) if not sources]
     heapq.heapify(ready)
     found = []
@@ -325,11 +354,12 @@ class InductorBucket:
         self._device, self._dtype = device, dtype
         layout = ir.FixedLayout(device=device, dtype=dtype, size=[numel], stride=[1])
         self._kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
-        self._whole = self._storage = ir.StorageBox(self._kernel)
+        self._storage = ir.StorageBox(self._kernel)
         if memory is not None:
             memory.realize()
-            self._storage = memory.data
-            self._kernel.layout = ir.NonOwningLayout(ir.ReinterpretView(data=self._storage, layout=layout))
+            # Parts refer to the kernel and not to its memory: the name of the whole buffer is then defined before them.
+            # As the last line of a graph, Inductor would drop the definition.
+            self._kernel.layout = ir.NonOwningLayout(ir.ReinterpretView(data=memory.data, layout=layout))
         self._operations: list[str] = []
 
     @staticmethod
@@ -392,4 +422,4 @@ class InductorBucket:
         V.graph.register_operation(self._kernel)
         if len(self._operations) > 1:
             V.graph.register_operation_list(self._operations)
-        return self._ir.TensorBox(self._whole)
+        return self._ir.TensorBox(self._storage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -116,22 +117,27 @@ def test_every_strategy(strategy: Any) -> None:
 
 
 class SmallLlama(Llama):
-    def __init__(self) -> None:
-        super().__init__(LlamaConfig(vocabulary=64, width=16, layers=4, heads=2, kv_heads=2, hidden=24))
+    def __init__(self, width: int = 16, hidden: int = 24) -> None:
+        super().__init__(LlamaConfig(vocabulary=64, width=width, layers=4, heads=2, kv_heads=2, hidden=hidden))
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         tokens = x.abs().mul(8).long() % 64
         return super().forward(tokens[:, :-1], tokens[:, 1:])
 
 
-@pytest.mark.parametrize("regions", [False, True])
+@pytest.mark.parametrize(
+    ("regions", "sizes"),
+    [(False, (16, 24)), (True, (16, 24)), (True, (64, 128))],
+    ids=["graph", "regions", "regions without padding"],
+)
 @pytest.mark.slow
 @on_ranks(2)
-def test_inductor(regions: bool) -> None:
+def test_inductor(regions: bool, sizes: tuple[int, int]) -> None:
     options = {"units": [Block], "regions": regions}
-    plain = parity.train_sharded(SmallLlama, INDUCTOR, parity.batches(steps=3), parity.sgd, **options)
+    factory = functools.partial(SmallLlama, *sizes)
+    plain = parity.train_sharded(factory, INDUCTOR, parity.batches(steps=3), parity.sgd, **options)
     for sharding in (DOUBLE, ALL):
-        run = train(SmallLlama, INDUCTOR, sharding=sharding, **options)
+        run = train(factory, INDUCTOR, sharding=sharding, **options)
         parity.assert_bitwise(plain, run)
         assert_few(run)
         assert {kind.use for kind in pool_of(run).addresses} == {"gather", "gradients"}
