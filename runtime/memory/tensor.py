@@ -497,6 +497,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class _RowShardedMode(compat.TorchDispatchMode):
+    supports_higher_order_operators = True  # a backward of a compiled graph calls regions
+
     @compat.python_only
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
