@@ -4,13 +4,13 @@
     gather = all_gather(cast)                           wait = wait_tensor(gather)
     wait = wait_tensor(gather)
 
-The operator casts the shard right into its place in the buffer. Which buffer that is, is decided when the graph runs:
-one that nothing refers to any more (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). No schedule, and no pass after this
-one, can therefore make a gather overwrite what is still read. If more buckets are gathered at a time than there are
-buffers, the rest gets fresh memory.
+The operator casts the shard straight into its place in the buffer. The runtime picks the buffer when the graph runs: one
+that nothing refers to (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). No schedule, and no later pass, can therefore
+make a gather overwrite a value that is still read. If more buckets are gathered at a time than there are buffers, the
+others get fresh memory.
 
-Buckets that outlive the graph get fresh memory too, since they would keep a buffer from all others. Gradients are packed
-into buffers where they are packed, in regions too: see ``mfsdp::pack_gradients``.
+Buckets that outlive the graph also get fresh memory, since they would keep a buffer from all others. This pass does not
+change where gradients go: ``mfsdp::pack_gradients`` takes a buffer itself, in regions too.
 
 Needs: roles, the final order of nodes. Leaves: everything but the operators.
 """
@@ -41,21 +41,20 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
             continue
         count = _enough(count, context.policy)
         _replace(graph, gather, capacity, count)
-        size = capacity * info.exchange.dtype.itemsize
-        lines.append(
-            f"{info.name}: gathered into {'the buffer' if count == 1 else f'one of {count} buffers'} of {size:,} B"
-        )
+        lines.append(f"{info.name}: gathered into {_described(capacity * info.exchange.dtype.itemsize, count)}")
     for pack, bucket in roles.packs(graph):
         info = context.buckets[bucket]
         capacity, count = info.exchange.gradient_buffers
         if not capacity:
             continue
-        size = capacity * info.exchange.comm_dtype.itemsize
-        where = "the buffer" if count == 1 else f"one of {count} buffers"
-        lines.append(
-            f"{info.name}: gradients packed in {where} of {size:,} B{', by a region' * (pack.target is operator.getitem)}"
-        )
+        where = _described(capacity * info.exchange.comm_dtype.itemsize, count)
+        by_a_region = ", by a region" if pack.target is operator.getitem else ""
+        lines.append(f"{info.name}: gradients packed in {where}{by_a_region}")
     return Report("comm_buffers", lines)
+
+
+def _described(size: int, count: int) -> str:
+    return f"{'the buffer' if count == 1 else f'one of {count} buffers'} of {size:,} B"
 
 
 def _enough(count: int, policy: SchedulePolicy) -> int:

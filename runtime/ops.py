@@ -18,7 +18,13 @@
     so that graphs are the same on all ranks.
 ``pack_gradients(gradients, offsets, numel, dtype)``
     Gradients at their offsets in one flat bucket, and zeros elsewhere. Inductor gets a lowering for it that lets a
-    matmul write its result directly into the bucket (``mfsdp_compile.backend.lowerings``).
+    matmul write its result directly into the bucket (``mfsdp_compile.backend.lowerings``). With a ``capacity``, the
+    bucket is in a communication buffer.
+``gather_into_buffer(shard, capacity, count, ...)``
+    Cast and all-gather into a communication buffer (:mod:`mfsdp_compile.runtime.memory.comm_buffers`). It must be
+    awaited like any other collective.
+``gradient_buffer(capacity, count, numel, dtype, device)``
+    A communication buffer, for Inductor's code of ``pack_gradients``. It is in no FX graph.
 ``reduce_if_due(gradient, token, ...)``
     A collective that is skipped while gradients are accumulated over microbatches; see
     :mod:`mfsdp_compile.runtime.memory.deferred_gradients`. It must be awaited like any other. Inductor treats it as a collective.

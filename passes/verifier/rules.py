@@ -623,8 +623,9 @@ def _same_value(now: str, was: str) -> bool:
     """Whether two outputs have the same dtype and shape. Inductor finds out sizes that were unknown before."""
     (dtype, sizes), (old, old_sizes) = (text.split(" ", 1) for text in (now, was))
     lengths, before = (text.strip("[]").split(", ") for text in (sizes, old_sizes))
-    pairs = zip(lengths, before, strict=False)
-    return (dtype, len(lengths)) == (old, len(before)) and all(a == b for a, b in pairs if a.isdigit() and b.isdigit())
+    return (dtype, len(lengths)) == (old, len(before)) and all(
+        a == b or (a.isdigit() and not b.isdigit()) for a, b in zip(lengths, before, strict=True)
+    )
 
 
 RULES = (

@@ -162,12 +162,17 @@ def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.Proces
     return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old), options=nccl_options(old))
 
 
+def nccl_class() -> Any:
+    """Return torch's ``ProcessGroupNCCL``; None in builds of torch for the CPU, which do not have it."""
+    return getattr(distributed_c10d, "ProcessGroupNCCL", None)
+
+
 def nccl_options(group: dist.ProcessGroup) -> Any:
     """Return a copy of a group's ``ProcessGroupNCCL.Options`` for another group; None if NCCL does not run it.
 
     The copy has the priority of the stream, and NCCL's own configuration: thread blocks, copy engines, trees.
     """
-    kind: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # builds for the CPU do not have it
+    kind = nccl_class()
     for device in group._device_types if kind is not None else ():
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(options, kind.Options):

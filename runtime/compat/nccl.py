@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from .distributed import process_group
+from .distributed import nccl_class, process_group
 
 __all__ = [
     "deregister_memory",
@@ -24,9 +23,8 @@ __all__ = [
 
 def nccl_backend(group: str, device: torch.device) -> Any:
     """Return the ``ProcessGroupNCCL`` that runs a group's collectives on a device; None if NCCL does not."""
-    kind: Any = getattr(distributed_c10d, "ProcessGroupNCCL", None)  # builds for the CPU do not have it
-    found = process_group(group)
-    if kind is None or device not in {torch.device(d.type, device.index) for d in found._device_types}:
+    kind, found = nccl_class(), process_group(group)
+    if kind is None or device.type not in {own.type for own in found._device_types}:
         return None
     backend: Any = found._get_backend(device)
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends.

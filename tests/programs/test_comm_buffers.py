@@ -359,15 +359,15 @@ def test_registered_buffers(mode: str) -> None:
     assert pool_of(run).fresh == 0
     pool = registered[1]
     del log[:]
-    with on_nccl() as anew:
+    with on_nccl() as log_of_reset:
         run.model.reset()
     assert log == [("deregister", group, pool)]
     now = sharded.buckets[0].exchange.gather_group
     assert now != group
-    assert [entry[:2] for entry in anew if entry[0] == "register"] == [("register", now)]
-    del anew[:]
+    assert [entry[:2] for entry in log_of_reset if entry[0] == "register"] == [("register", now)]
+    del log_of_reset[:]
     sharded.registration = None
-    assert [entry[:2] for entry in anew] == [("deregister", now)]
+    assert [entry[:2] for entry in log_of_reset] == [("deregister", now)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Fake GPUs: the package's, the tests' and the benchmarks' code for CUDA and NCCL runs on the CPU and gloo.
 
-Source files are read with other words in the place of these, line by line. Torch itself is unchanged: it never sees a
+Source files are read with these words replaced, line by line. Torch itself is unchanged: it never sees a
 GPU, and everything computed is computed on the CPU.
 
     "cuda", "nccl"              -> "cpu", "gloo"
@@ -101,7 +101,7 @@ def _little(calibration: Any) -> Any:
 
 
 def device(kind: Any = None, index: Any = None) -> Any:
-    """Return what ``torch.device`` would, with the CPU in the place of every GPU."""
+    """Return what ``torch.device`` would, with the CPU instead of any GPU."""
     import torch
 
     if isinstance(kind, str) and kind.partition(":")[0] in ("cpu", "cuda"):
