@@ -72,6 +72,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/optimizer_step.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/guards.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/published.py
 	$(BIN)/python benchmarks/ablation.py

@@ -1,94 +1,108 @@
-"""Cost of guards and names: steps with them and without them, in turns, of one model.
+"""Host overhead of a forward and backward over many tiny layers: FSDP2 and this package, eager and compiled.
 
-    python benchmarks/overhead.py --rounds 200
+    python benchmarks/overhead.py
 
-Without them, nothing is recorded for hang reports, no name is prepared for traces, and optimizer steps are not checked
-before they run. A round is one step of each kind, one after the other, and its ratio compares these two. A step varies
-by more than the cost that is measured. The time spent in these functions is therefore also added up, in other steps.
+The process is rank 0 of N, the other ranks are fake, and layers are so small that nearly all of the time is spent in
+Python and the dispatcher: on a GPU, this is time in which the host does not start kernels. The overhead of a system is
+its time less that of the unsharded model, eager or compiled like the system itself. In every round each system takes
+one turn, in an order that rotates, and differences are taken between turns of the same round.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from common import Config, batch_of, build, median, run, synchronize
+from torch import Tensor, nn
 
-from mfsdp_compile import fully_shard_optimizer
-from mfsdp_compile.runtime.grad_sync import GradSync
-from mfsdp_compile.runtime.ranks import profiling
-from mfsdp_compile.runtime.ranks.journal import Journal
+from mfsdp_compile.models.llama import Llama
 
-SYSTEMS = ("mfsdp compiled", "mfsdp eager")
-WATCHED = ((Journal, "note"), (profiling, "expect"), (GradSync, "before_step"))
+UNSHARDED = {"unsharded eager": False, "unsharded compiled": True}
+SYSTEMS = {
+    "FSDP2 eager": "unsharded eager",
+    "mfsdp eager": "unsharded eager",
+    "mfsdp eager with double buffers": "unsharded eager",
+    "FSDP2 compiled by block": "unsharded compiled",
+    "mfsdp compiled by block": "unsharded compiled",
+    "mfsdp compiled": "unsharded compiled",
+}
+"""What each system's time is compared with."""
+BASELINE = "FSDP2 eager"
+TINY = {"width": 64, "heads": 4, "hidden": 128, "vocabulary": 128, "batch": 1, "length": 16, "layers": 24}
+WARMUP_STEPS = 3
 
 
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
+    config = replace(config, **TINY)
     results: dict[str, Any] = {}
+    systems: dict[str, tuple[nn.Module, Callable[..., Tensor]]] = {}
+    for name, compiled in UNSHARDED.items():
+        torch.manual_seed(config.seed)
+        model = Llama(config.model).to(device, getattr(torch, config.dtype))
+        systems[name] = model, torch.compile(model) if compiled else model
     for name in SYSTEMS:
         if name not in config.systems:
             continue
-        system = build(name, config, device)
-        if isinstance(system, str):
-            raise SystemExit(f"{name}: {system}")
-        fully_shard_optimizer(system.optimizer)
-        batch = batch_of(config, rank, device)
+        built = build(name, config, device)
+        if isinstance(built, str):
+            results[name] = {"skipped": built}
+        else:
+            systems[name] = built.model, built.call
+    batch = batch_of(config, rank, device)
 
-        def timed(system: Any = system, batch: Any = batch) -> float:
-            synchronize(config, device)
-            begun = time.perf_counter()
-            system.step(*batch)
-            synchronize(config, device)
-            return time.perf_counter() - begun
+    def turn(name: str) -> float:
+        model, call = systems[name]
+        synchronize(config, device)
+        begun = time.perf_counter()
+        call(*batch).backward()
+        synchronize(config, device)
+        seconds = time.perf_counter() - begun
+        model.zero_grad()
+        return seconds
 
-        for _ in range(3):  # compilation, and the checks of the first step
-            timed()
-        with_: list[float] = []
-        without: list[float] = []
-        inside: list[float] = []
-        for round_ in range(config.rounds):
-            for plain in (True, False) if round_ % 2 else (False, True):
-                with ExitStack() as stack:
-                    if plain:
-                        for owner, function in WATCHED:
-                            stack.enter_context(patch.object(owner, function, lambda *args, **kwargs: None))
-                    (without if plain else with_).append(timed())
-        for _ in range(config.rounds):
-            spent = [0.0]
-            with ExitStack() as stack:
-                for owner, function in WATCHED:
-                    stack.enter_context(patch.object(owner, function, _added_up(getattr(owner, function), spent)))
-                seconds = timed()
-            inside.append(spent[0] / seconds)
-        results[name] = {"with": with_, "without": without, "inside": inside}
+    for name in systems:
+        for _ in range(WARMUP_STEPS):
+            turn(name)
+        results[name] = {"seconds": []}
+    names = list(systems)
+    gc.collect()
+    gc.disable()  # a collection would fall on any system
+    for round_ in range(config.rounds):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            results[name]["seconds"].append(turn(name))
+        gc.collect()
+    gc.enable()
     return results
 
 
-def _added_up(function: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            spent[0] += time.perf_counter() - begun
-
-    return call
-
-
 def show(config: Config, results: dict[str, Any]) -> None:
-    print(f"\n{'median of rounds':18} {'with, ms':>10} {'without, ms':>12} {'ratio':>8} {'in these functions':>20}")
+    times = {name: result["seconds"] for name, result in results.items() if "seconds" in result}
+    overheads = {name: _differences(times, name) for name in SYSTEMS if name in times}
+    baseline = overheads.get(BASELINE)
+    print(f"\n{'forward and backward, medians':34} {'ms':>8} {'overhead, ms':>13} {'/ ' + BASELINE:>14}")
+    for name, seconds in times.items():
+        line = f"{name:34} {median(seconds) * 1e3:8.1f}"
+        if name in overheads:
+            results[name]["overhead"] = median(overheads[name])
+            line += f" {results[name]['overhead'] * 1e3:13.1f}"
+            if baseline is not None:
+                results[name]["ratio"] = results[name]["overhead"] / median(baseline)
+                line += f" {results[name]['ratio']:14.2f}"
+        print(line)
     for name, result in results.items():
-        ratios = [a / b for a, b in zip(result["with"], result["without"], strict=True)]
-        result["ratio"] = median(ratios)
-        times = [median(result[kind]) * 1e3 for kind in ("with", "without")]
-        print(
-            f"{name:18} {times[0]:10.2f} {times[1]:12.2f} {result['ratio']:8.4f} {median(result['inside']) * 100:18.2f} %"
-        )
+        if "skipped" in result:
+            print(f"{name:34} not run: {result['skipped']}")
+
+
+def _differences(times: dict[str, list[float]], name: str) -> list[float]:
+    return [mine - other for mine, other in zip(times[name], times[SYSTEMS[name]], strict=True)]
 
 
 if __name__ == "__main__":
-    run(__doc__, 200, measure, show)
+    run(__doc__, 40, measure, show, simulate=True)

@@ -49,9 +49,10 @@ from . import compat
 from .exchange import Exchange, When
 from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
+from .memory.tensor import contiguous_strides
 from .ranks import graph_runs
 
-__all__ = ["pack", "start_collective", "start_stage"]
+__all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage"]
 
 _library = torch.library.Library("mfsdp", "DEF")
 
@@ -198,11 +199,12 @@ def _portion_fake(whole: Tensor, size: int, group: str) -> Tensor:
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
+def pack(gradients: Sequence[Tensor | None], exchange: Exchange, is_traced: bool = True) -> Tensor:
     """Pack gradients into a bucket, ``[numel]`` in the communication dtype.
 
     Args:
         gradients: One per parameter of the bucket; None means zeros. At least one is a tensor.
+        is_traced: Whether this may be traced. If not, the kernel is called without torch's dispatcher.
     """
     # An embedding with sparse=True has sparse gradients; a bucket is dense.
     present = [
@@ -210,7 +212,7 @@ def pack(gradients: Sequence[Tensor | None], exchange: Exchange) -> Tensor:
         for g, o in zip(gradients, exchange.offsets, strict=True)
         if g is not None
     ]
-    packed = torch.ops.mfsdp.pack_gradients(
+    packed = (torch.ops.mfsdp.pack_gradients if is_traced else _pack_gradients)(
         [g for g, _ in present],
         [o for _, o in present],
         exchange.numel,
@@ -307,12 +309,15 @@ def _pack_gradients(
     count: int = 0,
 ) -> Tensor:
     flat = take("gradients", Buffers(capacity, count), numel, dtype, gradients[0].device)
-    end = 0
+    places, end = [], 0
     for gradient, offset in zip(gradients, offsets, strict=True):
-        flat[end:offset].zero_()
+        if offset > end:
+            flat[end:offset].zero_()
         end = offset + gradient.numel()
-        flat[offset:end].view(gradient.shape).copy_(gradient)
-    flat[end:].zero_()
+        places.append(flat.as_strided(gradient.shape, contiguous_strides(gradient.shape), offset))
+    if end < numel:
+        flat[end:].zero_()
+    compat.copy_each(places, list(gradients))
     return flat
 
 
@@ -332,9 +337,10 @@ def _pack_gradients_fake(
 
 
 @torch.library.impl(_library, "gather_into_buffer", "CompositeExplicitAutograd")
-def _gather_into_buffer(
+def gather_into_buffer(
     shard: Tensor, capacity: int, count: int, dtype: torch.dtype, group_size: int, group_name: str
 ) -> Tensor:
+    """The operator's kernel, which the eager path calls without torch's dispatcher."""
     numel = shard.numel()
     whole = take("gather", Buffers(capacity, count), numel * group_size, dtype, shard.device)
     # The cast shard goes right to its place, from where NCCL gathers without a copy.

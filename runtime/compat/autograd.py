@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import _current_graph_task_id, _will_engine_execute_node
 from torch._C._autograd import (  # type: ignore[attr-defined]
     _pop_saved_tensors_default_hooks,
@@ -20,18 +21,23 @@ from torch._C._functorch import peek_interpreter_stack as _peek_functorch_interp
 __all__ = [
     "Wanted",
     "backward_id",
+    "below_autograd",
     "below_function_transforms",
     "counts_tensors",
+    "hook_saved_tensors",
     "in_backward",
     "on_backward_end",
     "profiler_runs",
     "refuses_saved_tensor_hooks",
-    "saved_tensor_hooks_active",
-    "saved_tensor_hooks_allowed",
+    "unhook_saved_tensors",
     "wanted",
     "without_hook",
 ]
 
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Context that calls operators without autograd. Those with an autograd kernel in Python (the functional collectives)
+are several times faster there."""
 
 _execution_engine = torch.autograd.Variable._execution_engine
 
@@ -75,14 +81,22 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     _execution_engine.queue_callback(callback)
 
 
-def saved_tensor_hooks_active() -> bool:
-    """Whether this thread has default hooks on saved tensors (installed by checkpointing or offloading)."""
-    return _top_saved_tensors_default_hooks(False) is not None
+def hook_saved_tensors(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> bool:
+    """Install default hooks on saved tensors in this thread, if it records gradients and there are none. Return whether.
+
+    Checkpointing and offloading install hooks, and transforms like ``torch.func.grad`` allow none.
+    """
+    free = torch.is_grad_enabled() and _top_saved_tensors_default_hooks(False) is None
+    if free := free and _saved_tensors_hooks_is_enabled():
+        _push_saved_tensors_default_hooks(pack, unpack)
+    return free
 
 
-def saved_tensor_hooks_allowed() -> bool:
-    """Whether default hooks on saved tensors can be installed: not inside transforms like ``torch.func.grad``."""
-    return _saved_tensors_hooks_is_enabled()
+def unhook_saved_tensors(pack: Callable[[Tensor], Any]) -> None:
+    """Remove this thread's topmost default hooks on saved tensors, if they are ``pack``'s."""
+    top = _top_saved_tensors_default_hooks(False)
+    if top is not None and top[0] == pack:
+        _pop_saved_tensors_default_hooks()
 
 
 def refuses_saved_tensor_hooks(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -113,16 +114,26 @@ def known_groups() -> dict[str, list[int]]:
 
 def collectives_started(group: dist.ProcessGroup) -> int:
     """Return the number of collectives that this rank has started on a group; 0 if the backend does not count them."""
-    try:
-        return group._get_sequence_number_for_group()
-    except RuntimeError:  # the group has several backends, or one that does not count
-        pass
-    counts: dict[Any, int] = {}
+    if group not in _counted_by_backend:
+        try:
+            return group._get_sequence_number_for_group()
+        except RuntimeError:  # the group has several backends, or one that does not count
+            _counted_by_backend[group] = _counting_backends(group)
+    return sum(backend._get_sequence_number_for_group() for backend in _counted_by_backend[group])
+
+
+_counted_by_backend: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
+"""The backends that count their collectives, for groups that do not. Asking the others raises, which takes long."""
+
+
+def _counting_backends(group: dist.ProcessGroup) -> list[Any]:
+    found = {}
     for device in group._device_types:
         with contextlib.suppress(RuntimeError):
             backend = group._get_backend(device)
-            counts[backend] = backend._get_sequence_number_for_group()
-    return sum(counts.values())
+            backend._get_sequence_number_for_group()
+            found[backend] = None
+    return list(found)
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:

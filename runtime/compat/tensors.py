@@ -23,6 +23,7 @@ __all__ = [
     "RowShard",
     "TensorMeta",
     "concatenate_meshes",
+    "copy_each",
     "dtensor_of",
     "equal_bits",
     "local_shape_and_offset",
@@ -31,6 +32,9 @@ __all__ = [
     "storage_address",
 ]
 
+
+copy_each = torch._foreach_copy_
+"""``copy_each(targets, sources)`` copies tensors to others, on a GPU with one kernel. Dtypes may differ."""
 
 DTENSOR_SUBCLASSES_DISPATCH = TORCH_VERSION >= (2, 13)
 """Whether a DTensor subclass's own ``__torch_dispatch__`` is called. Older versions of torch call DTensor's."""

@@ -43,7 +43,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -55,7 +55,8 @@ from ..exchange import When
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
-from ..ops import pack, start_collective, start_stage
+from ..ops import gather_into_buffer, pack, start_collective, start_stage
+from ..ranks.conduct import Announcement
 from ..topology import Group
 
 if TYPE_CHECKING:
@@ -103,11 +104,21 @@ class EagerUnit:
 class _Gathered:
     """One bucket that is being gathered (``started``) or is gathered (``full``)."""
 
+    unit: EagerUnit
     started: Tensor | None
     version: int  # of the shard, when it was gathered
     full: Tensor | None = None
     content: int = 0  # version of ``full`` right after the gather
-    views: Sequence[Tensor] = ()
+    attached: list[GatheredParameter | None] = field(default_factory=list)
+    """The parameters, connected to their shards by autograd; None for those that have been read."""
+    references: int = 0  # to the storage, right after the gather
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything else refers to the gathered bucket."""
+        assert self.full is not None
+        ours = sum(param is not None for param in self.attached)
+        return compat.references_to(self.full.untyped_storage()) > self.references + ours
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +141,7 @@ class Window:
         module: The module.
         unit: Unit whose window the module is, if any.
         owns: Buckets of the root that hold parameters of the module.
+        has_parameters: Whether the module holds parameters.
         is_root: Whether the module is the model itself.
     """
 
@@ -137,6 +149,7 @@ class Window:
     module: nn.Module
     unit: EagerUnit | None
     owns: tuple[Bucket, ...]
+    has_parameters: bool
     is_root: bool
 
     def describe(self) -> str:
@@ -222,7 +235,8 @@ class EagerRuntime:
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._depth = 0
-        self._hooks = contextlib.ExitStack()
+        self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
+        self._hooks_everywhere = False
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
@@ -237,7 +251,8 @@ class EagerRuntime:
         self._abandoned: list[Tensor] = []
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
-        self._handed_out: weakref.WeakValueDictionary[int, GatheredParameter] = weakref.WeakValueDictionary()  # by id
+        self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
+        self._handed_out: list[weakref.ref[GatheredParameter]] = []
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -255,7 +270,6 @@ class EagerRuntime:
             self._windows_of.setdefault(part, []).append(window)
 
     @compat.python_only
-    @_unseen
     def enter(self, window: Window) -> None:
         if window.is_root and not compat.in_backward():
             self._depth = 0
@@ -269,16 +283,23 @@ class EagerRuntime:
                 self._start(window.unit)
         except BaseException as error:
             if self._depth == 0:
-                self._hooks.close()
                 self.owner.failed(error)
             raise
         self._depth += 1
+        if self._hooked_at or not (window.has_parameters or self._hooks_everywhere):
+            return
+        # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is correct, and
+        # it is their decision. Our hooks on top would hide tensors from a recomputation that counts them.
+        # torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
+        if compat.hook_saved_tensors(self._pack, self._unpack):
+            self._hooked_at = self._depth
 
     @compat.python_only
-    @_unseen
     def leave(self, window: Window) -> None:
         if self._depth == 0:
             return
+        if self._hooked_at == self._depth:
+            self._unhook()
         if not compat.in_backward():  # else this is a recomputation, and the backward of the same unit is next
             for part in window.parts:
                 ran = self._ran.setdefault(part, set())
@@ -289,7 +310,7 @@ class EagerRuntime:
                     self._begun.append(part)
         self._depth -= 1
         if self._depth == 0:
-            self._close(keep_last=window.is_root and torch.is_grad_enabled())
+            self._close(window.is_root and torch.is_grad_enabled())
 
     @compat.python_only
     def leave_failed(self, window: Window, error: BaseException) -> None:
@@ -306,6 +327,7 @@ class EagerRuntime:
                 "transform to the model from outside, or compile the model."
             ) from error
 
+    @_unseen
     def _open(self, window: Window) -> None:
         if compat.in_backward():
             self.owner.grad_sync.enter_backward()
@@ -318,15 +340,16 @@ class EagerRuntime:
                 bucket.check_unchanged()
             if window.is_root:
                 self.owner.check_complete()
+            self._hooks_everywhere |= self.owner.comm_buffers.is_strict  # no buffer may stay in use
             self.owner.conduct.enter_forward(window.describe())
-        if not compat.saved_tensor_hooks_active() and compat.saved_tensor_hooks_allowed():
-            # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is
-            # correct, and it is their decision. Our hooks on top would hide tensors from a recomputation that counts
-            # them. torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
-            self._hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
 
+    def _unhook(self) -> None:
+        if self._hooked_at:
+            compat.unhook_saved_tensors(self._pack)
+            self._hooked_at = 0
+
+    @_unseen
     def _close(self, keep_last: bool) -> None:
-        self._hooks.close()
         if compat.in_backward():
             return
         written = [bucket for bucket, state in self._gathered.items() if self._is_written(state)]
@@ -345,7 +368,7 @@ class EagerRuntime:
 
     def reset(self) -> None:
         """Release everything that belongs to a running step. Wait for running reductions and drop their results."""
-        self._hooks.close()
+        self._unhook()
         self._depth = 0
         for unit in self.units:
             self._release(unit)
@@ -381,25 +404,65 @@ class EagerRuntime:
 
     # -- gather and release -------------------------------------------------------------------------------------------
 
-    @_unseen
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
-        bucket = home.bucket
-        view = self._gather(bucket).views[home.index]
-        self._last_read = self._unit_of[bucket]
-        if torch.is_grad_enabled() and bucket.params[home.index].requires_grad:
-            with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
-                view = as_gathered(_Attach.apply(view, self._anchors_of(bucket)[home.index]), view.mfsdp_name)
-        self.hand_out(view)
-        return view
+        bucket, index = home.bucket, home.index
+        state = self._gather(bucket)
+        self._last_read = state.unit
+        if not (bucket.trains[index] and torch.is_grad_enabled()):
+            return self._plain(bucket, state, index)
+        param = (state.attached or self._attach(bucket, state))[index]
+        if param is None:
+            return self._attach_again(bucket, state, index)
+        state.attached[index] = None
+        return param
+
+    @_unseen
+    @_as_parameters
+    def _plain(self, bucket: Bucket, state: _Gathered, index: int) -> GatheredParameter:
+        """Return a parameter without history."""
+        assert state.full is not None
+        param = as_gathered(bucket.whole_view(state.full, index), bucket.plan.layout.slots[index].name)
+        self.hand_out(param)
+        return param
+
+    @_unseen
+    def _attach(self, bucket: Bucket, state: _Gathered) -> list[GatheredParameter | None]:
+        """Connect all parameters of a bucket at once: an autograd node for each would cost more than what it computes."""
+        assert state.full is not None
+        with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
+            *anchors, _ = self._anchors_of(bucket)
+            with torch.no_grad():
+                views = [bucket.whole_view(state.full, index) for index in range(len(anchors))]
+            slots, attached = bucket.plan.layout.slots, _Attach.apply(views, *anchors)
+            state.attached = [as_gathered(param, slot.name) for param, slot in zip(attached, slots, strict=True)]
+        self._handed_out += map(weakref.ref, state.attached)
+        return state.attached
+
+    @_unseen
+    def _attach_again(self, bucket: Bucket, state: _Gathered, index: int) -> GatheredParameter:
+        """Connect a parameter that was read before.
+
+        Every read has a gradient of its own. They are added in the order in which they arrive, as in the graph that
+        AOTAutograd traces: floating-point sums are equal only in equal order.
+        """
+        assert state.full is not None
+        with compat.below_function_transforms():
+            with torch.no_grad():
+                view = bucket.whole_view(state.full, index)
+            (attached,) = _Attach.apply([view], self._anchors_of(bucket)[index])
+        param: GatheredParameter = as_gathered(attached, bucket.plan.layout.slots[index].name)
+        self.hand_out(param)
+        return param
 
     def hand_out(self, param: GatheredParameter) -> None:
         """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
-        self._handed_out[id(param)] = param
+        self._handed_out.append(weakref.ref(param))
 
     def _retire_handed_out(self) -> None:
-        for kept in list(self._handed_out.values()):
-            kept.__class__ = OutdatedParameter
+        for kept in self._handed_out:
+            if (param := kept()) is not None:
+                param.__class__ = OutdatedParameter
         self._handed_out.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
@@ -459,8 +522,16 @@ class EagerRuntime:
         """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
         self._gather_themselves.update(self._unit_of[bucket] for bucket in buckets)
 
-    @_as_parameters
     def _start(self, unit: EagerUnit) -> None:
+        for bucket in unit.buckets:
+            state = self._gathered.get(bucket)
+            if state is None or state.version != bucket.flat._version:
+                self._start_all(unit)
+                return
+
+    @_unseen
+    @_as_parameters
+    def _start_all(self, unit: EagerUnit) -> None:
         for bucket in unit.buckets:
             state = self._gathered.get(bucket)
             if state is not None and state.version != bucket.flat._version:
@@ -473,22 +544,25 @@ class EagerRuntime:
                 if group is not None:
                     self._announce("gather", bucket, group)
                     started = self._start_gather(bucket, group)
-                self._gathered[bucket] = _Gathered(started, bucket.flat._version)
+                self._gathered[bucket] = _Gathered(unit, started, bucket.flat._version)
 
     def _start_gather(self, bucket: Bucket, group: Group) -> Tensor:
         shard, (capacity, count) = bucket.source(), bucket.exchange.gather_buffers
-        if not capacity:
+        with compat.below_autograd():
+            if capacity:
+                enter_pool(self.owner.comm_buffers)
+                return gather_into_buffer(shard, capacity, count, bucket.plan.compute_dtype, group.size, group.name)
             return compat.all_gather(shard.to(bucket.plan.compute_dtype), group.size, group.name)
-        enter_pool(self.owner.comm_buffers)
-        return torch.ops.mfsdp.gather_into_buffer(
-            shard, capacity, count, bucket.plan.compute_dtype, group.size, group.name
-        )
 
-    @_as_parameters
     def _gather(self, bucket: Bucket) -> _Gathered:
         state = self._gathered.get(bucket)
         if state is not None and state.full is not None and state.version == bucket.flat._version:
             return state
+        return self._gather_now(bucket)
+
+    @_unseen
+    @_as_parameters
+    def _gather_now(self, bucket: Bucket) -> _Gathered:
         unit = self._unit_of[bucket]
         if not unit.is_root:  # root parameters may be read between two modules of a joined unit
             self._idle += self._begun
@@ -504,10 +578,7 @@ class EagerRuntime:
         else:
             state.full = bucket.source().to(bucket.plan.compute_dtype)
         state.content = state.full._version
-        state.views = [
-            as_gathered(state.full[slot.offset : slot.end].view(slot.shape), slot.name)
-            for slot in bucket.plan.layout.slots
-        ]
+        state.references = compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
             self._by_storage[address] = bucket
         in_backward = compat.in_backward()
@@ -519,22 +590,28 @@ class EagerRuntime:
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
             # such event, so they are released when another unit is gathered.
-            for other in self.units:
-                if other is not unit and other is not following:
-                    self._release(other, only_frozen=True)
+            for other, gathered in list(self._gathered.items()):
+                if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit is not following:
+                    self._release_checked(other)
         return state
 
     def _announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
-        try:
+        conduct = self.owner.conduct
+        announced = self._announced.get((what, more, bucket))
+        if announced is None or announced.group is not group or announced.model != conduct.name:
             series = f"{what}{more}", self._numbers[bucket]
-            self.owner.conduct.start(f"{what} {bucket.plan.name}{more}", group=group, series=series)
+            announced = conduct.announcement(f"{what} {bucket.plan.name}{more}", group, series)
+            self._announced[what, more, bucket] = announced
+        try:
+            conduct.announce(announced)
         except RuntimeError as error:
             self.owner.failed(error)
             raise
 
     def _await(self, started: Tensor) -> Tensor:
         try:
-            return compat.wait_tensor(started)
+            with compat.below_autograd():
+                return compat.wait_tensor(started)
         except RuntimeError as error:
             self.owner.failed(error)  # in a backward, nothing else catches it
             raise
@@ -542,17 +619,18 @@ class EagerRuntime:
     def _may_prefetch(self, unit: EagerUnit) -> bool:
         return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes
 
-    def _release(self, unit: EagerUnit, only_frozen: bool = False) -> None:
+    def _release(self, unit: EagerUnit) -> None:
         for bucket in unit.buckets:
-            if only_frozen and bucket.plan.requires_grad:
-                continue
-            state = self._gathered.get(bucket)
-            self._release_bucket(bucket)
-            if state is not None and self._depth > 0:
-                if self._is_written(state):
-                    self._refuse_writes(bucket)
-                if state.version == bucket.flat._version:
-                    self._check_content(bucket, state)
+            self._release_checked(bucket)
+
+    def _release_checked(self, bucket: Bucket) -> None:
+        state = self._gathered.get(bucket)
+        self._release_bucket(bucket)
+        if state is not None and self._depth > 0:
+            if self._is_written(state):
+                self._refuse_writes(bucket)
+            if state.version == bucket.flat._version:
+                self._check_content(bucket, state)
 
     def _release_bucket(self, bucket: Bucket) -> None:
         state = self._gathered.pop(bucket, None)
@@ -560,8 +638,12 @@ class EagerRuntime:
             return
         if state.started is not None:  # prefetched and not used: every collective must be awaited
             compat.wait_tensor(state.started)
-        if state.full is not None and (address := compat.storage_address(state.full)):
+        if state.full is None:
+            return
+        if address := compat.storage_address(state.full):
             self._by_storage.pop(address, None)
+        if not self._hooks_everywhere and state.is_used:
+            self._hooks_everywhere = True
 
     def _is_written(self, state: _Gathered) -> bool:
         return state.full is not None and state.full._version != state.content
@@ -671,7 +753,8 @@ class EagerRuntime:
         group = bucket.topology.stages[stage].group if will_run else None
         self._announce("reduce", bucket, group, f", stage {stage + 1}" if stage else "")
         token = bucket.pending.token if bucket.pending is not None else None
-        started = start_stage(gradient, stage, bucket.exchange, token)
+        with compat.below_autograd():
+            started = start_stage(gradient, stage, bucket.exchange, token)
         self._reductions.append(_RunningReduction(bucket, stage, started, used))
 
     def _take_in(self) -> None:
@@ -825,7 +908,8 @@ class _Reduce(torch.autograd.Function):
             used -= asked.left_out
         if any(gradient is not None for gradient in whole_gradients):
             enter_pool(runtime.owner.comm_buffers)
-            alone = pack(whole_gradients, bucket.exchange)
+            with compat.below_autograd():
+                alone = pack(whole_gradients, bucket.exchange, is_traced=False)
             packed = alone if packed is None else alone + packed
         if packed is None or not used:
             return nothing
@@ -852,18 +936,13 @@ def _without(bucket: Bucket, packed: Tensor, indices: frozenset[int]) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """Puts a gathered parameter in place of its anchor.
-
-    There is one node per read, so that gradients reach ``_Reduce`` use by use and are summed in the order in which they
-    arrive. AOTAutograd traces the same order for the compiled graph, and floating-point sums are equal only in equal
-    order.
-    """
+    """Puts gathered parameters in place of their anchors."""
 
     @staticmethod
-    def forward(ctx: Any, view: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, params: Sequence[Tensor], *anchors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return view.view_as(view)
+        return tuple(params)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[override]
-        return None, gradient
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *gradients

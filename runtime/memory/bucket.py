@@ -33,7 +33,7 @@ from ..plan.partition import Partition, local_part
 from ..topology import Topology
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
-from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, mark_provisional
+from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 
 if TYPE_CHECKING:
     from ..owner import Owner
@@ -127,12 +127,17 @@ class Home:
     index: int
 
 
-class ShardRange(NamedTuple):
-    """The part ``[start, stop)`` of a rank's shard that holds its rows of one parameter, and their shape."""
+class FlatRange(NamedTuple):
+    """The part ``[start, stop)`` of a flat tensor that holds a parameter, or rows of it, of this shape."""
 
     start: int
     stop: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def at(cls, start: int, numel: int, shape: tuple[int, ...]) -> FlatRange:
+        return cls(start, start + numel, shape, contiguous_strides(shape))
 
 
 class Bucket:
@@ -166,6 +171,7 @@ class Bucket:
         layout = plan.layout
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
+        self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         self._copy_rows([local_part(original) for original in originals], flat)
         self._make(flat, originals)
@@ -225,6 +231,9 @@ class Bucket:
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
+        self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
+        self.trains = tuple(param.requires_grad for param in self.params)
+        """Which parameters are trainable. Their own attribute is a property in Python."""
         # Buckets with equal signatures can run each other's compiled graphs.
         self.signature = (
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
@@ -254,11 +263,11 @@ class Bucket:
         self.set_plan(replace(self.plan, requires_grad=trains))
         self.owner.label_modules_of(self)
 
-    def _place(self, index: int) -> ShardRange:
+    def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
         start = layout.shard_offset(index, self.topology.shard)
         numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
-        return ShardRange(start, start + numel, self.splits[index].local_shape(self.topology.shard))
+        return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
     @torch.no_grad()
     def take_rows_of(self, parts: Sequence[Tensor]) -> None:
@@ -274,13 +283,25 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
-        return [flat[start:stop].view(shape) for start, stop, shape in self.places]
+        first = flat.storage_offset()
+        # One operator per view; a slice with a view of it would be two, at every step.
+        return [flat.as_strided(shape, strides, first + start) for start, _, shape, strides in self.places]
+
+    def whole_view(self, full: Tensor, index: int) -> Tensor:
+        """View of a parameter in the gathered bucket, ``[numel]``."""
+        start, _, shape, strides = self._whole_places[index]
+        return full.as_strided(shape, strides, full.storage_offset() + start)
 
     def local_views(self, flat: Tensor, backing: tuple[Tensor, ...] = ()) -> list[RowShardedTensor]:
         """Like :meth:`views`, as DTensors."""
+        specs = self._specs.get(flat.dtype)
+        if specs is None:
+            specs = self._specs[flat.dtype] = [
+                RowShardedTensor.spec_of(split, self.topology, flat.dtype) for split in self.splits
+            ]
         return [
-            RowShardedTensor.wrap(view, split, self.topology, backing=backing)
-            for view, split in zip(self.views(flat), self.splits, strict=True)
+            RowShardedTensor.wrap(view, split, self.topology, backing=backing, spec=spec)
+            for view, split, spec in zip(self.views(flat), self.splits, specs, strict=True)
         ]
 
     # -- residents ----------------------------------------------------------------------------------------------------

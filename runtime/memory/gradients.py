@@ -182,12 +182,15 @@ def note_use(bucket: Bucket, used: Collection[int]) -> None:
     The gradients of the other parameters are zeros. Whether these parameters get a gradient depends on what other ranks
     used; see :func:`settle`.
     """
-    for index, attached in enumerate(bucket.gradients):
-        if index in used:
-            bucket.provisional.discard(index)
-        elif attached is None:
-            bucket.provisional.add(index)
-    bucket.used_now |= set(used)
+    if len(used) == len(bucket.params):
+        bucket.provisional.clear()
+    else:
+        for index, attached in enumerate(bucket.gradients):
+            if index in used:
+                bucket.provisional.discard(index)
+            elif attached is None:
+                bucket.provisional.add(index)
+    bucket.used_now.update(used)
 
 
 def levels_of_use(bucket: Bucket) -> list[int]:
@@ -198,8 +201,9 @@ def levels_of_use(bucket: Bucket) -> list[int]:
 
 def used_so_far(bucket: Bucket) -> set[int]:
     """Return indices of all parameters except those whose visible gradient is a placeholder of zeros."""
-    for index, attached in enumerate(bucket.gradients):
-        if index in bucket.provisional and attached is not None and not is_provisional(attached):
+    for index in list(bucket.provisional):
+        attached = getattr(bucket.params[index], bucket.plan.grad_attribute, None)
+        if attached is not None and not is_provisional(attached):
             bucket.provisional.discard(index)  # autograd has added another gradient, such as a penalty on the parameter
     return set(range(len(bucket.params))) - bucket.provisional
 
@@ -212,7 +216,7 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
         used: Indices of parameters that this rank has used. Their hooks run.
     """
     gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
-    total = collect(bucket)
+    total = _collect(bucket)
     install(bucket, gradient if total is None else total.add_(gradient), used)
 
 
@@ -301,6 +305,10 @@ def _without_gradient(bucket: Bucket) -> frozenset[int]:
 @torch.no_grad()
 def collect(bucket: Bucket) -> Tensor | None:
     """Return the flat gradient that the parameters' ``.grad`` view, or build one from them; None if all are None."""
+    return _collect(bucket)
+
+
+def _collect(bucket: Bucket) -> Tensor | None:
     gradients = _attached(bucket)
     if all(gradient is None for gradient in gradients):
         return None
@@ -354,16 +362,16 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
     shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
     used_so_far(bucket)
-    attached = bucket.gradients
+    attribute = bucket.plan.grad_attribute
     for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
         param = bucket.params[index]
-        if attached[index] is None and not param.requires_grad:
+        if not bucket.trains[index] and getattr(param, attribute, None) is None:
             continue
         if shown is not total:
             view.__dict__["mfsdp_total"] = (total, shown._version)
         if index in bucket.provisional:
             mark_provisional(view)
-        _attach(bucket, param, view)
+        setattr(param, attribute, view)
         bucket.clean.discard(index)
         if index in used:
             _run_accumulate_hooks(param)

@@ -34,7 +34,15 @@ from ..topology import Group, Topology
 from .averaged_gradient import AveragedGradient
 from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_rows
 
-__all__ = ["Backing", "RowShardedTensor", "RowSplit", "UnreducedGradient", "like_rows", "refuse_unreduced"]
+__all__ = [
+    "Backing",
+    "RowShardedTensor",
+    "RowSplit",
+    "UnreducedGradient",
+    "contiguous_strides",
+    "like_rows",
+    "refuse_unreduced",
+]
 
 aten = torch.ops.aten
 
@@ -134,6 +142,16 @@ class Backing(tuple[Tensor, ...]):
         return Backing()
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(shape):
+        strides.insert(0, stride)
+        stride *= max(size, 1)
+    return tuple(strides)
+
+
 _T = TypeVar("_T", bound="RowShardedTensor")
 
 
@@ -160,25 +178,30 @@ class RowShardedTensor(DTensor):
         topology: Topology,
         requires_grad: bool = False,
         backing: tuple[Tensor, ...] = (),
+        spec: compat.DTensorSpec | None = None,
     ) -> _T:
-        """Wrap this rank's rows, without copying them."""
-        shape = torch.Size(split.shape)
-        strides: list[int] = []
-        stride = 1
-        for size in reversed(shape):
-            strides.insert(0, stride)
-            stride *= max(size, 1)
-        meta = compat.TensorMeta(shape, tuple(strides), local.dtype)
-        mesh, placements = topology.mesh, topology.placements(split.rows_of_whole(topology.shard))
-        if split.partition is not None:
-            mesh = split.partition.beside(mesh)
-            placements = (*placements, *split.partition.placements_at_rest)
-        spec = compat.DTensorSpec(mesh, placements, tensor_meta=meta)
+        """Wrap this rank's rows, without copying them.
+
+        Args:
+            spec: What :meth:`spec_of` returns for the same arguments, for callers that wrap often.
+        """
+        spec = spec or cls.spec_of(split, topology, local.dtype)
         wrapped: _T = DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
         wrapped.split = split
         wrapped.topology = topology
         wrapped.backing = backing if isinstance(backing, Backing) else Backing(backing)
         return wrapped
+
+    @staticmethod
+    def spec_of(split: RowSplit, topology: Topology, dtype: torch.dtype) -> compat.DTensorSpec:
+        """Return the spec of a tensor with the rows of ``split`` on this rank of ``topology``."""
+        shape = torch.Size(split.shape)
+        mesh, placements = topology.mesh, topology.placements(split.rows_of_whole(topology.shard))
+        if split.partition is not None:
+            mesh = split.partition.beside(mesh)
+            placements = (*placements, *split.partition.placements_at_rest)
+        meta = compat.TensorMeta(shape, contiguous_strides(split.shape), dtype)
+        return compat.DTensorSpec(mesh, placements, tensor_meta=meta)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Use :meth:`wrap`."""

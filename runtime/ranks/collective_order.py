@@ -320,13 +320,18 @@ class Order:
         if self.stalled is not None:
             raise standstill(self.stalled)
         here = self._at
-        if collective not in here.collectives or len(here.collectives) > 1 or here.phases:
-            if not self._is_usual(collective, here) and not self._continues(series, here):
-                self._ask(agree, collective, collective in here.collectives, details)
-            if collective not in here.collectives:
-                here.collectives[collective] = self._place(collective)
-            here.followed_by(collective, self._past)
-        self._at = here.collectives[collective]
+        following = here.collectives.get(collective)
+        if following is not None and len(here.collectives) == 1 and not here.phases:
+            self._at = following
+            self._recent = (*self._recent, series)[-2:] if series is not None else ()
+            self.events += 1
+            return
+        if not self._is_usual(collective, here) and not self._continues(series, here):
+            self._ask(agree, collective, following is not None, details)
+        if following is None:
+            following = here.collectives[collective] = self._place(collective)
+        here.followed_by(collective, self._past)
+        self._at = following
         self._follow(series)
         self.events += 1
 

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,18 @@ from .watchdog import watchdog
 if TYPE_CHECKING:
     from ..membership import Membership
 
-__all__ = ["Conduct"]
+__all__ = ["Announcement", "Conduct"]
+
+
+class Announcement(NamedTuple):
+    """A collective of the eager path as it is announced at every step; see :meth:`Conduct.announcement`."""
+
+    model: str
+    group: Group | None
+    collective: str
+    text: str
+    launches: Callable[[], Sequence[tuple[str, str]]]
+    series: Series
 
 
 class Conduct:
@@ -55,6 +66,7 @@ class Conduct:
         self._copies = 0
         self._microbatch = ""
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
+        self._group_names = members.group_names  # when the last forward or backward began
         self._watch()
 
     def of_copy(self, members: Membership) -> Conduct:
@@ -76,6 +88,7 @@ class Conduct:
         self.order = order_of_group(self.members.group.group_name)
         self.name = self.order.join(self.name.rpartition(" #")[0], parameters)
         self.started, self.failure, self._copies = 0, None, 0
+        self._group_names = self.members.group_names
         self._watch()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
@@ -119,6 +132,7 @@ class Conduct:
     def enter_forward(self, what: str, details: Details = no_details) -> None:
         """Handle the beginning of a forward: of the model, a part of it, or compiled code."""
         kind = f"forward {'with' if torch.is_grad_enabled() else 'without'} gradients"
+        self._group_names = self.members.group_names
         self.note(f"{kind} of {what}")
         if self.members.topology.gather_group is not None:  # otherwise a single rank may evaluate alone
             self.order.enter(StepPhase(kind, f"{what} ({self.name}){self._microbatch}"), self.agree_on_order, details)
@@ -129,6 +143,7 @@ class Conduct:
         Ranks agree on it with every strategy: it reduces something, which one rank cannot do alone.
         """
         kind = "backward" if is_due else "backward that accumulates"
+        self._group_names = self.members.group_names
         self.note(kind)
         self.order.enter(StepPhase(kind, f"{self.name}{self._microbatch}"), self.agree_on_order)
 
@@ -165,6 +180,27 @@ class Conduct:
             profiling.expect(lambda: self._named_launches("eagerly", [(collective, group.name)]))
         numbered = (f"{series[0]} ({self.name})", series[1]) if series is not None else None
         self.order.start(f"{collective} ({self.name})", self.agree_on_order, details, numbered)
+        self.started += 1
+
+    def announcement(self, collective: str, group: Group | None, series: Series) -> Announcement:
+        """Format what :meth:`announce` needs for a collective that starts at every step.
+
+        Args:
+            group: Group that it runs over. None: it is skipped this time.
+        """
+        launches: Callable[[], Sequence[tuple[str, str]]] = tuple
+        if group is not None:
+            launched = [(collective, group.name)]
+            launches = launched.copy
+        numbered = f"{series[0]} ({self.name})", series[1]
+        return Announcement(self.name, group, collective, f"{collective} ({self.name})", launches, numbered)
+
+    def announce(self, announced: Announcement) -> None:
+        """Like :meth:`start`, for the eager path, where time on the host matters."""
+        if announced.group is not None:
+            journal.note(self.steps, self.name, announced.collective, self._group_names, announced.launches)
+            profiling.expect(lambda: self._named_launches("eagerly", announced.launches()))
+        self.order.start(announced.text, self.agree_on_order, no_details, announced.series)
         self.started += 1
 
     def begin_graph(

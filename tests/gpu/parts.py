@@ -60,7 +60,7 @@ def one_gpu(fake: bool) -> list[Part]:
         _overlap(1),
         _demo(1, fake),
         _bench("optimizer step", "optimizer_step", 60, _medians, *of_8, *whole),
-        _bench("overhead", "overhead", 90, _overheads, *alone, "--rounds", "20", *_of(fake, *COMPARED[:2]), *whole),
+        _bench("overhead", "overhead", 90, _overheads, "--rounds", "20", *_of(fake, *COMPARED[:4])),
         _bench("step time, 8 simulated ranks", "step_time", 90, _steps, *of_8, *four, *small),
         _bench("memory, 64 simulated ranks", "memory", 90, _peaks, "--simulate", "64", *four, *small),
     ]

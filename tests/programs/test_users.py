@@ -322,6 +322,10 @@ def test_compiled_blocks_that_gather_for_themselves_run_without_our_hooks() -> N
     assert not any(active)
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _Watching:
     """A context manager that records whether hooks are active inside."""
 
@@ -330,7 +334,8 @@ class _Watching:
 
     def __enter__(self) -> None:
         self._manager.__enter__()
-        self._active.append(compat.saved_tensor_hooks_active())
+        self._active.append(not compat.hook_saved_tensors(_same, _same))
+        compat.unhook_saved_tensors(_same)
 
     def __exit__(self, *error: Any) -> Any:
         return self._manager.__exit__(*error)

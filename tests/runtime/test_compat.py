@@ -93,7 +93,7 @@ def test_below_transforms_nothing_is_wrapped() -> None:
     inside: list[tuple[bool, bool]] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        allowed = compat.saved_tensor_hooks_allowed()
+        allowed = _can_hook()
         with compat.below_function_transforms():
             constant = torch.ones(2) * 3
         inside.append((allowed, "TensorWrapper" in repr(constant)))
@@ -102,7 +102,7 @@ def test_below_transforms_nothing_is_wrapped() -> None:
     assert torch.equal(torch.func.grad(f)(torch.ones(2)), torch.full((2,), 3.0))
     assert torch.equal(torch.func.vmap(f)(torch.ones(4, 2)), torch.full((4,), 6.0))
     assert inside == [(False, False), (True, False)]
-    assert compat.saved_tensor_hooks_allowed()
+    assert _can_hook()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with hooks, pytest.raises(RuntimeError) as raised:
         torch.func.grad(f)(torch.ones(2))
@@ -175,11 +175,39 @@ def test_reductions_of_what_is_on_the_host(fake_world: int) -> None:
     assert compat.all_reduce_on_host(flags, "max", dist.group.WORLD.group_name).device.type == "cpu"  # type: ignore[union-attr]
 
 
-def test_hooks_on_saved_tensors_are_seen() -> None:
-    assert not compat.saved_tensor_hooks_active()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        assert compat.saved_tensor_hooks_active()
-    assert not compat.saved_tensor_hooks_active()
+def test_hooks_on_saved_tensors_are_only_where_there_are_none() -> None:
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.detach()
+
+    x = torch.ones(2, requires_grad=True)
+    assert compat.hook_saved_tensors(pack, lambda t: t)
+    assert not compat.hook_saved_tensors(pack, lambda t: t)
+    y = x * x
+    compat.unhook_saved_tensors(print)  # others' hooks stay
+    y.exp()
+    assert len(packed) == 3  # both factors, and the result of exp
+    compat.unhook_saved_tensors(pack)
+    compat.unhook_saved_tensors(pack)
+    x.exp()
+    assert len(packed) == 3
+    with torch.no_grad():
+        assert not compat.hook_saved_tensors(pack, lambda t: t)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        assert not _can_hook()
+
+
+def _can_hook() -> bool:
+    """Whether hooks on saved tensors can be installed here."""
+    if installed := compat.hook_saved_tensors(_same, _same):
+        compat.unhook_saved_tensors(_same)
+    return installed
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def test_storage_address() -> None:
@@ -568,10 +596,10 @@ def test_hooks_on_saved_tensors_are_taken_off_and_put_back() -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks(lambda t: t, lambda t: t), hooks(pack, lambda t: t):
         with compat.without_hook(pack), compat.without_hook(pack):
-            assert compat.saved_tensor_hooks_active()  # the other one
+            assert not _can_hook()  # the other one is active
         with torch.autograd.graph.saved_tensors_hooks(pack, pack), compat.without_hook(print):
-            assert compat.saved_tensor_hooks_active()
-    assert not compat.saved_tensor_hooks_active()
+            assert not _can_hook()
+    assert _can_hook()
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
