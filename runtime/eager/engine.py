@@ -236,7 +236,8 @@ class EagerRuntime:
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
         self._depth = 0
         self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
-        self._hooks_everywhere = False
+        self._hooks_everywhere = False  # else in windows of modules that hold parameters
+        self._learns_hooks = False  # whether this forward tells if hooks are needed everywhere
         self._gathered: dict[Bucket, _Gathered] = {}
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
@@ -286,13 +287,8 @@ class EagerRuntime:
                 self.owner.failed(error)
             raise
         self._depth += 1
-        if self._hooked_at or not (window.has_parameters or self._hooks_everywhere):
-            return
-        # Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is correct, and
-        # it is their decision. Our hooks on top would hide tensors from a recomputation that counts them.
-        # torch.func.grad allows no hooks: gathered parameters then stay in memory until the backward.
-        if compat.hook_saved_tensors(self._pack, self._unpack):
-            self._hooked_at = self._depth
+        if window.has_parameters or self._hooks_everywhere:
+            self._hook()
 
     @compat.python_only
     def leave(self, window: Window) -> None:
@@ -321,9 +317,9 @@ class EagerRuntime:
             self.owner.failed(error)
         if compat.refuses_saved_tensor_hooks(error):
             raise RuntimeError(
-                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside an eager forward of "
-                "a sharded model: gathered parameters are kept out of what autograd saves by hooks, and torch.func "
-                "allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the "
+                "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
+                "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
+                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the "
                 "transform to the model from outside, or compile the model."
             ) from error
 
@@ -340,8 +336,23 @@ class EagerRuntime:
                 bucket.check_unchanged()
             if window.is_root:
                 self.owner.check_complete()
+            self._learns_hooks = torch.is_grad_enabled()
             self._hooks_everywhere |= self.owner.comm_buffers.is_strict  # no buffer may stay in use
             self.owner.conduct.enter_forward(window.describe())
+
+    def _hook(self) -> None:
+        """Keep gathered parameters out of what autograd saves until the innermost window ends.
+
+        Hooks that others installed (checkpointing, offloading) see our tensors and may keep them. That is correct, and
+        it is their decision. Our hooks on top would hide tensors from a recomputation that counts them. torch.func.grad
+        allows no hooks: gathered parameters then stay in memory until the backward.
+        """
+        if self._hooked_at:
+            return
+        if compat.hook_saved_tensors(self._pack, self._unpack):
+            self._hooked_at = self._depth
+        else:
+            self._learns_hooks = False
 
     def _unhook(self) -> None:
         if self._hooked_at:
@@ -481,6 +492,7 @@ class EagerRuntime:
             for window in dict.fromkeys(map(self._window_of, homes)):
                 self.enter(window)
                 stack.push(functools.partial(self._leave_served, window))
+            self._hook()  # autograd saves the gathered buckets that the code takes
             yield
 
     def _window_of(self, home: Home) -> Window:
@@ -642,7 +654,9 @@ class EagerRuntime:
             return
         if address := compat.storage_address(state.full):
             self._by_storage.pop(address, None)
-        if not self._hooks_everywhere and state.is_used:
+        if self._learns_hooks and not self._hooks_everywhere and state.is_used:
+            # Something that autograd saved outside of these windows refers to it: a module that reads its child's
+            # parameters. It stays in memory until the backward, this time.
             self._hooks_everywhere = True
 
     def _is_written(self, state: _Gathered) -> bool:

@@ -71,24 +71,37 @@ class Mapped(Forces):
 
 
 @pytest.mark.parametrize(
-    ("model", "mode"), [(Forces, AOT_EAGER), (ForcesByAutograd, EAGER), (Mapped, EAGER), (Mapped, AOT_EAGER)]
+    ("model", "mode"),
+    [(Forces, EAGER), (Forces, AOT_EAGER), (ForcesByAutograd, EAGER), (Mapped, EAGER), (Mapped, AOT_EAGER)],
 )
 @on_ranks(2)
 def test_transforms_inside_forward(model: type[Forces], mode: str) -> None:
     sharded, call, alone = both(model, mode, units=[zoo.Block])
     (batch,) = parity.batches(1)
-    call(mine(batch)).backward()
-    mean_loss(alone, batch).backward()
+    for _ in range(2):
+        call(mine(batch)).backward()
+        mean_loss(alone, batch).backward()
     assert_gradients(sharded, alone)
+
+
+class ScaledForces(Forces):
+    """The module that calls the transform holds a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def energy(self, x: Tensor) -> Tensor:
+        return super().energy(x * self.scale)
 
 
 @on_ranks(2, timeout=60)
 def test_gradients_inside_an_eager_forward_are_refused() -> None:
-    """torch.func.grad inside an eager forward raises.
+    """torch.func.grad inside the eager forward of a module that holds parameters raises.
 
     It does not allow hooks on saved tensors, which keep gathered parameters out of them.
     """
-    _, call, _ = both(Forces, EAGER, units=[zoo.Block])
+    _, call, _ = both(ScaledForces, EAGER, units=[zoo.Block])
     with parity.raises_everywhere(RuntimeError, "torch.autograd.grad(outputs, inputs, create_graph=True)"):
         call(torch.randn(4, 8))
 
