@@ -191,7 +191,8 @@ def nccl_options(group: dist.ProcessGroup) -> Any:
     """
     kind = nccl_class()
     for device in group._device_types if kind is not None else ():
-        options = getattr(group._get_backend(device), "options", None)
+        backend: Any = group._get_backend(device)
+        options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(options, kind.Options):
             copied = kind.Options(is_high_priority_stream=options.is_high_priority_stream)
             copied.config = options.config

@@ -157,12 +157,13 @@ def describe(topology: Topology, communication: Communication, overlap: Overlap)
     separate = _separates_gathers(topology, communication, overlap)
     gathers = "separate" if separate else "over the group for gathers" if topology.inner_gathers else "not separate"
     lines = [f"communicators of {topology.every.size} ranks: gathers {gathers}"]
-    for name in _PARTS if _is_nccl(topology) else ():
+    for name in _PARTS:
         settings = getattr(communication, name)
         zero_cta = name == "gathers" and communication.zero_cta
         if settings.given or zero_cta:
-            _options(_base(topology, name), settings, zero_cta)
             lines.append(f"{name}: {settings}{' zero_cta' if zero_cta else ''}")
+            if _is_nccl(topology):
+                _options(_base(topology, name), settings, zero_cta)
     return "; ".join(lines)
 
 

@@ -268,9 +268,9 @@ def test_ranks_with_different_settings() -> None:
     mine = [{"separate_gathers": True}, {"separate_gathers": False}][dist.get_rank()]
     with parity.raises_everywhere(RuntimeError, "rank 1 of 2 differs", "gathers separate", "gathers not separate"):
         sharded(communication=mine)
-    with on_nccl():
+    for context in (on_nccl(), pytest.warns(UserWarning, match="no effect")):
         mine = [{"gathers": {"max_ctas": 4}}, {"gathers": {"max_ctas": 8}}][dist.get_rank()]
-        with parity.raises_everywhere(RuntimeError, "gathers: max_ctas=4", "gathers: max_ctas=8"):
+        with context, parity.raises_everywhere(RuntimeError, "gathers: max_ctas=4", "gathers: max_ctas=8"):
             sharded(communication=mine)
     sharded()
 
