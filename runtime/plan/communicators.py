@@ -235,15 +235,14 @@ def _separates_gathers(topology: Topology, communication: Communication, overlap
 
 
 def _refuse_contradictions(topology: Topology, communication: Communication) -> None:
-    own = bool(communication.gathers.given) or communication.zero_cta
-    whose = "zero_cta is" if communication.zero_cta else "there are settings for gathers"
     strategy = topology.strategy
-    if communication.separate_gathers is False and (own or topology.inner_gathers is not None):
+    own = "zero_cta" if communication.zero_cta else "settings for gathers" if communication.gathers.given else None
+    if communication.separate_gathers is False and (own is not None or topology.inner_gathers is not None):
         raise ValueError(
-            f"communication: separate_gathers is False, but {f'{whose} given' if own else 'there is a group for gathers'}, "
-            "which needs a communicator of its own. Leave one of them out."
+            f"communication: separate_gathers=False contradicts {own or 'fsdp_group_ag'}: gathers would have a communicator "
+            "of their own. Leave one of them out."
         )
-    if strategy is ShardingStrategy.NO_SHARD and (own or communication.separate_gathers is True):
+    if strategy is ShardingStrategy.NO_SHARD and (own is not None or communication.separate_gathers is True):
         raise ValueError(
             "communication: zero_dp_strategy='no_shard' gathers nothing. Leave out separate_gathers, zero_cta and the "
             "settings for gathers."

@@ -331,8 +331,11 @@ def test_copy_engines() -> None:
 def test_contradictions() -> None:
     group = dist.new_group([0])
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("separate_gathers is False, but there are settings", {"separate_gathers": False, "gathers": {"max_ctas": 1}}),
-        ("separate_gathers is False, but there is a group", {"separate_gathers": False}),
+        (
+            "separate_gathers=False contradicts settings for gathers",
+            {"separate_gathers": False, "gathers": {"max_ctas": 1}},
+        ),
+        ("separate_gathers=False contradicts fsdp_group_ag", {"separate_gathers": False}),
         ("no_shard' gathers nothing", {"separate_gathers": True}),
         ("no_shard' gathers nothing", {"gathers": {"max_ctas": 1}}),
         ("zero_cta needs zero_dp_strategy='optim_grads_params', got 'optim_grads'", {"zero_cta": True}),
@@ -341,7 +344,7 @@ def test_contradictions() -> None:
     for fragment, communication in cases:
         arguments: dict[str, Any] = {"communication": communication, "nccl_ub": "zero_cta" in communication}
         arguments["zero_dp_strategy"] = 0 if "no_shard" in fragment else 2 if "optim_grads'" in fragment else 3
-        arguments["fsdp_group_ag"] = group if "there is a group" in fragment else None
+        arguments["fsdp_group_ag"] = group if "fsdp_group_ag" in fragment else None
         with parity.raises_everywhere(ValueError, fragment):
             sharded(**arguments)
 
