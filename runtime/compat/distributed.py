@@ -225,8 +225,8 @@ def configured_options(
     for name, value in config.items():
         if not hasattr(options.config, name):
             raise NotImplementedError(
-                f"communication: torch {torch.__version__} has no ProcessGroupNCCL.Options.config.{name}, which needs a "
-                f"build with NCCL {_CONFIG_SINCE[name]}."
+                f"communication: torch {torch.__version__} has no ProcessGroupNCCL.Options.config.{name}, which needs "
+                f"a build with NCCL {_CONFIG_SINCE[name]}."
             )
         setattr(options.config, name, value)
     return options

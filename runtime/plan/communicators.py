@@ -178,7 +178,7 @@ def warn_of_idle_settings(topology: Topology, communication: Communication) -> N
 
 
 def check_zero_cta(topology: Topology, every: dist.ProcessGroup, communication: Communication) -> None:
-    """Raise ValueError on all ranks of ``every`` if copy engines would have to gather from other hosts. A collective."""
+    """Raise ValueError, on all ranks of ``every``, if copy engines would gather from other hosts. A collective."""
     if not communication.zero_cta or not _is_nccl(topology):
         return
     ranks = dist.get_process_group_ranks(compat.process_group(topology.inner.name))
@@ -239,8 +239,8 @@ def _refuse_contradictions(topology: Topology, communication: Communication) -> 
     own = "zero_cta" if communication.zero_cta else "settings for gathers" if communication.gathers.given else None
     if communication.separate_gathers is False and (own is not None or topology.inner_gathers is not None):
         raise ValueError(
-            f"communication: separate_gathers=False contradicts {own or 'fsdp_group_ag'}: gathers would have a communicator "
-            "of their own. Leave one of them out."
+            f"communication: separate_gathers=False contradicts {own or 'fsdp_group_ag'}: gathers would have a "
+            "communicator of their own. Leave one of them out."
         )
     if strategy is ShardingStrategy.NO_SHARD and (own is not None or communication.separate_gathers is True):
         raise ValueError(

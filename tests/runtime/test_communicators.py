@@ -98,12 +98,12 @@ def on_nccl(version: tuple[int, ...] = (2, 28, 9), kind: Any = _Nccl) -> Iterato
                 options=created.options.get(group.group_name, kind.Options())
             )
 
-    options_of = compat.nccl_options
+    options_of: Any = compat.nccl_options
     with (
         mock.patch.object(distributed_c10d, "ProcessGroupNCCL", kind, create=True),
         mock.patch.object(compat, "nccl_backend"),
         mock.patch("mfsdp_compile.runtime.compat.distributed._new_process_group_helper", helper),
-        mock.patch("mfsdp_compile.runtime.compat.distributed.nccl_options", lambda group: options_of(Group(group))),  # type: ignore[arg-type]
+        mock.patch("mfsdp_compile.runtime.compat.distributed.nccl_options", lambda group: options_of(Group(group))),
         mock.patch("torch.cuda.nccl.version", return_value=version),
         mock.patch.object(compat, "memory_pool", contextlib.nullcontext),
         mock.patch.object(compat, "warm_up"),
