@@ -24,11 +24,14 @@ with quick_imports():
     from .diagnostics.explain import explain
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
+    from .runtime.plan.communicators import Communication, Communicator
     from .runtime.precision import MixedPrecisionPolicy
     from .runtime.topology import ShardingStrategy
     from .wrapper import MegatronFSDP
 
 __all__ = [
+    "Communication",
+    "Communicator",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
     "FullyShardedDataParallel",

@@ -23,6 +23,7 @@ from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initia
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
+from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
@@ -81,6 +82,7 @@ def fully_shard_model(
     unit_bytes: int | None = None,
     is_expert: IsExpert | None = None,
     init_fn: InitFn | Initializer | None = None,
+    communication: Communication | Mapping[str, Any] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -184,6 +186,9 @@ def fully_shard_model(
             module's own parameters and buffers have memory at that point; those of its submodules may already be
             sharded. For transformers models use :class:`mfsdp_compile.integrations.huggingface_init.Initialization`, or
             :class:`mfsdp_compile.integrations.huggingface_init.Pretrained` to load weights from a folder.
+        communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority, thread
+            blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass the
+            same. None: gathers have their own where NCCL runs them and that pays.
 
     The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
 
@@ -208,6 +213,12 @@ def fully_shard_model(
         raise ValueError(
             "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
             "average_in_collective out, or pass disable_symmetric_registration=True."
+        )
+    communicators = Communication.of(communication)
+    if communicators.zero_cta and (not nccl_ub or disable_symmetric_registration):
+        raise ValueError(
+            "communication: zero_cta gathers from and into symmetric memory. Pass nccl_ub=True, and leave "
+            "disable_symmetric_registration out."
         )
     policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
     precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
@@ -274,6 +285,7 @@ def fully_shard_model(
         ),
         registers="never" if not nccl_ub else "later" if fsdp_manual_registration else "now",
         symmetric=not disable_symmetric_registration,
+        communication=communicators,
     )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch

@@ -326,7 +326,7 @@ class MegatronFSDP(nn.Module):
     def manual_buffer_registration(self) -> bool:
         """Register the communication buffers with NCCL, for ``nccl_ub`` with ``fsdp_manual_registration``. Collective.
 
-        Call it between steps.
+        Call it between steps. Copies of a model (``copy.deepcopy``) are not registered until it is called on them.
 
         Returns:
             Whether NCCL runs the model's collectives. Otherwise nothing is registered.

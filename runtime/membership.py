@@ -10,6 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import compat
+from .exchange import Overlap
+from .plan import communicators
+from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan
 from .plan.partition import Partition, local_part
@@ -84,6 +87,13 @@ class Membership:
     def partition_groups(self) -> tuple[Group, ...]:
         """Groups of ranks that hold other parts of divided parameters, each once."""
         return tuple({group.name: group for partition in self.divided for group in partition.groups}.values())
+
+    def make_communicators(self, communication: Communication, overlap: Overlap) -> None:
+        """Create the communicators that settings ask for. Every rank must call this; see :mod:`.plan.communicators`."""
+        self.topology = communicators.make(self.topology, communication, overlap)
+        if self.experts is not None:
+            topology = communicators.make(self.experts.topology, communication, overlap)
+            self.experts = replace(self.experts, topology=topology)
 
     def set_accumulation(self, accumulation: Accumulation) -> None:
         """Change what is kept between microbatches.

@@ -114,7 +114,10 @@ class ShardedModel:
         members = copy.copy(self.members)
         conduct = self.conduct.of_copy(members)
         pool = copy.deepcopy(self.comm_buffers)
-        ShardedModel.__init__(duplicate, module, buckets, eager, members, conduct, self.precision, self.overlap, pool)
+        registration = self.registration.of_copy(pool) if self.registration is not None else None
+        ShardedModel.__init__(
+            duplicate, module, buckets, eager, members, conduct, self.precision, self.overlap, pool, registration
+        )
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
         duplicate.lineage = Lineage(continues=self.lineage.continues)

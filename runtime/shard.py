@@ -22,7 +22,9 @@ from .memory.bucket import Bucket, Home
 from .memory.comm_buffers import BufferPolicy, BufferPool
 from .memory.registration import Registration
 from .model import ShardedModel
+from .plan import communicators
 from .plan.buckets import BucketPlanner
+from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan, divide
 from .plan.references import move_hooks, retire
@@ -60,6 +62,7 @@ class ShardingOptions:
         buffer_policy: Which buckets use communication buffers.
         registers: Whether buffers are registered with NCCL: now, later (:meth:`.Registration.register`), or never.
         symmetric: Whether they are registered as symmetric memory, if NCCL has that.
+        communication: Communicators, and NCCL's settings for them.
     """
 
     unit_modules: UnitClasses
@@ -76,6 +79,7 @@ class ShardingOptions:
     buffer_policy: BufferPolicy = field(default_factory=BufferPolicy)
     registers: Literal["now", "later", "never"] = "never"
     symmetric: bool = True
+    communication: Communication = field(default_factory=Communication)
 
 
 def shard_model(
@@ -94,8 +98,11 @@ def shard_model(
         RuntimeError: Ranks hold different models. The model is unchanged.
     """
     initializer = options.from_meta if meta.has_meta(module) else None
+    communicators.warn_of_idle_settings(topology, options.communication)
     plan = _agree_on_plan(module, topology, every, device, options, initializer)
     members = Membership.of(plan, topology, every, options.check_values)
+    communicators.check_zero_cta(topology, every, options.communication)
+    members.make_communicators(options.communication, options.overlap)
     conduct = Conduct(members, type(module).__name__, [name for name, _ in module.named_parameters()])
 
     # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
@@ -141,6 +148,7 @@ def _agree_on_plan(
         unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
         units = divide(module, options.unit_modules, unit_bytes, allows_meta=options.from_meta is not None)
         own = options.experts() if options.experts is not None else None
+        communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology, options.precision, options.gradient_policy, layout_policy, frozenset(options.whole), own
         )
@@ -149,6 +157,7 @@ def _agree_on_plan(
         return [
             f"torch {torch.__version__}",
             str(topology),
+            *(communicators.describe(each, options.communication, options.overlap) for each in communicating),
             *([str(own)] if own is not None else []),
             f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
             *found[0].describe(options.check_values),

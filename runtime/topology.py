@@ -142,6 +142,8 @@ class Topology:
         every: All data-parallel ranks.
         inner_gathers: The ranks of ``inner`` with a separate communicator for gathers, so that gathers do not queue
             behind reductions; None: :attr:`inner`.
+        reductions: The ranks that gradients are reduced over first, :attr:`inner` or with ``no_shard`` :attr:`every`,
+            with a separate communicator; None: these.
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
@@ -154,6 +156,7 @@ class Topology:
     outer: Group | None
     every: Group
     inner_gathers: Group | None = None
+    reductions: Group | None = None
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
 
@@ -276,9 +279,9 @@ class Topology:
     def stages(self) -> tuple[ReductionStage, ...]:
         """The stages of a bucket's reduction, one collective each, in order."""
         if self.strategy is ShardingStrategy.NO_SHARD:
-            return (ReductionStage(False, self.every, When.IF_DUE),)
+            return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
-        inner = ReductionStage(True, self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
+        inner = ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
         if self.outer is None:
             return (inner,)
         return (inner, ReductionStage(self.is_hfsdp, self.outer, When.FOLLOWS if keeps_whole else When.IF_DUE))
@@ -324,7 +327,7 @@ class Topology:
     @property
     def groups(self) -> list[Group]:
         """Each group once, :attr:`every` last. With one dimension, :attr:`every` is :attr:`inner`."""
-        others = (self.inner, self.inner_gathers, self.outer, *self.portions.values())
+        others = (self.inner, self.inner_gathers, self.reductions, self.outer, *self.portions.values())
         return [group for group in others if group is not None and group != self.every] + [self.every]
 
     @property

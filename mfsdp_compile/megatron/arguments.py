@@ -30,7 +30,7 @@ def add_megatron_fsdp_arguments(parser: argparse.ArgumentParser) -> argparse.Arg
             how["action"] = "store_const"
             how["const"] = not flag.name.startswith("--no-")
         else:
-            how.update(type=flag.type, choices=flag.choices)
+            how.update(type=flag.type, choices=flag.choices, nargs=flag.nargs)
         with contextlib.suppress(argparse.ArgumentError):
             group.add_argument(flag.name, **how)
     return parser

@@ -45,6 +45,7 @@ class Flag:
         dest: Attribute of the parsed arguments.
         type: Type of its value. None for switches.
         choices: Allowed values.
+        nargs: Number of values, as for ``argparse``. None: one.
         opposite: Whether the setting is the negation of the parsed value.
         absent: Value of the setting without the flag. None: the field's default.
     """
@@ -53,6 +54,7 @@ class Flag:
     dest: str
     type: type | None = None
     choices: tuple[str, ...] | None = None
+    nargs: str | None = None
     opposite: bool = False
     absent: Any = None
 
@@ -92,6 +94,10 @@ def _said(
     return {"setting": Setting(here, kind, of_flag)}
 
 
+_OPTIONS_OF_GROUPS = (
+    "no group is created from it here. Groups that Megatron has created with it (pg_collection) keep their options; for others, give "
+    "fully_shard_model's communication"
+)
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _DTYPES = ("fp32", "bf16", "fp16", "auto")
 
@@ -114,6 +120,25 @@ class DistributedInitConfig:
     use_tp_pp_dp_mapping: bool = field(
         default=False,
         metadata=_said("refused: ranks are numbered in the order tp, cp, ep, dp, pp", "--use-tp-pp-dp-mapping"),
+    )
+    nccl_communicator_config_path: str | None = field(
+        default=None,
+        metadata=_said(_OPTIONS_OF_GROUPS, "--nccl-communicator-config-path", type=str, kind=Treatment.IDLE),
+    )
+    high_priority_stream_groups: list[str] | None = field(
+        default=None,
+        metadata=_said(_OPTIONS_OF_GROUPS, "--high-priority-stream-groups", type=str, nargs="*", kind=Treatment.IDLE),
+    )
+    use_sharp: bool = field(default=False, metadata=_said(_OPTIONS_OF_GROUPS, "--use-sharp", kind=Treatment.IDLE))
+    sharp_enabled_group: str | None = field(
+        default=None,
+        metadata=_said(
+            _OPTIONS_OF_GROUPS,
+            "--sharp-enabled-group",
+            type=str,
+            choices=("dp", "dp_replica"),
+            kind=Treatment.IDLE,
+        ),
     )
 
 

@@ -141,11 +141,14 @@ class _Settings:
             self.adjustments.append(Adjustment(path, before, after, reason))
 
     def of_kind(self, kind: Treatment) -> Iterator[tuple[str, Any, Any, str]]:
-        """Yield path, value, default and meaning of the settings of a kind that differ from their defaults."""
+        """Yield path, value, default and meaning of the settings of a kind that differ from their defaults.
+
+        Empty lists count as None.
+        """
         for section, cls in SECTIONS.items():
             for name, of in known(cls).items():
                 value = self[f"{section}.{name}"]
-                if setting_of(of).kind is kind and value != of.default:
+                if setting_of(of).kind is kind and value not in (of.default, []):
                     yield f"{section}.{name}", value, of.default, setting_of(of).here
 
 

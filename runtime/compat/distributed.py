@@ -7,7 +7,7 @@ import hashlib
 import importlib.util
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_autograd",
     "collectives_started",
+    "configured_options",
     "device_type",
     "device_types",
     "fake_process_group",
@@ -113,7 +114,10 @@ def known_groups() -> dict[str, list[int]]:
 
 
 def collectives_started(group: dist.ProcessGroup) -> int:
-    """Return the number of collectives that this rank has started on a group; 0 if the backend does not count them."""
+    """Return the number of collectives that this rank has started on a group; 0 if the backend does not count them.
+
+    NCCL counts for a group that also has another backend. Its flight recorder, and gloo's, use the same numbers.
+    """
     if group not in _counted_by_backend:
         try:
             return group._get_sequence_number_for_group()
@@ -161,16 +165,18 @@ def fake_process_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def new_group_like(name: str, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+def new_group_like(name: str, ranks: Sequence[int] | None = None, options: Any = None) -> dist.ProcessGroup:
     """Create a process group with the backend, timeout and NCCL options of another one. All of its ranks must call this.
 
     Args:
         name: Name of the other group.
         ranks: Global ranks, including this one. None: those of the other group.
+        options: NCCL options instead of the other group's.
     """
     old = _resolve_process_group(name)
     ranks = ranks if ranks is not None else dist.get_process_group_ranks(old)
-    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old), options=nccl_options(old))
+    options = options if options is not None else nccl_options(old)
+    return new_group(ranks, timeout=timeout_of(old), backend=dist.get_backend(old), options=options)
 
 
 def nccl_class() -> Any:
@@ -185,12 +191,56 @@ def nccl_options(group: dist.ProcessGroup) -> Any:
     """
     kind = nccl_class()
     for device in group._device_types if kind is not None else ():
-        options = getattr(group._get_backend(device), "options", None)
+        backend: Any = group._get_backend(device)
+        options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
         if isinstance(options, kind.Options):
             copied = kind.Options(is_high_priority_stream=options.is_high_priority_stream)
             copied.config = options.config
             return copied
     return None
+
+
+def configured_options(
+    group: dist.ProcessGroup, high_priority: bool | None, config: Mapping[str, int], zero_cta: bool
+) -> Any:
+    """Return a copy of the options of a group that NCCL runs, with other settings.
+
+    Args:
+        high_priority: Whether the stream has high priority. None: as for the group.
+        config: Values for ``ProcessGroupNCCL.Options.config``, by name.
+        zero_cta: Whether to use copy engines where NCCL can.
+
+    Raises:
+        NotImplementedError: This build of torch, or its NCCL, does not have a setting.
+    """
+    kind, options = nccl_class(), nccl_options(group)
+    if high_priority is not None:
+        options.is_high_priority_stream = high_priority
+    if zero_cta:
+        policy = getattr(kind, "NCCL_CTA_POLICY_ZERO", None)
+        if policy is None or (version := torch.cuda.nccl.version()) < (2, 28):
+            found = "was built with an older one" if policy is None else f"has {'.'.join(map(str, version))}"
+            raise NotImplementedError(f"communication: zero_cta needs NCCL 2.28; torch {torch.__version__} {found}.")
+        config = {**config, "cta_policy": int(policy)}
+    for name, value in config.items():
+        if not hasattr(options.config, name):
+            raise NotImplementedError(
+                f"communication: torch {torch.__version__} has no ProcessGroupNCCL.Options.config.{name}, which needs "
+                f"a build with NCCL {_CONFIG_SINCE[name]}."
+            )
+        setattr(options.config, name, value)
+    return options
+
+
+_CONFIG_SINCE = {
+    "min_ctas": "2.17",
+    "max_ctas": "2.17",
+    "cga_cluster_size": "2.17",
+    "collnet_enable": "2.27",
+    "cta_policy": "2.27",
+    "nvls_ctas": "2.27",
+}
+"""Version of NCCL that torch must have been built with for a setting."""
 
 
 def new_group(

@@ -52,6 +52,13 @@ class Registration:
         self._symmetric = symmetric
         self._end: weakref.finalize | None = None
 
+    def of_copy(self, pool: BufferPool) -> Registration:
+        """Return the registration of a copy of the model, whose buffers are in ``pool``.
+
+        It is not active: registering is a collective, and one rank may copy a model alone.
+        """
+        return Registration(pool, self._symmetric)
+
     @property
     def is_active(self) -> bool:
         return self._end is not None and self._end.alive

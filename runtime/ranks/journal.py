@@ -3,7 +3,8 @@
 Every rank records the last few hundred things it did: forwards, backwards, collectives that the eager path starts,
 compiled graphs with their schedules. Recording an entry costs about a microsecond and no communication. The progress of
 a compiled graph is not recorded but computed on demand. Process groups count their collectives, so the current count,
-minus the count when the graph began, tells which line of its schedule was the last to start.
+minus the count when the graph began, tells which line of its schedule was the last to start. The flight recorders of
+NCCL and gloo count alike: ``number`` is their ``collective_seq_id``, and ``group`` the name of their process group.
 
 If ``$MFSDP_DEBUG_DIR`` is set, the journal is written to ``$MFSDP_DEBUG_DIR/hang/rank-N.json``: when a forward, a
 backward or the program fails; when nothing has happened for most of the process group's timeout (by a thread, because a

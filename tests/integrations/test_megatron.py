@@ -229,6 +229,10 @@ def test_adjustments(row: Row, logged: list[str]) -> None:
 
 
 IDLE = {
+    "dist.nccl_communicator_config_path": "nccl.yaml",
+    "dist.high_priority_stream_groups": ["dp_cp", "ep"],
+    "dist.use_sharp": True,
+    "dist.sharp_enabled_group": "dp",
     "ddp.gradient_reduce_div_fusion": False,
     "ddp.bucket_size": 40_000_000,
     "ddp.fsdp_all_gather_in_start_param_sync": False,
@@ -247,6 +251,11 @@ def test_settings_without_effect_say_so(logged: list[str]) -> None:
     assert {each.setting: each.after for each in adjusted} == IDLE
     for path, value in IDLE.items():
         assert any(line.startswith(f"{path}={value!r} has no effect: ") for line in logged), path
+
+
+def test_an_empty_list_is_not_set() -> None:
+    """Megatron-LM's default for ``--high-priority-stream-groups`` is an empty list, Megatron-Bridge's is None."""
+    assert container({"dist.high_priority_stream_groups": []}).validate() == []
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -659,6 +668,14 @@ FLAGS = [
     FlagRow(BRIDGE, "--reuse-grad-buf-for-mxfp8-param-ag", "ddp.reuse_grad_buf_for_mxfp8_param_ag", False, {}, {}),
     FlagRow(REFERENCE, "--ddp-bucket-size 40000000", "ddp.bucket_size", 40_000_000, {}, {}),
     FlagRow(REFERENCE, "--no-gradient-reduce-div-fusion", "ddp.gradient_reduce_div_fusion", False, {}, {}),
+    FlagRow(
+        REFERENCE, "--nccl-communicator-config-path x.yaml", "dist.nccl_communicator_config_path", "x.yaml", {}, {}
+    ),
+    FlagRow(
+        REFERENCE, "--high-priority-stream-groups dp_cp ep", "dist.high_priority_stream_groups", ["dp_cp", "ep"], {}, {}
+    ),
+    FlagRow(REFERENCE, "--use-sharp", "dist.use_sharp", True, {}, {}),
+    FlagRow(REFERENCE, "--sharp-enabled-group dp_replica", "dist.sharp_enabled_group", "dp_replica", {}, {}),
     FlagRow(REFERENCE, "--megatron-fsdp-version 2", "ddp.megatron_fsdp_version", 2, {}, {}),
 ]
 

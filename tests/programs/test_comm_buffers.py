@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import os
@@ -349,25 +350,64 @@ def test_registered_buffers(mode: str) -> None:
         run = parity.train_sharded(zoo.Plain, mode, data, parity.sgd, sharding={"nccl_ub": True})
     parity.assert_bitwise(plain, run)
     sharded = run.model.sharded
-    group = sharded.buckets[0].exchange.gather_group
-    (_, allocator), begun, ended, warm, (what, *registered) = log
-    assert (allocator, begun, ended, warm) == (f"allocator of {group}", "allocate", "allocated", ("warm up", group))
-    assert (what, registered[0], registered[2]) == ("register", group, True)
+    groups = _groups_of(run)
+    assert len(groups) == 2, "gathers have a communicator of their own"
+    allocated = [("pool", f"allocator of {groups[0]}"), "allocate", "allocated"]
+    pool = log[-1][2]
+    assert log == allocated + [
+        entry for group in groups for entry in (("warm up", group), ("register", group, pool, True))
+    ]
     assert pool_of(run).is_strict
     assert pool_of(run).nbytes == sharded.comm_buffer_bytes()
     assert all(len(addresses) == 2 for addresses in pool_of(run).addresses.values())
     assert pool_of(run).fresh == 0
-    pool = registered[1]
     del log[:]
     with on_nccl() as log_of_reset:
         run.model.reset()
-    assert log == [("deregister", group, pool)]
-    now = sharded.buckets[0].exchange.gather_group
-    assert now != group
-    assert [entry[:2] for entry in log_of_reset if entry[0] == "register"] == [("register", now)]
+    assert log == [("deregister", group, pool) for group in reversed(groups)]
+    now = _groups_of(run)
+    assert not {*now} & {*groups}
+    assert [entry[:2] for entry in log_of_reset if entry[0] == "register"] == [("register", group) for group in now]
     del log_of_reset[:]
     sharded.registration = None
-    assert [entry[:2] for entry in log_of_reset] == [("deregister", now)]
+    assert [entry[:2] for entry in log_of_reset] == [("deregister", group) for group in reversed(now)]
+
+
+def _groups_of(run: Run) -> list[str]:
+    """Return the names of the groups that buckets are gathered and reduced over, in the order of registration."""
+    exchange = run.model.sharded.buckets[0].exchange
+    return list(dict.fromkeys([exchange.gather_group, *exchange.groups]))
+
+
+@on_ranks(2)
+def test_a_copy_is_registered_when_that_is_asked_for() -> None:
+    """Registering is a collective, and one rank may copy a model alone."""
+    with on_nccl() as log:
+        model, _ = parity.shard(parity.build(zoo.Plain), EAGER, sharding={"nccl_ub": True})
+        del log[:]
+        twin = copy.deepcopy(model)
+        assert not log
+        assert not twin.sharded.comm_buffers.is_strict
+        assert twin.manual_buffer_registration()
+        registered = [entry for entry in log if entry[0] == "register"]
+        assert [(group, symmetric) for _, group, _, symmetric in registered] == [
+            (group, True) for group in model.sharded.members.group_names
+        ]
+        data = torch.randn(6, 8)
+        for each in (model, twin):
+            each(data).backward()
+        for mine, its in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad.to_local(), its.grad.to_local())
+        addresses = [
+            {a for kind in each.sharded.comm_buffers.addresses.values() for a in kind} for each in (model, twin)
+        ]
+        assert not addresses[0] & addresses[1]
+        del log[:]
+        twin.sharded.registration.end()
+        assert [entry[:2] for entry in log] == [
+            ("deregister", group) for group in reversed([g for _, g, *_ in registered])
+        ]
+        assert model.sharded.registration.is_active
 
 
 @pytest.mark.parametrize(
@@ -384,7 +424,7 @@ def test_symmetric_memory(version: tuple[int, ...], disabled: bool, symmetric: b
         )[0]
         assert not log
         assert model.manual_buffer_registration()
-    assert [entry[3] for entry in log if entry[0] == "register"] == [symmetric]
+    assert [entry[3] for entry in log if entry[0] == "register"] == [symmetric] * 2
     assert model.sharded.comm_buffers.is_strict == symmetric
 
 

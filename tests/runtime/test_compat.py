@@ -703,6 +703,8 @@ def test_a_group_like_another_one_has_its_nccl_options() -> None:
             assert given[-1] is None, "NCCL does not run the group"
             with mock.patch.object(distributed_c10d, "ProcessGroupNCCL", Nccl, create=True):
                 copied = compat.nccl_options(group)
+                backends["cuda"] = SimpleNamespace(wrapped_pg=backends["cuda"])
+                assert compat.nccl_options(group) == copied, "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends"
             assert copied == replace(options, split_from=None)
             assert copied is not options
             with mock.patch("mfsdp_compile.runtime.compat.distributed.nccl_options", return_value=copied):
