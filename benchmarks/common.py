@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -280,6 +280,7 @@ def run(
     measure: Callable[[Config, int, torch.device], dict[str, Any]],
     show: Callable[[Config, dict[str, Any]], None],
     simulate: bool = False,
+    **defaults: int,
 ) -> None:
     """Run a benchmark as a program.
 
@@ -289,8 +290,9 @@ def run(
         measure: Measures every system. Runs on each rank.
         show: Prints the results of rank 0.
         simulate: Always simulate the other ranks.
+        **defaults: Other defaults of the arguments.
     """
-    config = parse(documentation.splitlines()[0], rounds, simulate)
+    config = parse(documentation.splitlines()[0], rounds, simulate, defaults)
     facts = describe(config)
     print("\n".join(facts), flush=True)
     results = launch(measure, config)
@@ -310,7 +312,7 @@ def rows(results: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, result
 
 
-def parse(description: str, rounds: int, simulate: bool) -> Config:
+def parse(description: str, rounds: int, simulate: bool, defaults: Mapping[str, int]) -> Config:
     gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=gpus or 2)
@@ -328,6 +330,7 @@ def parse(description: str, rounds: int, simulate: bool) -> Config:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cache", default="", help="folder of compile caches; a new one if not given")
     parser.add_argument("--out", default="", help="a JSON file to write")
+    parser.set_defaults(**defaults)
     given = vars(parser.parse_args())
     given["ranks"] = given["simulate"] or given["ranks"]
     return Config(**given | {"systems": tuple(given["systems"]), "simulate": simulate or bool(given["simulate"])})

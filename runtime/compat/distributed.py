@@ -131,7 +131,7 @@ _counted_by_backend: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = w
 
 
 def _counting_backends(group: dist.ProcessGroup) -> list[Any]:
-    found = {}
+    found: dict[Any, None] = {}
     for device in group._device_types:
         with contextlib.suppress(RuntimeError):
             backend = group._get_backend(device)

@@ -445,9 +445,10 @@ class EagerRuntime:
             *anchors, _ = self._anchors_of(bucket)
             with torch.no_grad():
                 views = [bucket.whole_view(state.full, index) for index in range(len(anchors))]
-            slots, attached = bucket.plan.layout.slots, _Attach.apply(views, *anchors)
-            state.attached = [as_gathered(param, slot.name) for param, slot in zip(attached, slots, strict=True)]
-        self._handed_out += map(weakref.ref, state.attached)
+            attached = _Attach.apply(views, *anchors)
+        for param, slot in zip(attached, bucket.plan.layout.slots, strict=True):
+            self.hand_out(as_gathered(param, slot.name))
+        state.attached = list(attached)
         return state.attached
 
     @_unseen

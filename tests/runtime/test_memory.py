@@ -138,3 +138,57 @@ def test_measure_sees_what_is_there() -> None:
         kept = [torch.empty(1 << 18) for _ in range(10)]
 
     assert abs(allocated(work)[0] - 10 * (1 << 20)) <= 4096
+
+
+class Reader(nn.Module):
+    """Computes with the matrices of another module, whose forward does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = zoo.Wide()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.held.modules():
+            if isinstance(linear, nn.Linear):
+                x = torch.relu(nn.functional.linear(x, linear.weight))
+        return x
+
+
+class Readers(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Reader() for _ in range(LAYERS))
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_that_other_modules_read(frozen: bool) -> None:
+    """They are not kept for the backward, except in the first forward, which finds out."""
+    with torch.random.fork_rng():
+        whole = Readers()
+    for param in whole.blocks[1].parameters():
+        param.requires_grad_(not frozen)
+    model = fully_shard_model(whole, fsdp_unit_modules=[Reader])
+    bucket = model.sharded.buckets[0].plan.gathered_bytes
+    x = torch.randn(1, WIDTH, requires_grad=True)
+    losses: list[Tensor] = []
+    first = allocated(lambda: losses.append(model(x)))[1]
+    losses.pop().backward()
+    later = allocated(lambda: losses.append(model(x)))[1]
+    assert first > LAYERS / 2 * bucket
+    assert later <= 2 * bucket + ACTIVATIONS
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_only_modules_with_parameters_hook_what_autograd_saves() -> None:
+    model, call, x = sharded(EAGER)
+    packed = []
+    eager = model.sharded.eager
+    pack, eager._pack = eager._pack, lambda tensor: packed.append(tensor) or pack(tensor)
+    call(x).backward()
+    there = len(packed)
+    packed.clear()
+    eager._hooks_everywhere = True
+    call(x).backward()
+    matrices = sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert len(packed) == there + matrices + 1  # what tanh keeps after each of them, and what the loss keeps
