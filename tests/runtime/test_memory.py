@@ -182,13 +182,18 @@ def test_parameters_that_other_modules_read(frozen: bool) -> None:
 @pytest.mark.usefixtures("fake_world")
 def test_only_modules_with_parameters_hook_what_autograd_saves() -> None:
     model, call, x = sharded(EAGER)
-    packed = []
-    eager = model.sharded.eager
-    pack, eager._pack = eager._pack, lambda tensor: packed.append(tensor) or pack(tensor)
-    call(x).backward()
-    there = len(packed)
-    packed.clear()
-    eager._hooks_everywhere = True
+    eager, count = model.sharded.eager, 0
+    pack = eager._pack
+
+    def packed(tensor: Tensor) -> Any:
+        nonlocal count
+        count += 1
+        return pack(tensor)
+
+    eager._pack = packed
     call(x).backward()
     matrices = sum(isinstance(module, nn.Linear) for module in model.modules())
-    assert len(packed) == there + matrices + 1  # what tanh keeps after each of them, and what the loss keeps
+    assert count == 2 * matrices - 1  # each matrix, and what it is multiplied by; the input needs no gradient
+    eager._hooks_everywhere, count = True, 0
+    call(x).backward()
+    assert count == 2 * matrices - 1 + matrices + 1  # also what tanh keeps after each of them, and the loss
