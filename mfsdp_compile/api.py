@@ -145,6 +145,13 @@ def fully_shard_model(
         maxpool_double_buffer: The same for all buckets, with buffers of the size of the largest one of each dtype.
         fsdp_db_use_persist_buf_on_alloc_fail: With ``fsdp_double_buffer``: a bucket that has its size to itself gets a
             buffer of its own.
+        enable_fine_grained_param_gather: Gather each module inside a unit at its first use, and release it after it has
+            run, instead of the unit as a whole. Only one module and the next one are gathered at a time, so less memory
+            is in use, and computation starts earlier. Messages are smaller and more numerous, and compiled units do not
+            share code (``options={"regions": ...}``). For large units, such as layers with many experts.
+        disable_bucketing: Give each parameter a bucket of its own. A unit still starts all of its gathers together,
+            but each parameter is awaited, and its gradient reduced, by itself. For comparisons, and for parameters that
+            are large enough to be messages of their own.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
         check_values: Compare the values of parameters between ranks, in addition to names, shapes and dtypes. Set it to
@@ -220,6 +227,15 @@ def fully_shard_model(
             "communication: zero_cta gathers from and into symmetric memory. Pass nccl_ub=True, and leave "
             "disable_symmetric_registration out."
         )
+    if enable_fine_grained_param_gather and unit_bytes is not None:
+        raise ValueError(
+            "enable_fine_grained_param_gather divides units into modules, and unit_bytes joins units: pass only one of them."
+        )
+    if disable_bucketing and bucket_bytes is not None:
+        raise ValueError(
+            "disable_bucketing gives each parameter a bucket of its own, so there is nothing that bucket_bytes could "
+            "split: pass only one of them."
+        )
     policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
     precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
     if isinstance(module, MegatronFSDP):
@@ -271,7 +287,13 @@ def fully_shard_model(
         gradient_policy=GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
         overlap=Overlap(overlap_param_gather, overlap_grad_reduce),
         check_values=check_values,
-        layout_policy=LayoutPolicy(block_numel=optimizer_block_size, bucket_bytes=bucket_bytes, unit_bytes=unit_bytes),
+        layout_policy=LayoutPolicy(
+            block_numel=optimizer_block_size,
+            bucket_bytes=bucket_bytes,
+            unit_bytes=unit_bytes,
+            by_parameter=disable_bucketing,
+        ),
+        by_module=enable_fine_grained_param_gather,
         whole=[
             name for name, param in module.named_parameters() if whole_params is not None and whole_params(name, param)
         ],
@@ -370,9 +392,7 @@ def fully_shard(
 
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "disable_bucketing": (False, "sharding without buckets"),
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
-    "enable_fine_grained_param_gather": (False, "gathering module by module"),
     "cuda_graph_mode": (False, "CUDA graphs"),
 }
 
@@ -399,6 +419,8 @@ _FLAGS = (
     "nccl_ub",
     "disable_symmetric_registration",
     "fsdp_manual_registration",
+    "disable_bucketing",
+    "enable_fine_grained_param_gather",
     "fsdp_double_buffer",
     "maxpool_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",

@@ -63,6 +63,7 @@ class LayoutPolicy:
             modules were constructed. None: a unit is one bucket, as far as padding allows.
         unit_bytes: Units whose gathered size is below this are joined with their neighbors until they reach it; see
             :func:`.units.join`. None: units are not joined.
+        by_parameter: Every parameter has a bucket of its own.
     """
 
     alignment_bytes: int = ALIGNMENT_BYTES
@@ -71,6 +72,7 @@ class LayoutPolicy:
     block_numel: int = 1
     bucket_bytes: int | None = None
     unit_bytes: int | None = None
+    by_parameter: bool = False
 
     def __post_init__(self) -> None:
         for name in ("bucket_bytes", "unit_bytes"):

@@ -48,6 +48,7 @@ class ShardingOptions:
 
     Args:
         unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
+        by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         precision: Dtypes of shards and gradients.
         gradient_policy: Options for gradients.
         overlap: Kinds of collectives that may overlap with computation.
@@ -80,6 +81,7 @@ class ShardingOptions:
     registers: Literal["now", "later", "never"] = "never"
     symmetric: bool = True
     communication: Communication = field(default_factory=Communication)
+    by_module: bool = False
 
 
 def shard_model(
@@ -146,7 +148,9 @@ def _agree_on_plan(
             initializer.prepare(module)
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
         unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
-        units = divide(module, options.unit_modules, unit_bytes, allows_meta=options.from_meta is not None)
+        units = divide(
+            module, options.unit_modules, unit_bytes, options.by_module, allows_meta=options.from_meta is not None
+        )
         own = options.experts() if options.experts is not None else None
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
@@ -215,7 +219,7 @@ def _make_units(plan: ModelPlan, members: Membership, device: torch.device, keep
                         made.originals.setdefault(site.module, {})[site.attribute] = original
                     site.module._parameters[site.attribute] = bucket.params[index]
                     made.homes.setdefault(site.module, {})[site.attribute] = Home(bucket, index)
-        made.units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets)))
+        made.units.append(EagerUnit(unit.name, unit.modules, unit.is_root, tuple(buckets), unit.is_module))
     return made
 
 

@@ -206,11 +206,17 @@ def prepare(
         record.regions, record.inlined = outline(
             graph,
             context,
-            {str(id(module)): unit.name for unit in units if not unit.is_root for module in unit.modules},
+            {
+                str(id(module)): unit.name
+                for unit in units
+                if not (unit.is_root or unit.is_module)
+                for module in unit.modules
+            },
             [replace(served_info(bucket.plan, bucket.topology), has_resident=False) for bucket in buckets],
             least,
             refused or {},
         )
+        record.inlined |= {unit.name: "its unit is gathered module by module" for unit in units if unit.is_module}
         for body in record.regions:
             its = region_context(body, chosen.float32_gradients)
             make = functools.partial(trace, body, its, chosen.inner == "inductor")

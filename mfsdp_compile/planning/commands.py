@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit", help="join neighboring units that are smaller until they have this many bytes, such as 512MiB"
     )
     parser.add_argument(
+        "--fine-grained", action="store_true", help="gather the modules of a unit one by one (enable_fine_grained_param_gather)"
+    )
+    parser.add_argument(
+        "--no-bucketing", action="store_true", help="give each parameter a bucket of its own (disable_bucketing)"
+    )
+    parser.add_argument(
         "--reshard",
         default="auto",
         help="whether the backward gathers again: true, false, auto, or a number of neighbors to gather over, as the option "
@@ -132,10 +138,16 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             reshard=reshard,
             bucket_bytes=most,
             unit_bytes=least,
+            by_module=given.fine_grained,
+            by_parameter=given.no_bucketing,
             microbatches=given.microbatches,
         )
         if given.bucket == "auto" and least is not None:
             raise ValueError("--bucket auto also tries unit sizes: remove --unit, or pass a size to --bucket")
+        if given.fine_grained and least is not None:
+            raise ValueError("--fine-grained divides units, and --unit joins them: pass only one of them")
+        if given.bucket is not None and (given.no_bucketing or (given.fine_grained and given.bucket == "auto")):
+            raise ValueError("--bucket has nothing to try where modules or parameters have buckets of their own")
     except ValueError as error:
         print(f"mfsdp plan: {error}", file=sys.stderr)
         return 2

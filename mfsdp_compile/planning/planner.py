@@ -151,6 +151,8 @@ class Job:
             bucket per unit.
         unit_bytes: Join smaller neighboring units up to this size; see :func:`~mfsdp_compile.fully_shard_model`. None:
             units are not joined.
+        by_module: Gather the modules of a unit one by one: ``enable_fine_grained_param_gather``.
+        by_parameter: One bucket per parameter: ``disable_bucketing``.
         microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
             of stages. Without a pipeline, a step has one.
     """
@@ -167,6 +169,8 @@ class Job:
     solved: bool = True
     bucket_bytes: int | None = None
     unit_bytes: int | None = None
+    by_module: bool = False
+    by_parameter: bool = False
     microbatches: int | None = None
 
     def microbatches_of(self, candidate: Candidate) -> int:
@@ -416,7 +420,7 @@ def plan(
     ]
     if not tried:
         raise ValueError(f"{' or '.join(map(str, degrees))} do not divide {list(worlds)} ranks")
-    parts = parts or job.bucket_bytes is not None
+    parts = parts or job.bucket_bytes is not None or job.by_module or job.by_parameter
     traces = {
         of: traced_stages(job.work, job.hardware, job.fused, parts=parts, degrees=of)
         for of in dict.fromkeys(candidate.degrees for candidate in tried)
@@ -626,7 +630,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     """Return the scheduling problem of the traced model, with its buckets laid out for a candidate's ranks."""
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
-    layout = LayoutPolicy(bucket_bytes=job.bucket_bytes)
+    layout = LayoutPolicy(bucket_bytes=job.bucket_bytes, by_parameter=job.by_parameter)
     planner = BucketPlanner(topology, job.precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
     numbers: dict[str, list[int]] = {}  # numbers of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
@@ -641,10 +645,14 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
         alike = tuple(traced.buckets[of[0]].like for of in own)
         if alike not in known:
             parameters = [[traced.buckets[number].parameters for number in of] for of in own]
-            known[alike] = _lay_out([traced.units[unit] for unit in alike], parameters, planner, portions)
+            known[alike] = _lay_out(
+                [traced.units[unit] for unit in alike], parameters, planner, portions, job.by_module
+            )
         for position, laid_out in enumerate(known[alike]):
-            which = name if len(known[alike]) == 1 else f"{name}#{position}"
-            infos.append(replace(laid_out.info, name=which, unit=name))
+            unit = f"{name}.{laid_out.module}" if laid_out.module else name
+            of_unit = [other for other in known[alike] if other.module == laid_out.module]
+            which = unit if len(of_unit) == 1 else f"{unit}#{of_unit.index(laid_out)}"
+            infos.append(replace(laid_out.info, name=which, unit=unit))
             sources.append([_Source(own[i][j], part, whole) for i, j, part, whole in laid_out.sources])
     policy = SchedulePolicy(memory_budget=job.usable, prefetch="auto", reshard_after_forward="auto")
     if candidate.degrees.pipeline > 1:  # as in the backend
@@ -687,23 +695,31 @@ class _LaidOut(NamedTuple):
     Args:
         info: Description of the bucket.
         sources: Unit, number of the traced bucket within that unit, and ``part`` and ``whole`` of :class:`_Source`.
+        module: Name in its unit of the module that is gathered by itself; empty if the unit is gathered as a whole.
     """
 
     info: BucketInfo
     sources: Sequence[tuple[int, int, int, int]]
+    module: str = ""
 
 
 def _lay_out(
-    units: Sequence[Unit], traced: Sequence[Sequence[Set[str]]], planner: BucketPlanner, portions: int
+    units: Sequence[Unit],
+    traced: Sequence[Sequence[Set[str]]],
+    planner: BucketPlanner,
+    portions: int,
+    by_module: bool = False,
 ) -> list[_LaidOut]:
     """Lay out the buckets of units that are joined into one.
 
     Args:
         traced: For each unit, the parameters in each traced bucket.
         portions: Number of ranks that backwards gather over. 0: that of forwards.
+        by_module: Whether each module of a unit has buckets of its own.
     """
     params: list[tuple[nn.Parameter, tuple[Site, ...]]] = []
     origin: dict[str, tuple[int, int]] = {}  # unit and bucket, by parameter
+    places = {param: {site.module_name for site in sites} for unit in units for param, sites in unit.params}
     for i, unit in enumerate(units):
         for param, (site, *_) in unit.params:
             # Several units may share one trace, in which case their names are the same.
@@ -713,14 +729,25 @@ def _lay_out(
     whole = Counter[tuple[int, int]]()
     for param, (site,) in params:
         whole[origin[site.name]] += param.numel()
+    modules: dict[str, list[tuple[nn.Parameter, tuple[Site, ...]]]] = {}
+    for param, (site,) in params:
+        # A parameter of several modules belongs to their unit, as in find_units.
+        alone = by_module and not units[0].is_root and len(places[param]) == 1
+        inner = site.module_name.removeprefix(f"0.{units[0].name}").removeprefix(".") if alone else ""
+        modules.setdefault(inner, []).append((param, (site,)))
+    planned = [
+        (module, plan)
+        for module, own in modules.items()
+        for plan in planner.unit(Unit(units[0].name, (), tuple(own), is_root=False))
+    ]
     found = []
-    for plan in planner.unit(Unit(units[0].name, (), tuple(params), is_root=False)):
+    for module, plan in planned:
         part = Counter[tuple[int, int]]()
         for slot in plan.layout.slots:
             part[origin[slot.name]] += slot.numel
         laid_out = [(*where, count, whole[where]) for where, count in part.items()]
         topology = planner.topology_of(plan.is_expert)
-        found.append(_LaidOut(bucket_info(plan, topology, portions), laid_out))
+        found.append(_LaidOut(bucket_info(plan, topology, portions), laid_out, module))
     return found
 
 

@@ -88,12 +88,14 @@ class EagerUnit:
             parts of the root.
         is_root: Whether the unit is a part of the root.
         buckets: Buckets of the unit.
+        is_module: Whether it is one module of a larger unit, whose modules are gathered one by one.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     is_root: bool
     buckets: tuple[Bucket, ...]
+    is_module: bool = False
 
     @functools.cached_property
     def gathered_bytes(self) -> int:

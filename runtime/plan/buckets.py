@@ -38,8 +38,8 @@ class BucketPlanner:
     experts: ExpertPlacement | None = None
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        """Plan the buckets of a unit: one for each dtype, ``requires_grad`` and topology, or more if padding or
-        ``bucket_bytes`` demand it."""
+        """Plan the buckets of a unit: one for each dtype, ``requires_grad`` and topology, or more if padding,
+        ``bucket_bytes`` or ``by_parameter`` demand it."""
         groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
@@ -50,7 +50,8 @@ class BucketPlanner:
         plans: list[BucketPlan] = []
         for (dtype, requires_grad, is_expert), specs in groups.items():
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
-            for part in in_parts(specs, dtype.itemsize, most):
+            alone = self.layout_policy is not None and self.layout_policy.by_parameter
+            for part in [[spec] for spec in specs] if alone else in_parts(specs, dtype.itemsize, most):
                 for layout in plan_layouts(
                     part, dtype.itemsize, self.topology_of(is_expert).shards, self.layout_policy
                 ):

@@ -132,13 +132,16 @@ class ModelPlan:
             )
 
 
-def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, allows_meta: bool) -> tuple[Unit, ...]:
+def divide(
+    module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, by_module: bool, allows_meta: bool
+) -> tuple[Unit, ...]:
     """Divide a model that can be sharded into units.
 
     Args:
         module: The model.
         unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
         unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
+        by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         allows_meta: Whether parameters may be on the meta device.
 
     Raises:
@@ -152,6 +155,11 @@ def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None,
             f"unit_bytes={unit_bytes:,} joins small units, but with fsdp_unit_modules=None the whole model is one "
             "unit. Pass the classes to shard by, or remove unit_bytes."
         )
+    if unit_modules is None and by_module:
+        raise ValueError(
+            "enable_fine_grained_param_gather gathers the modules of a unit one by one, but with fsdp_unit_modules=None "
+            "the whole model is one unit, which is not divided. Pass the classes to shard by, or 'auto'."
+        )
     if unit_modules is None and (blocks := repeated_blocks(module)):
         names = ", ".join(cls.__qualname__ for cls in blocks)
         warnings.warn(
@@ -159,7 +167,7 @@ def divide(module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None,
             f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
             stacklevel=4,
         )
-    units = find_units(module, resolve_unit_classes(module, unit_modules))
+    units = find_units(module, resolve_unit_classes(module, unit_modules), by_module)
     return join(module, units, unit_bytes) if unit_bytes is not None else units
 
 

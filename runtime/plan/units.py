@@ -48,12 +48,14 @@ class Unit:
         modules: Modules whose forwards are the unit's windows: one module; several that were joined, in registration
             order; or the model itself for parts of the root.
         params: Each parameter once, with every place that holds it, in registration order.
+        is_module: Whether it is one module of a larger unit, see ``by_module`` of :func:`find_units`.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     params: tuple[tuple[nn.Parameter, tuple[Site, ...]], ...]
     is_root: bool
+    is_module: bool = False
 
     @property
     def gathered_bytes(self) -> int:
@@ -124,11 +126,18 @@ def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
     return {cls: blocks for cls, blocks in children.items() if len(blocks) >= 2}
 
 
-def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Unit, ...]:
-    """Return all units that own parameters, in registration order of their first parameter."""
+def find_units(model: nn.Module, classes: Sequence[type[nn.Module]], by_module: bool = False) -> tuple[Unit, ...]:
+    """Return all units that own parameters, in registration order of their first parameter.
+
+    Args:
+        by_module: Whether each module inside a unit that holds parameters is a unit of its own.
+    """
     unit_modules: dict[str, nn.Module] = {
         name: module for name, module in model.named_modules() if name and isinstance(module, tuple(classes))
     }
+    if by_module:
+        holders = {f"{name}.{inner}": m for name in unit_modules for inner, m in _holders(unit_modules[name])}
+        unit_modules |= {name: module for name, module in holders.items() if name not in unit_modules}
     sites = _sites(model)
     owners = {param: _innermost([s.module_name for s in places], unit_modules) for param, places in sites.items()}
 
@@ -145,9 +154,15 @@ def find_units(model: nn.Module, classes: Sequence[type[nn.Module]]) -> tuple[Un
             (unit_modules.get(name, model),),
             tuple((param, tuple(sites[param])) for param in params),
             is_root=name not in unit_modules,
+            is_module=by_module and name in unit_modules,
         )
         for name, params in owned.items()
     )
+
+
+def _holders(unit: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside a unit that hold parameters, with their names in it."""
+    return [(name, module) for name, module in unit.named_modules() if name and module._parameters]
 
 
 def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...]:

@@ -1,0 +1,228 @@
+"""Units that are gathered module by module, and parameters with buckets of their own: the numbers of whole units."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS
+from pool import on_ranks
+from torch import Tensor, nn
+
+from mfsdp_compile import explain, fully_shard_model
+from mfsdp_compile.diagnostics.measure import allocated, collectives
+from mfsdp_compile.planning.planner import Candidate, Job, plan, planned
+from mfsdp_compile.planning.workloads import workload
+from mfsdp_compile.passes.solver.hardware import hardware
+
+MODULE = {"enable_fine_grained_param_gather": True}
+PARAMETER = {"disable_bucketing": True}
+OFTEN = ["Plain", "Tied", "CalledTwice", "FrozenParameters", "CheckpointedReentrant", "Nested", "GraphBreaks"]
+GATHER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+def buckets_of(model: Any) -> list[str]:
+    return [bucket.plan.name for bucket in model.sharded.buckets]
+
+
+def assert_same(mine: parity.Run, its: parity.Run) -> None:
+    """Assert bitwise equality by parameter. Shards are at different places."""
+    assert all(torch.equal(a, b) for a, b in zip(mine.losses, its.losses, strict=True))
+    for here, there in zip([*mine.gradients, mine.params], [*its.gradients, its.params], strict=True):
+        assert here.keys() == there.keys()
+        for name, value in here.items():
+            assert torch.equal(value, there[name]), name
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.long) for n in MODELS])
+@on_ranks(2)
+def test_feature(name: str) -> None:
+    """Sums over two ranks do not depend on where a shard ends."""
+    data = parity.batches(steps=2)
+    whole = parity.train_sharded(MODELS[name], EAGER, data, parity.sgd)
+    for sharding in (MODULE, PARAMETER, MODULE | PARAMETER):
+        eager = parity.train_sharded(MODELS[name], EAGER, data, parity.sgd, sharding=sharding)
+        compiled = parity.train_sharded(MODELS[name], AOT_EAGER, data, parity.sgd, sharding=sharding)
+        assert buckets_of(eager.model) != buckets_of(whole.model)
+        parity.assert_bitwise(eager, compiled)
+        assert_same(eager, whole)
+
+
+@pytest.mark.parametrize("strategy", [1, 2, 3])
+@on_ranks(4)
+def test_strategies(strategy: int) -> None:
+    data = parity.batches(steps=3)
+    alone = parity.train_alone(zoo.Plain, data, parity.sgd)
+    for more in ({}, {"fsdp_double_buffer": True}):
+        sharding = {"zero_dp_strategy": strategy, **MODULE, **more}
+        eager = parity.train_sharded(zoo.Plain, EAGER, data, parity.sgd, microbatches=2, sharding=sharding)
+        compiled = parity.train_sharded(zoo.Plain, AOT_EAGER, data, parity.sgd, microbatches=2, sharding=sharding)
+        parity.assert_bitwise(eager, compiled)
+        parity.assert_close(eager, alone)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_inductor() -> None:
+    data = parity.batches(steps=2)
+    alone = parity.train_alone(zoo.Plain, data, parity.sgd)
+    for sharding in (MODULE, PARAMETER):
+        parity.assert_close(parity.train_sharded(zoo.Plain, INDUCTOR, data, parity.sgd, sharding=sharding), alone)
+
+
+class Shared(nn.Module):
+    """Two blocks whose projections share one matrix inside each block."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+            self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+            self.third.weight = self.second.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.scale * self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shared.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_what_is_in_which_bucket() -> None:
+    """What several modules hold belongs to their unit, and so does what the unit itself holds."""
+
+    def names(**options: Any) -> dict[str, list[str]]:
+        model = fully_shard_model(parity.build(Shared), fsdp_unit_modules=[Shared.Block], **options)
+        first = [bucket for bucket in model.sharded.buckets if "blocks.0" in bucket.plan.name]
+        prefix = "blocks.0."
+        return {
+            bucket.plan.name: [slot.name.removeprefix(prefix) for slot in bucket.plan.layout.slots] for bucket in first
+        }
+
+    assert names(**MODULE) == {
+        "blocks.0": ["scale", "second.weight"],
+        "blocks.0.first": ["first.weight", "first.bias"],
+        "blocks.0.second": ["second.bias"],
+        "blocks.0.third": ["third.bias"],
+    }
+    parameters = ["scale", "first.weight", "first.bias", "second.weight", "second.bias", "third.bias"]
+    assert list(names(**PARAMETER).values()) == [[name] for name in parameters]
+    assert all(len(own) == 1 for own in names(**MODULE, **PARAMETER).values())
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_collectives(mode: str) -> None:
+    """Two blocks of three modules and six parameters. Outside of units nothing changes."""
+    expected = {"whole": 2, "module": 2 * 3, "parameter": 2 * 6}
+    for kind, sharding in (("whole", {}), ("module", MODULE), ("parameter", PARAMETER)):
+        model, call = parity.shard(parity.build(partial(zoo.Plain, layers=2)), mode, [zoo.Block], sharding=sharding)
+        x = parity.batches(1)[0, dist.get_rank()]
+        call(x).backward()
+        counted = collectives(lambda call=call, x=x: call(x).backward())
+        outside = len([bucket for bucket in model.sharded.buckets if bucket.plan.name.startswith("root")])
+        if kind == "parameter":
+            assert outside == 2 + 4  # the root's parameters have buckets of their own, too
+        # The backward gathers again, except for the last unit, and what it does not read.
+        assert expected[kind] + outside <= counted[GATHER] <= 2 * (expected[kind] + outside)
+        assert counted[REDUCE] == expected[kind] + outside
+
+
+WIDTH = 192
+
+
+class Wide(nn.Module):
+    """A unit of four equal matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = torch.relu(part(x))
+        return x
+
+
+class Wides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.usefixtures("fake_world")
+def test_memory(mode: str) -> None:
+    """Two modules are gathered at a time, instead of two units."""
+    module_bytes = 4 * WIDTH * WIDTH
+    peaks = {}
+    for kind, sharding in (("whole", {}), ("module", MODULE)):
+        _, call = parity.shard(parity.build(Wides), mode, [Wide], sharding=sharding)
+        x = torch.randn(1, WIDTH)
+
+        def forward(call: Any = call, x: Tensor = x) -> None:
+            with torch.no_grad():
+                call(x)
+
+        forward()
+        peaks[kind] = allocated(forward)[0] / module_bytes
+    assert 4 < peaks["whole"] <= 8.2
+    assert peaks["module"] <= 2.2
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_compiled_code_awaits_each_module_at_its_use() -> None:
+    model, call = parity.shard(parity.build(Wides), AOT_EAGER, [Wide], sharding=MODULE)
+    call(torch.randn(1, WIDTH)).backward()
+    forward = next(record for record in model.sharded.compiled_graphs).listing("forward")
+    assert forward
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_regions_are_explained() -> None:
+    model, call = parity.shard(parity.build(Wides), AOT_EAGER, [Wide], sharding=MODULE)
+    call(torch.randn(1, WIDTH)).backward()
+    assert "its unit is gathered module by module" in str(explain(model))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_contradictions_are_refused() -> None:
+    for options, fragment in (
+        ({**MODULE, "unit_bytes": 1 << 20, "fsdp_unit_modules": [zoo.Block]}, "divides units into modules"),
+        ({**MODULE}, "fsdp_unit_modules=None"),
+        ({**PARAMETER, "bucket_bytes": 1 << 20}, "nothing that bucket_bytes could split"),
+    ):
+        model = parity.build(zoo.Plain)
+        with pytest.raises(ValueError, match=fragment):
+            fully_shard_model(model, **options)
+        model(torch.randn(2, 8)).backward()
+
+
+def test_plan() -> None:
+    """Module by module, a plan needs less memory and more messages."""
+    found = {}
+    for kind, more in (("whole", {}), ("module", {"by_module": True}), ("parameter", {"by_parameter": True})):
+        job = Job(workload("llama3-8b", batch=1, length=2048), hardware("h100-ib"), reshard=True, solved=False, **more)
+        forecast = plan(job, [64])
+        assert forecast.best is not None
+        found[kind] = forecast.best, planned(job, forecast.stages, forecast.best.candidate, details=True)
+    assert isinstance(found["module"][0].candidate, Candidate)
+    names = {kind: {info.name for info in problem.context.buckets} for kind, (_, problem) in found.items()}
+    assert {"layers.7.attention.q", "layers.7.feed_forward.up"} <= names["module"] or names["module"]
+    assert len(names["whole"]) < len(names["module"]) < len(names["parameter"])
