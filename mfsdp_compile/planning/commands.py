@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit", help="join neighboring units that are smaller until they have this many bytes, such as 512MiB"
     )
     parser.add_argument(
-        "--fine-grained", action="store_true", help="gather the modules of a unit one by one (enable_fine_grained_param_gather)"
+        "--fine-grained",
+        action="store_true",
+        help="gather the modules of a unit one by one (enable_fine_grained_param_gather)",
     )
     parser.add_argument(
         "--no-bucketing", action="store_true", help="give each parameter a bucket of its own (disable_bucketing)"

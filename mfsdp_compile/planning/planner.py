@@ -648,7 +648,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
             known[alike] = _lay_out(
                 [traced.units[unit] for unit in alike], parameters, planner, portions, job.by_module
             )
-        for position, laid_out in enumerate(known[alike]):
+        for laid_out in known[alike]:
             unit = f"{name}.{laid_out.module}" if laid_out.module else name
             of_unit = [other for other in known[alike] if other.module == laid_out.module]
             which = unit if len(of_unit) == 1 else f"{unit}#{of_unit.index(laid_out)}"

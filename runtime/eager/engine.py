@@ -586,8 +586,10 @@ class EagerRuntime:
             if idle is not unit:
                 self._release(idle)
         self._idle.clear()
-        self._start(unit)
-        state = self._gathered[bucket]
+        state = self._gathered.get(bucket)
+        if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
+            self._start(unit)
+            state = self._gathered[bucket]
         if state.started is not None:
             state.full, state.started = self._await(state.started), None
         else:

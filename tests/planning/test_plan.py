@@ -290,6 +290,43 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("planned_with", "sharded_with"),
+    [({"by_module": True}, "enable_fine_grained_param_gather"), ({"by_parameter": True}, "disable_bucketing")],
+)
+def test_a_plan_of_divided_units_is_what_the_compiler_does(planned_with: dict[str, bool], sharded_with: str) -> None:
+    job = Job(llama(8), CPU, fused=False, solved=False, **planned_with)
+    row = planned(job, by_parameter(8, fused=False), Candidate(ZERO3, 4))
+    assert row.timeline is not None
+
+    from mfsdp_compile.runtime import compat
+
+    with compat.fake_process_group(4):
+        options = {"fsdp_unit_modules": [Block], sharded_with: True}
+        model = fully_shard_model(Llama(LlamaConfig(layers=8)), **options)
+        options = {"inner": "aot_eager", "report": True, "hardware": "cpu", "regions": False}
+        torch.compile(model, backend="mfsdp", options=options)(*torch.randint(0, 256, (2, 4, 64))).backward()
+        record = model.sharded.compiled_graphs[-1]
+    torch.compiler.reset()
+    mine, its = ({b.name: (b.unit, b.gathered_bytes) for b in made.context.buckets} for made in (row, record))
+    assert mine == its
+    assert len(mine) > 8 * 7
+    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
+    real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
+    # As above.
+    assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+    assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+
+
+def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--fine-grained", "--no-bucketing"):
+        assert main(["plan", "--model", "demo", "--world", "8", flag]) == 0
+    for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
+        assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
+    assert "divides units, and --unit joins them" in capsys.readouterr().err
+
+
 def test_parts_of_a_unit_are_awaited_where_they_are_used() -> None:
     """Each bucket of a unit is awaited where it is used, in traced layers and in those that they stand for."""
     traced = by_parameter(8)

@@ -77,9 +77,7 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("disable_bucketing", True),
         ("keep_fp8_transpose_cache", True),
-        ("enable_fine_grained_param_gather", True),
         ("cuda_graph_mode", True),
     ],
 )
