@@ -138,7 +138,7 @@ class GradSync:
             bucket = backward.bucket()
             if bucket is None or bucket not in own or not bucket.plan.requires_grad or not backward.leaves:
                 continue  # without leaves, the eager path reduces
-            asked = gradients.Asked.of(backward.leaves)
+            asked = backward.asked = gradients.Asked.of(backward.leaves)
             if bucket.pending is not None:
                 bucket.pending.asked = asked
             if asked.added:
@@ -166,7 +166,7 @@ class GradSync:
                 bucket.forget_abandoned(bucket.pending.total)
                 self._eager.reduce_waiting(bucket)
         # The same buckets on all ranks, even if hooks have taken their gradients off already.
-        shown = {bucket for bucket in self._buckets if any(gradient is not None for gradient in bucket.gradients)}
+        shown = {bucket for bucket in self._buckets if bucket.has_gradients}
         self._settle([bucket for bucket in self._buckets if bucket in shown | self._use_varies])
         self.microbatches = 0
         for bucket in self._buckets:
@@ -184,7 +184,7 @@ class GradSync:
             zip(varying, self.used_anywhere(varying, list(map(gradients.levels_of_use, varying))), strict=True)
         )
         for bucket in buckets:
-            gradients.settle(bucket, everyones.get(bucket) or gradients.levels_of_use(bucket))
+            gradients.settle(bucket, everyones.get(bucket))
         self._use_varies.difference_update(buckets)
 
     @torch.no_grad()

@@ -275,10 +275,9 @@ class _Call:
             owner.enter_compiled([bucket for bucket in buckets if bucket.owner is owner])
             owner.refresh()
         backwards = [gradients.Backward.through(bucket) for bucket in buckets]
+        shards = gradients.shards_of(buckets, backwards)
         tensors = [
-            tensor
-            for bucket, backward in zip(buckets, backwards, strict=True)
-            for tensor in (gradients.shard_of(bucket, backward), *_beside_shard(bucket))
+            tensor for bucket, shard in zip(buckets, shards, strict=True) for tensor in (shard, *_beside_shard(bucket))
         ]
         return buckets, backwards, tensors, self._rest(args)
 

@@ -396,7 +396,14 @@ class Bucket:
     @property
     def gradients(self) -> list[Tensor | None]:
         """The gradients attached to the parameters."""
-        return [getattr(param, self.plan.grad_attribute, None) for param in self.params]
+        attribute = self.plan.grad_attribute
+        return [getattr(param, attribute, None) for param in self.params]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter has a gradient attached."""
+        attribute = self.plan.grad_attribute
+        return any(getattr(param, attribute, None) is not None for param in self.params)
 
     @property
     def gradient_waits(self) -> bool:

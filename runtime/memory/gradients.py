@@ -22,6 +22,7 @@ Variations
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ __all__ = [
     "put_aside",
     "refuse_double_backward",
     "settle",
-    "shard_of",
+    "shards_of",
     "tell_counting_hooks",
     "used_so_far",
 ]
@@ -67,62 +68,83 @@ class Backward:
         leaves: The autograd nodes of the bucket's parameters, None for frozen ones. Empty if the eager path reduces the
             gradients.
         used: Indices of parameters that get a gradient in this backward; known when its graph begins.
+        asked: What the running backward wants; known when its graph begins, if that says so.
     """
 
     bucket: weakref.ref[Bucket]
     name: str
     leaves: Sequence[Any] = ()
     used: frozenset[int] = frozenset()
+    asked: Asked | None = None
 
     @staticmethod
     def through(bucket: Bucket) -> Backward:
         return Backward(weakref.ref(bucket), bucket.plan.name)
 
 
-def shard_of(bucket: Bucket, backward: Backward) -> Tensor:
-    """Return the bucket's shard, ``[shard_numel]``, as a differentiable function of its parameters.
+def shards_of(buckets: Sequence[Bucket], backwards: Sequence[Backward]) -> Sequence[Tensor]:
+    """Return the buckets' shards, each ``[shard_numel]``, as differentiable functions of their parameters.
 
-    This is the input of compiled code. The gradient of the shard, already reduced, becomes the parameters' gradient in
-    ``backward``.
+    They are the input of compiled code, whose backward returns the gradients of all shards, already reduced, together.
+    Each becomes the gradient of its bucket's parameters.
     """
-    shard: Tensor = _Shard.apply(bucket, backward, *bucket.params)
-    if shard.grad_fn is not None:
-        backward.leaves = [node for node, _ in shard.grad_fn.next_functions]
-    return shard
+    shards: Sequence[Tensor] = _Shards.apply(buckets, backwards, *(param for b in buckets for param in b.params))
+    node = next((shard.grad_fn for shard in shards if shard.grad_fn is not None), None)
+    if node is not None:
+        leaves = iter(node.next_functions)
+        for bucket, backward in zip(buckets, backwards, strict=True):
+            backward.leaves = [leaf for leaf, _ in itertools.islice(leaves, len(bucket.params))]
+    return shards
 
 
-class _Shard(torch.autograd.Function):
-    """Maps a bucket's parameters, which are autograd leaves, to their flat shard."""
+class _Shards(torch.autograd.Function):
+    """Maps parameters, which are autograd leaves, to the flat shards of their buckets.
+
+    There is one node for all buckets of a graph: a node of its own for each takes longer than everything else here.
+    """
 
     @staticmethod
     @compat.python_only
-    def forward(ctx: Any, bucket: Bucket, backward: Backward, *params: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, buckets: Sequence[Bucket], backwards: Sequence[Backward], *params: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.backward_of = backward
-        return bucket.flat.detach()
+        ctx.backwards = backwards
+        shards = tuple(bucket.flat.detach() for bucket in buckets)
+        frozen = (shard for bucket, shard in zip(buckets, shards, strict=True) if not bucket.plan.requires_grad)
+        ctx.mark_non_differentiable(*frozen)
+        return shards
 
     @staticmethod
     @compat.python_only
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        bucket = ctx.backward_of.bucket()
-        asked = Asked.of(ctx.backward_of.leaves)
-        if bucket is None or gradient is None:
-            return None, None, *asked.nothing
-        if torch.is_grad_enabled():
-            refuse_double_backward()
-        used = ctx.backward_of.used
-        tell_counting_hooks(bucket, asked.added - used)
-        if asked.returned:
-            return None, None, *asked.select(bucket, gradient, used)
-        if not bucket.gradient_waits:  # a deferred gradient is zeros here
-            if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
-                gradient = gradient.clone()
-                views = bucket.views(gradient)
-                for index in unasked:
-                    views[index].zero_()
-            accumulate(bucket, gradient, used - asked.left_out)
-        bucket.owner.grad_sync.touched(bucket)
-        return None, None, *asked.nothing
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        returned: list[Tensor | None] = []
+        for backward, gradient in zip(ctx.backwards, gradients, strict=True):
+            returned += _receive(backward, gradient)
+        return None, None, *returned
+
+
+def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | None]:
+    """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
+    bucket, asked = backward.bucket(), backward.asked or Asked.of(backward.leaves)
+    backward.asked = None
+    if bucket is None or gradient is None:
+        return asked.nothing
+    if torch.is_grad_enabled():
+        refuse_double_backward()
+    used = backward.used
+    tell_counting_hooks(bucket, asked.added - used)
+    if asked.returned:
+        return asked.select(bucket, gradient, used)
+    if not bucket.gradient_waits:  # a deferred gradient is zeros here
+        if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
+            gradient = gradient.clone()
+            views = bucket.views(gradient)
+            for index in unasked:
+                views[index].zero_()
+        accumulate(bucket, gradient, used - asked.left_out)
+    bucket.owner.grad_sync.touched(bucket)
+    return asked.nothing
 
 
 @dataclass(frozen=True)
@@ -149,12 +171,10 @@ class Asked:
         Args:
             leaves: The autograd nodes of the parameters, None for frozen ones.
         """
-        found: dict[compat.Wanted, set[int]] = {wanted: set() for wanted in compat.Wanted}
-        for index, leaf in enumerate(leaves):
-            if leaf is not None:
-                found[compat.wanted(leaf)].add(index)
+        wanted = [compat.wanted(leaf) if leaf is not None else None for leaf in leaves]
         added, returned, left_out = (
-            frozenset(found[w]) for w in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
+            frozenset([index for index, found in enumerate(wanted) if found is kind])
+            for kind in (compat.Wanted.ADDED, compat.Wanted.RETURNED, compat.Wanted.NOT)
         )
         return Asked(added, returned, left_out, len(leaves))
 
@@ -221,15 +241,18 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
 
 
 @torch.no_grad()
-def settle(bucket: Bucket, levels: Sequence[int]) -> None:
+def settle(bucket: Bucket, levels: Sequence[int] | None) -> None:
     """Set the gradients of parameters that no rank has used to None, as without sharding, so that optimizers skip them.
 
     Parameters that only other ranks have used run their hooks here.
 
     Args:
-        levels: For each parameter, the maximum of :func:`levels_of_use` over all ranks.
+        levels: For each parameter, the maximum of :func:`levels_of_use` over all ranks. None: it is the same on all.
     """
-    known = used_so_far(bucket)
+    if not bucket.provisional and len(bucket.used_now) == len(bucket.params):  # usually
+        bucket.used_now.clear()
+        return
+    levels, known = levels or levels_of_use(bucket), used_so_far(bucket)
     for index, (param, level) in enumerate(zip(bucket.params, levels, strict=True)):
         if index not in known and level == 0:
             _attach(bucket, param, None)
@@ -382,7 +405,10 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
 
 def _attached(bucket: Bucket) -> list[Tensor | None]:
     """Attached gradients that have values; None for the others."""
-    return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in bucket.gradients]
+    gradients = bucket.gradients
+    if bucket.pending is None:  # only deferred gradients have no values
+        return gradients
+    return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in gradients]
 
 
 def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:
@@ -427,7 +453,7 @@ def _shared_flat(bucket: Bucket, gradients: Sequence[Tensor | None]) -> Tensor |
 
 def _run_tensor_hooks(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> Tensor:
     """Run ``parameter.register_hook`` hooks on what this backward adds to the parameters that it uses."""
-    hooked = [index for index in used if bucket.params[index].tensor_hooks]
+    hooked = [index for index in used if bucket.params[index].has_tensor_hooks]
     if not hooked:
         return gradient
     gradient = gradient.clone()
@@ -454,6 +480,8 @@ def tell_counting_hooks(bucket: Bucket, unused: Collection[int]) -> None:
 
 def _run_accumulate_hooks(param: RowShardedTensor) -> None:
     """Run ``parameter.register_post_accumulate_grad_hook`` hooks."""
+    if not param.has_accumulate_hooks:
+        return
     for hook in list(param.accumulate_hooks.values()):
         hook(param)
 

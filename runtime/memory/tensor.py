@@ -309,6 +309,14 @@ class RowShardedTensor(DTensor):
         hooks: dict[int, Callable[[Tensor], None]] = self.__dict__.setdefault("mfsdp_accumulate_hooks", OrderedDict())
         return hooks
 
+    @property
+    def has_tensor_hooks(self) -> bool:
+        return bool(self.__dict__.get("mfsdp_hooks"))
+
+    @property
+    def has_accumulate_hooks(self) -> bool:
+        return bool(self.__dict__.get("mfsdp_accumulate_hooks"))
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """See ``Tensor.register_hook``."""
         return self._register(hook, self.tensor_hooks) if self._is_parameter else super().register_hook(hook)
