@@ -74,8 +74,9 @@ class Recording(TorchDispatchMode):
             with self:
                 return compat.run_higher_order(func, args, kwargs)
         if func.namespace == "mfsdp":
+            kernel = vars(ops).get(f"_{func._opname}") or vars(ops)[func._opname]
             with self:  # its kernel is Python, which a replay does not run
-                return getattr(ops, f"_{func._opname}")(*args, **kwargs)
+                return kernel(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default:
             assert _key(args[0]) not in self.made, "a value is read on the host"
             return func(*args, **kwargs)  # the number of a deferred gradient, which is on the host for good
