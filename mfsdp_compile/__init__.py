@@ -21,6 +21,7 @@ if elsewhere() is not None:
 
 with quick_imports():
     from .api import fully_shard, fully_shard_model, fully_shard_optimizer
+    from .cuda_graphs import capture_step
     from .diagnostics.explain import explain
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
@@ -40,6 +41,7 @@ __all__ = [
     "ScheduleError",
     "ShardingStrategy",
     "__version__",
+    "capture_step",
     "explain",
     "fully_shard",
     "fully_shard_model",

@@ -152,6 +152,10 @@ def fully_shard_model(
         disable_bucketing: Give each parameter a bucket of its own. A unit still starts all of its gathers together,
             but each parameter is awaited, and its gradient reduced, by itself. For comparisons, and for parameters that
             are large enough to be messages of their own.
+        cuda_graph_mode: Keep gradients, deferred sums and gathered parameters that last from step to step at one address,
+            as CUDA graphs need: for :func:`~mfsdp_compile.capture_step`, or ``torch.cuda.graph`` around forward and
+            backward. ``zero_grad`` then zeroes gradients where it would set them to None. Implies
+            ``fsdp_double_buffer``. Costs memory: the gradients between ``zero_grad`` and the next backward.
         use_decoupled_grad: Store gradients in ``parameter.decoupled_grad``, in ``main_grads_dtype``, and leave
             ``.grad`` None. For Transformer Engine's ``FusedAdam(use_decoupled_grad=True)``.
         check_values: Compare the values of parameters between ranks, in addition to names, shapes and dtypes. Set it to
@@ -284,7 +288,7 @@ def fully_shard_model(
     options = ShardingOptions(
         unit_modules=fsdp_unit_modules,
         precision=precision,
-        gradient_policy=GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad),
+        gradient_policy=GradientPolicy(scaling, use_decoupled_grad, report_nan_in_param_grad, cuda_graph_mode),
         overlap=Overlap(overlap_param_gather, overlap_grad_reduce),
         check_values=check_values,
         layout_policy=LayoutPolicy(
@@ -301,7 +305,7 @@ def fully_shard_model(
         tensor_parallel=tensor_parallel_mesh(device_mesh, tp_dim, (dp_shard_dim, dp_outer_dim)),
         from_meta=_initializer(init_fn) if init_model_with_meta_device else None,
         buffer_policy=BufferPolicy(
-            fsdp_double_buffer or maxpool_double_buffer or nccl_ub,
+            fsdp_double_buffer or maxpool_double_buffer or nccl_ub or cuda_graph_mode,
             maxpool_double_buffer,
             fsdp_db_use_persist_buf_on_alloc_fail,
         ),
@@ -393,7 +397,6 @@ def fully_shard(
 
 _UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
     "keep_fp8_transpose_cache": (False, "fp8 parameters"),
-    "cuda_graph_mode": (False, "CUDA graphs"),
 }
 
 
@@ -424,6 +427,7 @@ _FLAGS = (
     "fsdp_double_buffer",
     "maxpool_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
+    "cuda_graph_mode",
 )
 
 

@@ -197,7 +197,7 @@ class MegatronFSDP(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients as ``nn.Module.zero_grad`` does, including those in ``decoupled_grad``."""
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none and not self.sharded.keeps_gradients)
         self.sharded.zero_gradients(set_to_none)
 
     def zero_grad_buffer(self) -> None:

@@ -84,6 +84,15 @@ class GradSync:
         """Whether reductions that run once per optimizer step run in the current backward."""
         return self.settings.is_due()
 
+    @property
+    def progress(self) -> tuple[int, frozenset[Bucket], frozenset[Bucket]]:
+        """What is known between two backwards: microbatches, buckets that were reduced, buckets whose use varies."""
+        return self.microbatches, frozenset(self._reduced), frozenset(self._use_varies)
+
+    @progress.setter
+    def progress(self, value: tuple[int, frozenset[Bucket], frozenset[Bucket]]) -> None:
+        self.microbatches, self._reduced, self._use_varies = value[0], set(value[1]), set(value[2])
+
     # -- the running backward -----------------------------------------------------------------------------------------
 
     @property
@@ -203,8 +212,12 @@ class GradSync:
             mine = [level for i in positions for level in found[i]]
             if group.size == 1 or not mine:
                 continue
-            self._conduct.start("find out which parameters were used", group=group)
-            result = compat.all_reduce_on_host(torch.tensor(mine, dtype=torch.uint8), "max", group.name).tolist()
+            what = "find out which parameters were used"
+            self._conduct.start(what, group=group)
+            if self._conduct.is_capturing:  # through the store, once: replays use the same parameters
+                result = self._conduct.maxima(group, what, mine)
+            else:
+                result = compat.all_reduce_on_host(torch.tensor(mine, dtype=torch.uint8), "max", group.name).tolist()
             for i in positions:
                 count = len(found[i])
                 found[i], result = result[:count], result[count:]

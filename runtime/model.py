@@ -70,6 +70,7 @@ class ShardedModel:
         compiled_graphs: Records of the passes, added by the backend.
         optimizers: The optimizers that hold its parameters.
         lineage: Which run this is, for checkpoints.
+        captured_steps: Its :class:`~.captured_step.CapturedStep` objects, whose graphs end with the process groups.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ShardedModel:
         self.optimizers = Optimizers()
         self.lineage = Lineage()
         self.compiled_graphs: list[Any] = []
+        self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
         self._known = frozenset(id(param) for bucket in self.buckets for param in bucket.params)
         self._schedules_replaced = 0
@@ -153,6 +155,11 @@ class ShardedModel:
     def everyone(self) -> dist.ProcessGroup:
         """Process group of all ranks that hold a part of the model."""
         return self.members.everyone
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay at one address: they are zeroed where they would be dropped."""
+        return self.buckets[0].plan.keeps_memory
 
     def is_miscompiled(self) -> bool:
         """See :func:`.compat.is_miscompiled`."""
@@ -426,7 +433,7 @@ class ShardedModel:
 
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:
         """Zero or drop gradients of parameters whose ``id`` is not in ``kept``; see :func:`.gradients.clear`."""
-        self.grad_sync.zero(set_to_none, kept)
+        self.grad_sync.zero(set_to_none and not self.keeps_gradients, kept)
 
 
 def models_of(buckets: Iterable[Bucket]) -> list[ShardedModel]:

@@ -37,6 +37,10 @@ class Owner(Protocol):
     optimizers: Optimizers
     comm_buffers: BufferPool
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients are zeroed where they would be dropped."""
+
     def leave_backward(self) -> None:
         """A forward begins: a backward that was entered and not finished must have raised.
 

@@ -88,8 +88,10 @@ class GradientPolicy:
             sum.
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         report_nan: Whether to look for NaN in gradients before they are reduced.
+        keeps_memory: Whether gradients stay at one address; see :class:`~.bucket.BucketPlan`.
     """
 
     scaling: Scaling = Scaling.SUM_THEN_SCALE
     decoupled: bool = False
     report_nan: bool = False
+    keeps_memory: bool = False

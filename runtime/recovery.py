@@ -52,6 +52,8 @@ def reset(model: ShardedModel) -> None:
     """
     model.conduct.agree("model.reset()", [], patience=4, is_last_resort=True)
     watchdog.leave(model.conduct)
+    for step in model.captured_steps:
+        step.reset()  # graphs hold on to the communicators of the process groups
     model.eager.abandon()
     model.eager.settle()
     for bucket in model.buckets:

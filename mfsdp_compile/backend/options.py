@@ -103,6 +103,11 @@ class CompileOptions:
     @staticmethod
     def of(options: Mapping[str, Any] | None, mode: str | None) -> CompileOptions:
         """Parse the arguments of ``torch.compile``. Raises ValueError for unknown options and unsupported values."""
+        if mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(
+                f"torch.compile(mode={mode!r}) is not supported: it makes CUDA graphs of compiled code alone. {_GRAPHS}"
+                + (" Autotuning: options={'inductor': {'max_autotune': True}}." if mode == "max-autotune" else "")
+            )
         if mode not in (None, "default"):
             raise ValueError(
                 f"torch.compile(mode={mode!r}) is not supported by the mfsdp backend. Pass Inductor's settings in "
@@ -152,9 +157,7 @@ class CompileOptions:
         if unknown := compat.unknown_inductor_options(inductor):
             raise ValueError(f"options['inductor'] has {unknown}, which torch._inductor.config does not know")
         if inductor.get("triton.cudagraphs"):
-            raise NotImplementedError(
-                "CUDA graphs are not implemented yet: take 'triton.cudagraphs' out of the options"
-            )
+            raise ValueError(f"options['inductor'] has 'triton.cudagraphs'. {_GRAPHS}")
         if float32_gradients and inductor.get("triton.native_matmul"):
             raise ValueError(
                 "options['float32_gradients'] has no effect with Inductor's 'triton.native_matmul', which has no out "
@@ -181,6 +184,13 @@ class CompileOptions:
         given["passes"] = tuple(map(name_of, self.passes))
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
         return f"options {', '.join(changed)}" if changed else "default options"
+
+
+_GRAPHS = (
+    "Inductor's graphs give gathered parameters and gradients memory that they reuse while collectives of other ranks still "
+    "read it, and replay without the host's part of a step. Capture the whole step instead, collectives included: "
+    "mfsdp_compile.capture_step(model, step)."
+)
 
 
 def _refuse_idle(schedule: SchedulePolicy, given: Mapping[str, Any]) -> None:

@@ -169,6 +169,40 @@ class TransformerConfig:
             dest="gradient_accumulation_fusion",
         ),
     )
+    cuda_graph_impl: str = field(
+        default="none",
+        metadata=_said(
+            "full_iteration sets ddp.megatron_fsdp_cuda_graph_mode, for capture_step; refused: local and transformer_engine, "
+            "whose graphs of single layers hold no collectives",
+            "--cuda-graph-impl",
+            type=str,
+            choices=("none", "local", "transformer_engine", "full_iteration"),
+        ),
+    )
+    cuda_graph_scope: str | list[str] | None = field(
+        default=None,
+        metadata=_said(
+            "full_iteration, with cuda_graph_impl=local, is the older name of cuda_graph_impl=full_iteration",
+            "--cuda-graph-scope",
+            type=str,
+        ),
+    )
+    enable_cuda_graph: bool = field(
+        default=False,
+        metadata=_said(
+            "it captures single layers; set cuda_graph_impl='full_iteration'",
+            "--enable-cuda-graph",
+            kind=Treatment.REFUSED,
+        ),
+    )
+    external_cuda_graph: bool = field(
+        default=False,
+        metadata=_said(
+            "it captures single layers; set cuda_graph_impl='full_iteration'",
+            "--external-cuda-graph",
+            kind=Treatment.REFUSED,
+        ),
+    )
     tensor_model_parallel_size: int = field(
         default=1,
         metadata=_said("more than 1 needs pg_collection or device_mesh; parameters are parts as Megatron marks them"),

@@ -212,6 +212,16 @@ def _check(settings: _Settings) -> None:
         raise ValueError(
             "FSDP manual registration is only supported with nccl-ub option. Set nccl_ub too, or fsdp_manual_registration=False."
         )
+    if (graphs := settings["model.cuda_graph_impl"]) not in ("none", "full_iteration") and not _captures(settings):
+        raise ValueError(
+            f"model.cuda_graph_impl={graphs!r} captures single layers, without the collectives between them. Megatron FSDP "
+            "supports 'none' and 'full_iteration'."
+        )
+    if _captures(settings) and settings["ddp.check_for_nan_in_grad"]:
+        raise ValueError(
+            "ddp.check_for_nan_in_grad reads values on the host in each backward, which a CUDA graph cannot do. Set it to "
+            "False (--no-check-for-nan-in-loss-and-grad), or model.cuda_graph_impl='none'."
+        )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         warnings.warn(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: communication and computation of FSDP share one hardware queue and "
@@ -219,6 +229,14 @@ def _check(settings: _Settings) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+def _captures(settings: _Settings) -> bool:
+    """Whether whole iterations are captured in CUDA graphs."""
+    scope = settings["model.cuda_graph_scope"] or ()
+    scopes = [scope] if isinstance(scope, str) else [getattr(each, "name", each) for each in scope]
+    impl = settings["model.cuda_graph_impl"]
+    return impl == "full_iteration" or (impl == "local" and "full_iteration" in scopes)
 
 
 def _refuse(settings: _Settings) -> None:
@@ -258,6 +276,10 @@ def _adjust(settings: _Settings) -> None:
         )
     if settings["ddp.nccl_ub"]:
         settings.adjust("ddp.fsdp_double_buffer", True, "nccl_ub needs it")
+    if _captures(settings):
+        settings.adjust("ddp.megatron_fsdp_cuda_graph_mode", True, "graphs of whole iterations need it")
+    if settings["ddp.megatron_fsdp_cuda_graph_mode"]:
+        settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_cuda_graph_mode needs it")
     if settings["ddp.megatron_fsdp_max_pool_double_buffer"]:
         settings.adjust("ddp.fsdp_double_buffer", True, "megatron_fsdp_max_pool_double_buffer needs it")
     if settings["optimizer.use_precision_aware_optimizer"]:

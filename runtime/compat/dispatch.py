@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, DispatchKey
@@ -28,6 +29,7 @@ __all__ = [
     "in_call_of",
     "no_torch_function",
     "outside_selective_checkpoint",
+    "run_higher_order",
     "without_modes",
 ]
 
@@ -55,6 +57,14 @@ def outside_selective_checkpoint() -> contextlib.AbstractContextManager[None]:
         outside: contextlib.AbstractContextManager[None] = _disable_current_modes()
         return outside
     return contextlib.nullcontext()
+
+
+def run_higher_order(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Run a higher-order operator that a dispatch mode was given. Modes see the operators of a subgraph's calls."""
+    if operator is not torch.ops.higher_order.invoke_subgraph:
+        return operator(*args, **kwargs)
+    subgraph, _, *operands = args
+    return subgraph(list(operands)) if getattr(subgraph, "_boxed_call", False) else subgraph(*operands)
 
 
 def in_call_of(modules: Collection[torch.nn.Module]) -> bool:

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -51,6 +51,7 @@ __all__ = [
     "tracing_fake_mode",
     "where_not_traceable",
     "without_collection",
+    "without_compilation",
     "written",
 ]
 
@@ -89,6 +90,15 @@ def python_only(function: Any) -> Any:
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _run_as_is)
     return function
+
+
+def without_compilation() -> contextlib.AbstractContextManager[Any]:
+    """Context in which compiled functions run their code as it is: what would have to be compiled again raises.
+
+    Guards are not evaluated. They would fail in dispatch modes, though these change nothing about compiled code.
+    """
+    stance = torch.compiler.set_stance("fail_on_recompile", skip_guard_eval_unsafe=True)
+    return cast("contextlib.AbstractContextManager[Any]", stance)
 
 
 def is_dynamo_disabled(function: Any) -> bool:

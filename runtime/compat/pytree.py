@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
-__all__ = ["keystr", "tree_flatten_with_path", "tree_leaves", "tree_map_only"]
+__all__ = ["keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map_only", "tree_unflatten"]

@@ -677,7 +677,7 @@ class EagerRuntime:
         looking at values synchronizes with the device, it happens only after the first forward.
         """
         group = bucket.topology.gather_group
-        if state.full is None or group is None or not step_checks.enabled():
+        if state.full is None or group is None or not step_checks.enabled() or self.owner.conduct.is_capturing:
             return
         if bucket in self._content_checked and state.full.device.type != "cpu":
             return

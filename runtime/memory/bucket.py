@@ -74,6 +74,8 @@ class BucketPlan:
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
+        keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
+            graphs need, instead of being freed when they are not needed.
     """
 
     name: str
@@ -91,6 +93,7 @@ class BucketPlan:
     is_expert: bool = False
     gather_buffers: Buffers = NO_BUFFERS
     gradient_buffers: Buffers = NO_BUFFERS
+    keeps_memory: bool = False
 
     @property
     def grad_attribute(self) -> str:
@@ -183,6 +186,7 @@ class Bucket:
         self._unused_gather: weakref.finalize | None = None
         self._resident_of = -1  # version of the shard from which the resident was gathered
         self._resident_awaited = True
+        self._kept: dict[str, Tensor] = {}
         group = self.topology.resident_group
         if group is not None and not self.topology.releases_resident:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
@@ -334,7 +338,14 @@ class Bucket:
         """Release a resident that stays only within a step. Its memory is freed when no other reference remains."""
         if self.topology.releases_resident and self.resident is not None:
             self.await_resident()
-            self._drop_resident()
+            if self.plan.keeps_memory:
+                self.mark_resident(stale=True)
+            else:
+                self._drop_resident()
+
+    def mark_resident(self, stale: bool) -> None:
+        """Set whether the resident must be gathered before it is used."""
+        self._resident_of = -1 if stale else self.flat._version
 
     def _drop_resident(self) -> None:
         assert self._unused_gather is not None
@@ -409,6 +420,20 @@ class Bucket:
     def gradient_waits(self) -> bool:
         """Whether the last gradient was kept for a later reduction."""
         return self.pending is not None and self.pending.kept
+
+    @torch.no_grad()
+    def keep(self, use: str, values: Tensor) -> Tensor:
+        """Return ``values``, which last from step to step, in the memory of this ``use`` if the plan keeps memory."""
+        if not self.plan.keeps_memory:
+            return values
+        kept = self._kept.get(use)
+        if kept is None:
+            kept = self._kept[use] = torch.empty_like(values)
+        return kept if kept is values else kept.copy_(values)
+
+    def kept_memory(self) -> list[Tensor]:
+        """Return the memory that :meth:`keep` has allocated."""
+        return list(self._kept.values())
 
     def show_unreduced(self) -> None:
         """Show users that gradients are deferred."""

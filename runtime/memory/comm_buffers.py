@@ -204,6 +204,11 @@ class BufferPool:
         self.is_complete = True
 
     @property
+    def memory(self) -> list[Tensor]:
+        """All buffers, each ``[capacity]``."""
+        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.storage.nbytes() for buffers in self._buffers.values() for buffer in buffers)

@@ -85,7 +85,8 @@ class DeferredGradient:
         if self.kept:
             if self.total is None:
                 # A copy: the gradient's memory may belong to a compiled graph, which reuses it.
-                self.total = gradient.to(self._dtype, copy=True)
+                copied = gradient.to(self._dtype, copy=not self.bucket.plan.keeps_memory)
+                self.total = self.bucket.keep("deferred", copied)
             self.bucket.show_unreduced()
             return None
         return gradient if self.total is None else self.take(gradient.dtype)

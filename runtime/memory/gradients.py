@@ -302,7 +302,9 @@ class Aside:
 def put_aside(buckets: Iterable[Bucket]) -> list[Aside]:
     """Detach the gradients from the parameters, for :func:`add_back`. No gradient may be waiting for its reduction."""
     aside = [
-        Aside(bucket, total, _without_gradient(bucket)) for bucket in buckets if (total := collect(bucket)) is not None
+        Aside(bucket, total.clone() if bucket.plan.keeps_memory else total, _without_gradient(bucket))
+        for bucket in buckets
+        if (total := collect(bucket)) is not None
     ]
     for each in aside:
         clear(each.bucket)
@@ -383,7 +385,8 @@ def flat_gradient(bucket: Bucket) -> Tensor | None:
 
 def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
-    shown = total.to(bucket.plan.main_dtype) if _shows_cast(bucket) else total
+    total = bucket.keep("gradient", total)
+    shown = bucket.keep("shown", total.to(bucket.plan.main_dtype)) if _shows_cast(bucket) else total
     used_so_far(bucket)
     attribute = bucket.plan.grad_attribute
     for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):

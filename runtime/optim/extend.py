@@ -172,7 +172,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     def extended_zero_grad(
         self: torch.optim.Optimizer, set_to_none: bool = True, *, zero_grad_buffer: bool = True
     ) -> None:
-        zero_grad(set_to_none)
+        zero_grad(set_to_none and not any(owner.keeps_gradients for owner in owners))
         if zero_grad_buffer:
             for owner in owners:
                 params = [param for bucket in owner.buckets for param in bucket.params]

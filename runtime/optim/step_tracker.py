@@ -80,6 +80,10 @@ class StepTracker:
             self.fail(error)
             raise
 
+    def forget(self) -> None:
+        """Forget a step that has begun, but has changed nothing: it was captured."""
+        self._running = None
+
     def reset(self) -> None:
         """Start over. Warn if ranks hold rows of different weights, after different numbers of steps. A collective."""
         half = self._is_half_done or self._running is not None

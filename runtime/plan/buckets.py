@@ -94,4 +94,5 @@ class BucketPlanner:
             decoupled=self.gradient_policy.decoupled,
             inspected=self.gradient_policy.report_nan,
             is_expert=is_expert,
+            keeps_memory=self.gradient_policy.keeps_memory,
         )

@@ -55,6 +55,7 @@ class Conduct:
         steps: Number of optimizer steps that have changed the model's weights.
         started: Number of collectives, and compiled graphs with collectives, since the model was sharded or reset.
         failure: Name of the error after which this rank has stopped; None: there was none.
+        captures: Whether the step that runs is captured by this package.
     """
 
     def __init__(self, members: Membership, kind: str, parameters: Iterable[str]) -> None:
@@ -63,6 +64,7 @@ class Conduct:
         self.name = self.order.join(kind, parameters)
         self.steps = self.started = 0
         self.failure: str | None = None
+        self.captures = False
         self._copies = 0
         self._microbatch = ""
         self._begun: dict[tuple[str, str], tuple[str, Sequence[str]]] = {}
@@ -79,6 +81,7 @@ class Conduct:
         duplicate.members = members
         duplicate.name = f"copy {self._copies} of {self.name}"
         duplicate.steps = duplicate.started = duplicate._copies = 0
+        duplicate.captures = False
         duplicate.failure, duplicate._microbatch, duplicate._begun = None, "", {}
         duplicate._watch()
         return duplicate
@@ -90,6 +93,12 @@ class Conduct:
         self.started, self.failure, self._copies = 0, None, 0
         self._group_names = self.members.group_names
         self._watch()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether what runs is captured in a CUDA graph, also by the program itself: no value may be read on the host."""
+        on_gpu = torch.cuda.is_initialized()
+        return self.captures or (on_gpu and torch.cuda.is_current_stream_capturing())
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -115,6 +124,13 @@ class Conduct:
         """Combine the offers of all ranks; see :func:`.agreement.conclude`. Timeout as in :meth:`agree`."""
         group = self.members.group
         return conclude(group, topic, lines, offer, combine, compat.timeout_of(group) * patience)
+
+    def maxima(self, group: Group, topic: str, values: Sequence[int]) -> list[int]:
+        """Return the largest value of any rank of ``group`` at each position, through the store. A collective."""
+        process_group = compat.process_group(group.name)
+        timeout = compat.timeout_of(process_group) * 1.5
+        found: list[int] = conclude(process_group, topic, [], list(values), _maxima, timeout)
+        return found
 
     def agree_on_order(self, lines: Sequence[str], epoch: int) -> None:
         agree_on_order(self.members.group, lines, epoch)
@@ -150,6 +166,11 @@ class Conduct:
     def enter_step(self, optimizer: str) -> None:
         """Handle the beginning of an optimizer's step."""
         self.order.enter(StepPhase(STEP, f"{optimizer} of {self.name}"), self.agree_on_order)
+
+    def enter_replay(self, step: str) -> None:
+        """Handle the replay of a captured step: one phase, whatever the step does, because it runs as a whole."""
+        self.note(f"replay of {step}")
+        self.order.enter(StepPhase("replay", f"{step} ({self.name})"), self.agree_on_order)
 
     @contextlib.contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
@@ -282,6 +303,10 @@ class Conduct:
     @property
     def communicators(self) -> set[str]:
         return {*self.members.group_names, *(group.name for group in self.members.partition_groups)}
+
+
+def _maxima(offers: Sequence[Sequence[int]]) -> list[int]:
+    return [max(values) for values in zip(*offers, strict=True)]
 
 
 def _launches(

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from .. import compat
 
-__all__ = ["Entry", "Journal", "directory", "journal", "program_line"]
+__all__ = ["Entry", "Journal", "directory", "journal", "program_line", "program_line_of"]
 
 LENGTH = 512
 PATIENCE = 0.6
@@ -264,6 +264,11 @@ def _main_stack() -> traceback.StackSummary:
 def program_line(frame: FrameType | None) -> str | None:
     """Return the innermost line of the program itself, searching outward from a frame."""
     return _place(traceback.extract_stack(frame)) if frame is not None else None
+
+
+def program_line_of(error: BaseException) -> str | None:
+    """Return the innermost line of the program itself that ``error`` came through."""
+    return _place(traceback.extract_tb(error.__traceback__))
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str | None:

@@ -373,6 +373,15 @@ ERRORS = [
         (NotImplementedError, "ddp.fp8_param_gather=True is not implemented: there are no fp8 parameters yet"),
         ddp__fp8_param_gather=True,
     ),
+    *(
+        row(
+            REFERENCE,
+            'cuda_graph_impl in ("none","full_iteration")',
+            (NotImplementedError, f"model.{name}=True is not implemented", "cuda_graph_impl='full_iteration'"),
+            **{f"model__{name}": True},
+        )
+        for name in ("enable_cuda_graph", "external_cuda_graph")
+    ),
     row(
         REFERENCE,
         "suggested_communication_unit_size (DDP config)",
@@ -665,6 +674,22 @@ FLAGS = [
         {"average_in_collective": False},
         {"average_in_collective": False},
     ),
+    FlagRow(
+        REFERENCE,
+        "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+        "ddp.megatron_fsdp_cuda_graph_mode",
+        True,
+        {"cuda_graph_mode": True},
+        {"cuda_graph_mode": False},
+    ),
+    FlagRow(
+        REFERENCE,
+        "--cuda-graph-impl local --cuda-graph-scope full_iteration --no-check-for-nan-in-loss-and-grad",
+        "ddp.megatron_fsdp_cuda_graph_mode",
+        True,
+        {"cuda_graph_mode": True},
+        {"cuda_graph_mode": False},
+    ),
     FlagRow(BRIDGE, "--reuse-grad-buf-for-mxfp8-param-ag", "ddp.reuse_grad_buf_for_mxfp8_param_ag", False, {}, {}),
     FlagRow(REFERENCE, "--ddp-bucket-size 40000000", "ddp.bucket_size", 40_000_000, {}, {}),
     FlagRow(REFERENCE, "--no-gradient-reduce-div-fusion", "ddp.gradient_reduce_div_fusion", False, {}, {}),
@@ -710,6 +735,8 @@ def test_every_flag_has_a_row() -> None:
         "--suggested-communication-unit-size",
         "--fsdp-manual-registration",
         "--fp8-param-gather",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
     }
     assert flags == {word for each in FLAGS for word in each.flags.split() if word.startswith("--")} | elsewhere
 
@@ -724,6 +751,9 @@ def test_every_flag_has_a_row() -> None:
         (README, "--fsdp-manual-registration", "only supported with nccl-ub"),
         (REFERENCE, "--suggested-communication-unit-size 5", "ddp.suggested_communication_unit_size=5"),
         (REFERENCE, "--fp8-param-gather", "ddp.fp8_param_gather=True"),
+        (REFERENCE, "--enable-cuda-graph", "model.enable_cuda_graph=True"),
+        (REFERENCE, "--external-cuda-graph", "model.external_cuda_graph=True"),
+        (REFERENCE, "--cuda-graph-impl local", "captures single layers"),
     ],
 )
 def test_refused_flags(seed: str, flags: str, says: str) -> None:
@@ -820,6 +850,37 @@ def test_table_of_settings() -> None:
             flag = f"`{setting.flag.name}`" if setting.flag is not None else ""
             rows.append((f"`{section}.{name}`", flag, f"`{default!r}`", here))
     check_table(DOCS / "megatron.md", "settings", ("setting", "flag", "default", "here"), rows)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cuda_graph_impl": "full_iteration"},
+        {"cuda_graph_impl": "local", "cuda_graph_scope": ["attn", "full_iteration"]},
+    ],
+)
+def test_graphs_of_whole_iterations(settings: dict[str, Any]) -> None:
+    """Megatron-LM: ``cuda_graph_impl in ("none", "full_iteration")`` with Megatron FSDP."""
+    config = ConfigContainer(
+        model=TransformerConfig(**settings), ddp=DistributedDataParallelConfig(use_megatron_fsdp=True)
+    )
+    config.dist.use_megatron_fsdp = True
+    adjusted = {adjustment.setting for adjustment in config.validate()}
+    assert {"ddp.megatron_fsdp_cuda_graph_mode", "ddp.fsdp_double_buffer"} <= adjusted
+    assert sharding_arguments(config.model, config.ddp)["cuda_graph_mode"] is True
+    config.ddp.check_for_nan_in_grad = True
+    with pytest.raises(ValueError, match=r"check_for_nan_in_grad reads values on the host"):
+        config.validate()
+
+
+@pytest.mark.parametrize("settings", [{"cuda_graph_impl": "local"}, {"cuda_graph_impl": "transformer_engine"}])
+def test_graphs_of_layers_are_refused(settings: dict[str, Any]) -> None:
+    config = ConfigContainer(
+        model=TransformerConfig(**settings), ddp=DistributedDataParallelConfig(use_megatron_fsdp=True)
+    )
+    config.dist.use_megatron_fsdp = True
+    with pytest.raises(ValueError, match=r"captures single layers.*'full_iteration'"):
+        config.validate()
 
 
 # -- the wrapper ------------------------------------------------------------------------------------------------------

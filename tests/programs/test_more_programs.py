@@ -191,6 +191,10 @@ def test_a_gradient_that_waits_is_a_copy() -> None:
     class Bucket:
         def __init__(self) -> None:
             self.owner = SimpleNamespace(grad_sync=SimpleNamespace(is_due=lambda: False))
+            self.plan = SimpleNamespace(keeps_memory=False)
+
+        def keep(self, use: str, values: Tensor) -> Tensor:
+            return values
 
         def show_unreduced(self) -> None:
             pass

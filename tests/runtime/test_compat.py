@@ -319,6 +319,30 @@ def test_dynamo_collects_no_garbage_where_it_should_not() -> None:
     assert collect.called
 
 
+def test_compiled_code_in_a_dispatch_mode() -> None:
+    class Seen(compat.TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if isinstance(func, torch._ops.HigherOrderOperator):
+                with self:
+                    return compat.run_higher_order(func, args, kwargs or {})
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+    with compat.without_compilation(), Seen():
+        compiled(torch.ones(2))
+        assert "aten.add.Tensor" in seen
+        with pytest.raises(RuntimeError, match=r"[Rr]ecompil"):
+            compiled(torch.ones(2, dtype=torch.int64))
+        del seen[:]
+        torch.ops.higher_order.invoke_subgraph(lambda x: [x * 2], "double", torch.ones(2))
+    assert seen[-1:] == ["aten.mul.Tensor"]
+
+
 def test_parameter_placeholders() -> None:
     gm, _ = dynamo_graph(nn.Linear(3, 3), torch.randn(2, 3))
     first = next(iter(gm.graph.nodes))

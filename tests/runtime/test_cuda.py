@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from typing import Any
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.checkpoint import saving
 from mfsdp_compile.planning import calibration
+from mfsdp_compile.runtime.capture.devices import CudaGraphs
 
 
 @on_ranks(2)
@@ -88,6 +90,61 @@ def test_staging_waits_for_the_gpu_once() -> None:
         assert torch.equal(copy, on_host)
         assert copy.data_ptr() != on_host.data_ptr()
     assert calls.names == ["copy"] * 3 + ["synchronize"]
+
+
+def test_graphs_are_captured_on_one_stream_in_one_pool() -> None:
+    """The calls of a capture, in order; torch's own classes would take them."""
+    log: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            log.append((self.name, "waits for", other.name))
+
+    class Context:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.what = args, kwargs
+
+        def __enter__(self) -> None:
+            log.append(self.what)
+
+        def __exit__(self, *_: Any) -> None:
+            log.append("end")
+
+    class CapturingContext(Context):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs)
+            super().__init__(*args, **kwargs)
+
+    gpu = torch.device("cuda:0")
+    side, current, graph = Stream("side"), Stream("current"), object()
+    with (
+        mock.patch("torch.cuda.Stream", lambda device: side if device == gpu else None),
+        mock.patch("torch.cuda.current_stream", return_value=current),
+        mock.patch("torch.cuda.stream", Context),
+        mock.patch("torch.cuda.graph_pool_handle", return_value="pool"),
+        mock.patch("torch.cuda.CUDAGraph", return_value=graph),
+        mock.patch("torch.cuda.graph", CapturingContext),
+    ):
+        graphs = CudaGraphs(gpu)
+        with graphs.warm_up():
+            log.append("warm-up")
+        for _ in range(2):
+            with graphs.capture() as captured:
+                assert captured is graph
+                log.append("step")
+    capture = (graph,), {"pool": "pool", "stream": side, "capture_error_mode": "thread_local"}
+    assert log == [
+        *(("side", "waits for", "current"), ((side,), {}), "warm-up", "end", ("current", "waits for", "side")),
+        *(capture, "step", "end"),
+        *(capture, "step", "end"),
+    ]
+    for method in ("replay", "reset"):
+        assert callable(getattr(torch.cuda.CUDAGraph, method))
+    with pytest.raises(ValueError, match="parameters are on cpu"):
+        CudaGraphs(torch.device("cpu"))
 
 
 def test_calibration_does_not_time_what_was_queued_before() -> None:

@@ -17,6 +17,7 @@ imports is.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import re
 import sys
@@ -153,15 +154,50 @@ class _Properties:
     total_memory = 8 << 30
 
 
+class _CudaGraph:
+    """Records operators on the CPU, as tests of captured steps do."""
+
+    recording: Any = None
+
+    def replay(self) -> None:
+        self.recording.replay()
+
+    def reset(self) -> None:
+        if self.recording is not None:
+            self.recording.reset()
+
+
+@contextlib.contextmanager
+def _capture(graph: _CudaGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Any:
+    assert isinstance(stream, _Stands)
+    from graph_recorder import Recorder
+
+    with Recorder().capture() as graph.recording:
+        yield
+
+
 class cuda:
     """What stands for ``torch.cuda``. A function that is not here is one that no test has used so far."""
 
     Event, Stream, stream, device = _Event, _Stands, _Stands, _Stands
+    CUDAGraph, graph = _CudaGraph, staticmethod(_capture)
     _current = 0
 
     @staticmethod
     def is_available() -> bool:
         return True
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @staticmethod
+    def is_current_stream_capturing() -> bool:
+        return False
+
+    @staticmethod
+    def graph_pool_handle() -> tuple[int, int]:
+        return 0, 0
 
     @staticmethod
     def device_count() -> int:

@@ -1,0 +1,134 @@
+"""What a captured step has baked in: addresses of memory, and numbers on the host. Compared before each replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..memory.tensor import UnreducedGradient
+from ..model import ShardedModel
+
+__all__ = ["Baked", "Fact", "difference", "refuse_optimizers", "static_tensors"]
+
+Fact = tuple[str, str, Any]
+"""Kind of what is baked in, its name, and its address or value."""
+
+
+class Baked:
+    """What steps of one model bake in.
+
+    Args:
+        model: The model. It gets no other modules or buffers later.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        assert model.module is not None
+        self._model = model
+        self._buffers = [
+            (f"{prefix}.{name}" if prefix else name, module, name)
+            for prefix, module in model.module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def facts(self, optimizers: Iterable[torch.optim.Optimizer], gradients: bool = True) -> list[Fact]:
+        """Return what a step that is captured now bakes in.
+
+        Args:
+            optimizers: The optimizers that step in it.
+            gradients: Whether to include gradients and deferred sums.
+        """
+        return [*self._of_model(gradients), *(fact for each in optimizers for fact in _of_optimizer(each))]
+
+    def _of_model(self, gradients: bool) -> Iterator[Fact]:
+        for bucket in self._model.buckets:
+            name = bucket.plan.name
+            yield "parameters of bucket", name, bucket.flat.data_ptr()
+            if bucket.resident is not None:
+                yield "gathered parameters of bucket", name, bucket.resident.data_ptr()
+            if not gradients:
+                continue
+            if bucket.pending is not None and bucket.pending.total is not None:
+                yield "deferred gradients of bucket", name, bucket.pending.total.data_ptr()
+            for gradient, sites in zip(bucket.gradients, bucket.sites, strict=True):
+                if gradient is not None and not isinstance(gradient, UnreducedGradient):
+                    yield "gradient of", sites[0].name, _address(gradient)
+        for full_name, module, name in self._buffers:
+            yield "buffer", full_name, _fact(module._buffers.get(name))
+
+
+def difference(before: Sequence[Fact], now: Sequence[Fact]) -> Fact | None:
+    """Return the first fact of ``before`` that does not hold now, or that is new; None: they are equal."""
+    if before == now:
+        return None
+    known = set(map(_hashable, now))
+    gone = next((fact for fact in before if _hashable(fact) not in known), None)
+    return gone or next(fact for fact in now if _hashable(fact) not in set(map(_hashable, before)))
+
+
+def _hashable(fact: Fact) -> tuple[str, str, str]:
+    return fact[0], fact[1], repr(fact[2])
+
+
+def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                yield f"{kind}'s hyperparameter, in group {number},", name, _fact(value)
+        for param in group["params"]:
+            home = getattr(param, "mfsdp_home", None)
+            its = home.bucket.sites[home.index][0].name if home is not None else f"parameter of {tuple(param.shape)}"
+            for name, value in optimizer.state.get(param, {}).items():
+                yield f"{kind}'s state {name!r} of", its, _fact(value)
+
+
+def _fact(value: Any) -> Any:
+    return ("address", _address(value)) if isinstance(value, Tensor) else value
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[Tensor]:
+    """Yield the tensors that a step may read, besides its arguments, and that other code does not replace unseen."""
+    for bucket in model.buckets:
+        yield bucket.flat
+        if bucket.resident is not None:
+            yield bucket.resident
+        if bucket.pending is not None:
+            yield bucket.pending.token
+        yield from bucket.kept_memory()
+        yield from (gradient for gradient in bucket.gradients if gradient is not None)
+    yield from model.comm_buffers.memory
+    yield from model.module_buffers()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from (value for value in group.values() if isinstance(value, Tensor))
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def refuse_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> str | None:
+    """Return why a step of one of these optimizers cannot be captured; None: all of them can."""
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            if not group.get("capturable", True):
+                return (
+                    f"{kind} counts its steps on the host, so that every replay would be the same step. Make it with "
+                    "capturable=True"
+                )
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if name == "step" and not isinstance(value, Tensor):
+                    return (
+                        f"{kind} counts its steps in a Python number, state {name!r}, so that every replay would be the "
+                        "same step. Use an optimizer of torch.optim with capturable=True"
+                    )
+    return None

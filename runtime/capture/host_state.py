@@ -1,0 +1,144 @@
+"""What the host knows about a model between two calls of a step.
+
+A captured graph is a transition from one such state to another: which operators run depends on the first one, and a
+replay, which runs no Python, must leave the second one behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grad_sync import SyncSettings
+from ..memory.bucket import Bucket
+from ..memory.tensor import UnreducedGradient
+from ..model import ShardedModel
+
+__all__ = ["HostState"]
+
+
+@dataclass(frozen=True)
+class _BucketState:
+    """State of one bucket.
+
+    Args:
+        gradients: The gradient attached to each parameter, with its Python attributes; None: there is none.
+        total: The deferred sum.
+        kept: Whether the last gradient was deferred.
+        provisional, used_now, clean: See :class:`.Bucket`.
+        stale: Whether the resident must be gathered before it is used.
+    """
+
+    gradients: tuple[tuple[Tensor, dict[str, Any]] | None, ...]
+    total: Tensor | None
+    kept: bool
+    provisional: frozenset[int]
+    used_now: frozenset[int]
+    clean: frozenset[int]
+    stale: bool
+
+    @staticmethod
+    def of(bucket: Bucket) -> _BucketState:
+        pending = bucket.pending
+        return _BucketState(
+            tuple(None if gradient is None else (gradient, dict(vars(gradient))) for gradient in bucket.gradients),
+            pending.total if pending is not None else None,
+            pending is not None and pending.kept,
+            frozenset(bucket.provisional),
+            frozenset(bucket.used_now),
+            frozenset(bucket.clean),
+            bucket.is_stale,
+        )
+
+    @property
+    def key(self) -> Hashable:
+        return (
+            tuple(None if given is None else _kind(given[0]) for given in self.gradients),
+            self.total is None,
+            self.kept,
+            self.provisional,
+            self.used_now,
+            self.clean,
+            self.stale,
+        )
+
+    def restore(self, bucket: Bucket) -> None:
+        for param, given in zip(bucket.params, self.gradients, strict=True):
+            setattr(param, bucket.plan.grad_attribute, None if given is None else given[0])
+            if given is not None:
+                vars(given[0]).clear()
+                vars(given[0]).update(given[1])
+        if bucket.pending is not None:
+            bucket.pending.total, bucket.pending.kept = self.total, self.kept
+        bucket.provisional, bucket.used_now, bucket.clean = (
+            set(self.provisional),
+            set(self.used_now),
+            set(self.clean),
+        )
+        bucket.mark_resident(self.stale)
+
+
+def _kind(gradient: Tensor) -> Hashable:
+    return type(gradient), isinstance(gradient, UnreducedGradient) and gradient.zeroed
+
+
+@dataclass(frozen=True)
+class HostState:
+    """State of one model.
+
+    Args:
+        buckets: State of each bucket.
+        progress: See :attr:`.GradSync.progress`.
+        settings: When reductions are due; see :class:`.SyncSettings`.
+        steps: Number of optimizer steps so far.
+        started: Number of collectives so far.
+    """
+
+    buckets: tuple[_BucketState, ...]
+    progress: Any
+    settings: tuple[Any, ...]
+    steps: int
+    started: int
+
+    @staticmethod
+    def of(model: ShardedModel) -> HostState:
+        """Return the state between two steps, when nothing is running."""
+        conduct = model.conduct
+        return HostState(
+            tuple(map(_BucketState.of, model.buckets)),
+            model.grad_sync.progress,
+            astuple(model.grad_sync.settings),
+            conduct.steps,
+            conduct.started,
+        )
+
+    @property
+    def key(self) -> Hashable:
+        """What decides which operators a step runs."""
+        microbatches, _, use_varies = self.progress
+        return bool(microbatches), use_varies, self.settings, tuple(bucket.key for bucket in self.buckets)
+
+    def restore(self, model: ShardedModel, since: HostState | None = None) -> None:
+        """Make this the state of the model.
+
+        Args:
+            since: State from which a graph leads to this one: counters advance by the difference. None: this is an
+                earlier state of the model.
+        """
+        conduct = model.conduct
+        if since is None:
+            conduct.steps, conduct.started = self.steps, self.started
+        else:
+            conduct.steps += self.steps - since.steps
+            conduct.started += self.started - since.started
+            if self.steps != since.steps:  # what was gathered, or saved for a backward, is from before
+                torch.autograd.graph.increment_version([bucket.flat for bucket in model.buckets])
+        model.grad_sync.progress = self.progress
+        for setting, value in zip(fields(SyncSettings), self.settings, strict=True):
+            setattr(model.grad_sync.settings, setting.name, value)  # sync() and no_sync() hold the object
+        for state, bucket in zip(self.buckets, model.buckets, strict=True):
+            state.restore(bucket)
