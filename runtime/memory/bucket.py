@@ -437,7 +437,11 @@ class Bucket:
 
     def show_unreduced(self) -> None:
         """Show users that gradients are deferred."""
+        assert self.pending is not None
         for index, (param, attached) in enumerate(zip(self.params, self.gradients, strict=True)):
+            if attached is not None and not isinstance(attached, UnreducedGradient) and not self.plan.keeps_memory:
+                self.pending.earlier[index] = attached
+                attached = None
             if attached is None and param.requires_grad:
                 shown = UnreducedGradient.like(param)
                 if index in self.provisional:
@@ -450,6 +454,8 @@ class Bucket:
         for index, attached in enumerate(self.gradients):
             if attached is None or (isinstance(attached, UnreducedGradient) and attached.zeroed):
                 dropped.append(index)
+                if self.pending is not None:
+                    self.pending.earlier.pop(index, None)
                 if attached is not None:
                     attached.zeroed = False
         self.zero_slices(total, dropped)

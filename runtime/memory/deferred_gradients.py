@@ -11,7 +11,8 @@ Whether a reduction is due is decided in backward, when the gradients are there.
 graph serves every way of accumulating and every instance of a module.
 
 The ``.grad`` of a parameter whose gradient is deferred is an :class:`UnreducedGradient`. It is not None, so that
-setting it to None means what it always does. Computing with it raises an error that says what to do.
+setting it to None means what it always does. Computing with it raises an error that says what to do. A gradient that
+was there before is hidden behind it, and part of the result: by itself it would be read as the whole.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class DeferredGradient:
         self.asked: Asked | None = None
         """What the running backward wants of the next gradient. None: all of it. Compiled code computes all gradients,
         no matter which were requested."""
+        self.earlier: dict[int, Tensor] = {}
+        """Gradients that parameters had, reduced, before the first of the sum: by index, hidden until it is reduced."""
         number = next(_numbers)
         _all[number] = self
         self.token = torch.tensor([number])

@@ -275,6 +275,7 @@ def clear(bucket: Bucket, kept: Collection[int] | None = None) -> None:
     """
     if bucket.pending is not None and kept is None:
         bucket.pending.total = None
+        bucket.pending.earlier.clear()
     for param in bucket.params:
         if kept is None or id(param) not in kept:
             _attach(bucket, param, None)
@@ -387,6 +388,8 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
     """Make the parameters' gradients views of the flat gradient. A frozen parameter without a gradient gets none."""
     total = bucket.keep("gradient", total)
     shown = bucket.keep("shown", total.to(bucket.plan.main_dtype)) if _shows_cast(bucket) else total
+    if bucket.pending is not None:
+        bucket.pending.earlier.clear()
     used_so_far(bucket)
     attribute = bucket.plan.grad_attribute
     for index, view in enumerate(bucket.local_views(shown, backing=(shown,))):
@@ -409,9 +412,12 @@ def install(bucket: Bucket, total: Tensor, used: Collection[int] = ()) -> None:
 def _attached(bucket: Bucket) -> list[Tensor | None]:
     """Attached gradients that have values; None for the others."""
     gradients = bucket.gradients
-    if bucket.pending is None:  # only deferred gradients have no values
+    if (pending := bucket.pending) is None:  # only deferred gradients have no values
         return gradients
-    return [None if isinstance(gradient, UnreducedGradient) else gradient for gradient in gradients]
+    return [
+        (None if g.zeroed else pending.earlier.get(index)) if isinstance(g, UnreducedGradient) else g
+        for index, g in enumerate(gradients)
+    ]
 
 
 def _attach(bucket: Bucket, param: Tensor, gradient: Tensor | None) -> None:

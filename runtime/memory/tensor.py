@@ -471,10 +471,10 @@ class UnreducedGradient(RowShardedTensor):
         return f"{type(self).__name__}({self.split.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        refuse_unreduced(self)
+        refuse_unreduced(self.split.name)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        refuse_unreduced(self)
+        refuse_unreduced(self.split.name)
 
     @classmethod
     @compat.python_only
@@ -497,12 +497,12 @@ def _dispatch_unreduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         if others:
             torch._foreach_zero_(others)
         return args[0] if func is aten.zero_.default else None
-    return refuse_unreduced(waiting[0])
+    return refuse_unreduced(waiting[0].split.name)
 
 
-def refuse_unreduced(gradient: UnreducedGradient) -> NoReturn:
+def refuse_unreduced(name: str) -> NoReturn:
     raise RuntimeError(
-        f"The gradient of {gradient.split.name!r} is not reduced yet: the last microbatch of this step was not "
+        f"The gradient of {name!r} is not reduced yet: the last microbatch of this step was not "
         "marked. Mark it (model.is_last_microbatch = True, model.set_model_auto_sync(), model.sync()), or call "
         "model.finish_grad_sync() before gradients are read. An optimizer from fully_shard_optimizer does so in "
         "step()."

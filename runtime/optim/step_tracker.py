@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 import torch.distributed as dist
 
 from .. import compat
 from ..memory.bucket import Bucket
-from ..memory.tensor import UnreducedGradient, refuse_unreduced
+from ..memory.tensor import refuse_unreduced
 from ..ranks.agreement import everyones
 from ..ranks.conduct import Conduct
 
@@ -40,12 +40,25 @@ class StepTracker:
         """
         if optimizer is self._running or compat.in_backward():
             return
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if isinstance(param.grad, UnreducedGradient):  # raise before weight decay changes anything
-                refuse_unreduced(param.grad)
+        self._refuse_unreduced({id(param) for group in optimizer.param_groups for param in group["params"]})
         self.check()
         self._conduct.enter_step(type(optimizer).__name__)
         self._running, self._version = optimizer, self._weights_version
+
+    def _refuse_unreduced(self, params: Set[int]) -> None:
+        """Raise RuntimeError, before weight decay changes anything, if a gradient is incomplete.
+
+        Not every deferred gradient shows: a parameter may have an older gradient, or zeros.
+
+        Args:
+            params: ``id`` of the parameters that are about to change.
+        """
+        for bucket in self._buckets:
+            if bucket.pending is None or bucket.pending.total is None:
+                continue
+            for param, gradient, split in zip(bucket.params, bucket.gradients, bucket.splits, strict=True):
+                if id(param) in params and gradient is not None:
+                    refuse_unreduced(split.name)
 
     def end(self) -> None:
         """Mark the step that began last as complete."""

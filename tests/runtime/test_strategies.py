@@ -250,6 +250,44 @@ def test_gradients_that_wait_say_so(mode: str) -> None:
         assert model.microbatch_count == 0
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("to_none", [True, False])
+@on_ranks(4)
+def test_older_gradients_do_not_hide_that_newer_ones_wait(mode: str, to_none: bool) -> None:
+    """A parameter that has a gradient already, or zeros, shows neither as the whole, nor steps with it."""
+    for strategy in ("no_shard", "optim", "HSDP optim_grads_params", "HFSDP"):
+        model, call = make(strategy, mode)
+        alone = parity.build(zoo.Uneven)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.randn(3, 4, 3, 8, generator=torch.Generator().manual_seed(7))
+        weight = model.module.head.weight
+        call(data[0][dist.get_rank()]).backward()
+        optimizer.zero_grad(set_to_none=False)
+        call(data[1][dist.get_rank()]).backward()  # a whole gradient
+        kept = data[1:]
+        if to_none:
+            optimizer.zero_grad()
+            kept = data[2:]
+        with model.no_sync():
+            call(data[2][dist.get_rank()]).backward()
+        before = weight.to_local().clone()
+        for use in (
+            lambda w=weight: w.grad.full_tensor(),
+            lambda m=model: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+            lambda o=optimizer: o.step(),
+        ):
+            with parity.raises_everywhere(RuntimeError, "not reduced yet", "finish_grad_sync"):
+                use()
+        assert torch.equal(weight.to_local(), before)
+        model.finish_grad_sync()
+        assert not wrong_gradients(model, expected_gradients(alone, kept, "mean"))
+        with model.no_sync():
+            call(data[0][dist.get_rank()]).backward()
+        optimizer.zero_grad(set_to_none=False)  # drops both parts
+        call(data[2][dist.get_rank()]).backward()
+        assert not wrong_gradients(model, expected_gradients(alone, data[2:], "mean"))
+
+
 @on_ranks(4)
 def test_gradients_of_a_part_of_the_parameters_are_dropped() -> None:
     for strategy in ("optim", "HSDP optim_grads", "HFSDP"):
