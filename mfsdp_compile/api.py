@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -134,6 +135,8 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
+        keep_fp8_transpose_cache: Has no effect, apart from a warning: parameters that are fp8 themselves cannot be sharded,
+            so that there are no transposed copies of them to keep.
         nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors. Implies
             ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
         disable_symmetric_registration: With ``nccl_ub``: register local memory instead of symmetric windows, which NCCL
@@ -201,8 +204,6 @@ def fully_shard_model(
             blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass the
             same. None: gathers have their own where NCCL runs them and that pays.
 
-    The other arguments are Megatron-FSDP's. They raise NotImplementedError when set to anything but their default.
-
     Returns:
         The wrapped model; ``.module`` is ``module``.
 
@@ -213,7 +214,11 @@ def fully_shard_model(
     """
     given = dict(locals())
     _refuse_wrong_types(given)
-    _refuse_unimplemented(given)
+    if keep_fp8_transpose_cache:
+        warnings.warn(
+            "keep_fp8_transpose_cache has no effect: it is for parameters that are fp8 themselves, and the model has none.",
+            stacklevel=3,
+        )
     if expt_device_mesh is None:
         _refuse_without_experts(given)
     if calculate_per_token_loss and average_in_collective:
@@ -395,19 +400,6 @@ def fully_shard(
     return model, fully_shard_optimizer(optimizer, by_name, flat=flat_optimizer)
 
 
-_UNIMPLEMENTED: Mapping[str, tuple[Any, str]] = {
-    "keep_fp8_transpose_cache": (False, "fp8 parameters"),
-}
-
-
-def _refuse_unimplemented(given: Mapping[str, Any]) -> None:
-    for name, (default, what) in _UNIMPLEMENTED.items():
-        if given[name] is not default:
-            raise NotImplementedError(
-                f"{name}={given[name]!r}: {what} is not implemented yet; leave {name} at its default, {default!r}."
-            )
-
-
 _FLAGS = (
     "init_model_with_meta_device",
     "overlap_grad_reduce",
@@ -428,6 +420,7 @@ _FLAGS = (
     "maxpool_double_buffer",
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "cuda_graph_mode",
+    "keep_fp8_transpose_cache",
 )
 
 

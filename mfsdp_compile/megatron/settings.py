@@ -383,7 +383,10 @@ class DistributedDataParallelConfig:
         ),
     )
     keep_fp8_transpose_cache: bool = field(
-        default=False, metadata=_said("fully_shard_model's argument", "--keep-fp8-transpose-cache")
+        default=False,
+        metadata=_said(
+            "fully_shard_model's argument; it has no effect without fp8 parameters", "--keep-fp8-transpose-cache"
+        ),
     )
     fp8_param_gather: bool = field(
         default=False,

@@ -844,9 +844,6 @@ def test_table_of_settings() -> None:
             here = {Treatment.REFUSED: "raises NotImplementedError: ", Treatment.IDLE: "no effect: "}.get(
                 setting.kind, ""
             ) + setting.here
-            argument = "maxpool_double_buffer" if "maxpool" in here else name.removeprefix("megatron_fsdp_")
-            if "fully_shard_model's argument" in here and argument in api._UNIMPLEMENTED:
-                here += "; it is not implemented yet, and raises NotImplementedError"
             flag = f"`{setting.flag.name}`" if setting.flag is not None else ""
             rows.append((f"`{section}.{name}`", flag, f"`{default!r}`", here))
     check_table(DOCS / "megatron.md", "settings", ("setting", "flag", "default", "here"), rows)
@@ -961,15 +958,6 @@ def test_wrapping_that_is_refused() -> None:
     refused(ValueError, "pg_collection.dp_cp is None", pg_collection=SimpleNamespace())
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
         refused(ValueError, f"{name} is 2.*Pass pg_collection", config=SimpleNamespace(**{name: 2}))
-    for name, (_, what) in api._UNIMPLEMENTED.items():
-        theirs = {"maxpool_double_buffer": "megatron_fsdp_max_pool_double_buffer"}.get(name, name)
-        theirs = theirs if theirs in known(DistributedDataParallelConfig) else f"megatron_fsdp_{theirs}"
-        if theirs in known(DistributedDataParallelConfig):
-            refused(
-                NotImplementedError,
-                f"=True: {what} is not",
-                ddp=settings(**{theirs: True}),
-            )
     experts = parity.build(zoo.Plain)
     experts.head.weight.allreduce = False
     # 004_5bd2db1564753652.txt: "Custom FSDP configures these groups as either DP (data-parallel) or EDP (expert data-parallel) based

@@ -74,15 +74,9 @@ def test_no_unit_class_warns_and_names_candidates() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("keep_fp8_transpose_cache", True),
-    ],
-)
-def test_arguments_of_later_work_are_refused_by_name(argument: str, value: Any) -> None:
-    with pytest.raises(NotImplementedError, match=argument):
-        fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto", **{argument: value})
+def test_what_only_fp8_parameters_have_warns() -> None:
+    with pytest.warns(UserWarning, match="keep_fp8_transpose_cache has no effect"):
+        fully_shard_model(zoo.Plain(), fsdp_unit_modules="auto", keep_fp8_transpose_cache=True)
 
 
 @pytest.mark.usefixtures("fake_world")
