@@ -12,6 +12,10 @@ Memory
     to zero; code that touches it at the wrong time then reads freed memory.) At most two units are gathered at a time,
     and the last unit of a forward stays gathered for the backward that follows.
 
+    Tensors are packed by hooks, which cost more than anything else here. They are active in the windows of modules that
+    hold parameters, because these are where parameters are used. If a bucket is still referenced when it is released, a
+    module has used another one's parameters, and from the next forward on hooks are active everywhere.
+
 Joined units
     A unit of several modules has one window per module. The unit is gathered when the first of them runs and released
     when all have run. If a batch skips some of them, it is released when another unit is used. (FSDP2's
@@ -19,6 +23,7 @@ Joined units
 
 Gradients
     One autograd node per bucket and window, ``_Reduce``, stands between the shard and everything computed from it.
+    ``_Attach`` puts the gathered parameters in its place, those of a bucket together.
     Autograd runs it when all contributions have arrived, no matter how often and from where the parameters were used,
     and passes None for parameters that were not used. The node packs the gradients, starts the reduction and waits for
     the previous one.
@@ -321,8 +326,8 @@ class EagerRuntime:
             raise RuntimeError(
                 "Forward calls torch.func.grad (or vjp, jacrev, hessian), which cannot run inside the eager forward of "
                 "a sharded module that holds parameters: gathered parameters are kept out of what autograd saves by "
-                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in forward, apply the "
-                "transform to the model from outside, or compile the model."
+                "hooks, and torch.func allows none. Use torch.autograd.grad(outputs, inputs, create_graph=True) in "
+                "forward, apply the transform to the model from outside, or compile the model."
             ) from error
 
     @_unseen
