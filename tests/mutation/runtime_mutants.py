@@ -526,8 +526,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/gradients.py",
         "backward through reductions with create_graph is silently wrong",
-        "        if torch.is_grad_enabled():\n            refuse_double_backward()",
-        "        if False:\n            refuse_double_backward()",
+        "    if torch.is_grad_enabled():\n        refuse_double_backward()",
+        "    if False:\n        refuse_double_backward()",
         ("programs/test_more_programs.py -k gradients_of_gradients",),
     ),
     Mutant(
