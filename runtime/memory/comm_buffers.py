@@ -36,6 +36,8 @@ __all__ = [
     "BufferPolicy",
     "BufferPool",
     "Buffers",
+    "Sizes",
+    "assign_all",
     "assign_buffers",
     "enter_pool",
     "take",
@@ -96,8 +98,28 @@ class Buffers(NamedTuple):
 NO_BUFFERS = Buffers()
 
 
+class Sizes(NamedTuple):
+    """What the communication buffers of a bucket depend on: its elements, and the dtypes of gathers and reductions."""
+
+    numel: int
+    compute_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    has_gradients: bool
+
+
+def assign_all(buckets: Sequence[Sizes], policy: BufferPolicy) -> list[tuple[Buffers, Buffers]]:
+    """Return the communication buffers of each of a model's buckets: for gathers, and for gradients."""
+    gathers = assign_buffers([(bucket.numel, bucket.compute_dtype) for bucket in buckets], policy)
+    trained = [(bucket.numel, bucket.comm_dtype) for bucket in buckets if bucket.has_gradients]
+    gradients = iter(assign_buffers(trained, policy))
+    return [
+        (gather, next(gradients) if bucket.has_gradients else NO_BUFFERS)
+        for bucket, gather in zip(buckets, gathers, strict=True)
+    ]
+
+
 def assign_buffers(sizes: Sequence[tuple[int, torch.dtype]], policy: BufferPolicy) -> list[Buffers]:
-    """Return the communication buffers of each bucket.
+    """Return the communication buffers of each bucket for one use.
 
     Args:
         sizes: Elements and dtype of each bucket.
