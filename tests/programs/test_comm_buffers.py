@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
+from poisoning import poisoned
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,38 +32,6 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, 
 DOUBLE = {"fsdp_double_buffer": True}
 LARGEST = {"maxpool_double_buffer": True}
 ALL = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True}
-
-
-class _Late(dist.Work):
-    """A gather whose data arrives when it is awaited, and never before."""
-
-    def __init__(self, work: dist.Work, arrived: Tensor, buffer: Tensor) -> None:
-        super().__init__()
-        self._given = work, arrived, buffer
-
-    def wait(self, timeout: Any = None) -> bool:
-        work, arrived, buffer = self._given
-        work.wait()
-        buffer.copy_(arrived)
-        return True
-
-
-def _gather_late(mine: Tensor, size: int, group: str, *, out: Tensor) -> Tensor:
-    sent, arrived = mine.clone(), torch.empty_like(out)
-    out.fill_(float("nan"))
-    work = dist.all_gather_into_tensor(arrived, sent, group=compat.process_group(group), async_op=True)
-    torch._C._distributed_c10d._register_work(out, _Late(work, arrived, out))
-    return out
-
-
-@contextlib.contextmanager
-def poisoned(late: bool = True) -> Iterator[None]:
-    """Context in which a buffer that is handed out contains NaN, and a gathered one until its gather is awaited."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, MFSDP_POISON="1"))
-        if late:
-            stack.enter_context(mock.patch.object(compat, "all_gather_out", _gather_late))
-        yield
 
 
 def train(factory: Any, mode: str, late: bool = True, microbatches: int = 1, **options: Any) -> Run:
