@@ -199,6 +199,22 @@ def test_which_buckets_have_buffers() -> None:
     assert largest == [Buffers(8, 2)] * 3 + [Buffers(16, 2), Buffers(8, 2), Buffers(16, 2)]
 
 
+def test_memory_that_stays() -> None:
+    """The formulas of docs/moving/megatron_fsdp.md are bounds, which a step reaches but for a buffer for gradients."""
+    with compat.fake_process_group(4):
+        for sharding, singles in ((DOUBLE, 0), (ALL, 2), (LARGEST, 0)):
+            model: Any = fully_shard_model(parity.build(SmallLlama), fsdp_unit_modules=[Block], **sharding)
+            sizes = {bucket.plan.name: 4 * bucket.plan.layout.numel for bucket in model.sharded.buckets}
+            layer = sizes["layers.0"]
+            alone = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+            largest = max(sizes.values())
+            most = 4 * largest if sharding is LARGEST else 4 * layer + singles * alone
+            assert model.sharded.comm_buffer_bytes() == most
+            model(torch.randn(2, 8)).backward()
+            least = most - (largest if sharding is LARGEST else layer)
+            assert least <= model.sharded.comm_buffers.nbytes <= most
+
+
 KIND = BufferKind("gather", 8, torch.float32, torch.device("cpu"))
 
 
