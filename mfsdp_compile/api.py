@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.layout import LayoutPolicy
+from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
@@ -84,6 +85,7 @@ def fully_shard_model(
     is_expert: IsExpert | None = None,
     init_fn: InitFn | Initializer | None = None,
     communication: Communication | Mapping[str, Any] | None = None,
+    buffer_allocator: Allocate | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -203,6 +205,12 @@ def fully_shard_model(
         communication: Which collectives have a communicator of their own, and NCCL's settings for each (priority, thread
             blocks, copy engines, SHARP): a :class:`Communication`, or a dict of its fields. All ranks must pass the
             same. None: gathers have their own where NCCL runs them and that pays.
+        buffer_allocator: Called as ``buffer_allocator(numel, dtype, device)`` for each communication buffer, at its first
+            use; returns a contiguous tensor ``[numel]`` of memory that nothing else uses, at an address that is a
+            multiple of 16 bytes. Anything else is an error in that step. Called again after a step that failed, and
+            for copies of the model. Needs buffers (``fsdp_double_buffer``, ``maxpool_double_buffer``), and excludes
+            ``nccl_ub``, whose buffers NCCL allocates. Memory that is used while all buffers are in use is torch's.
+            None: torch allocates.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -230,6 +238,8 @@ def fully_shard_model(
             "average_in_collective: NCCL only sums in symmetric memory, which nccl_ub registers. Leave "
             "average_in_collective out, or pass disable_symmetric_registration=True."
         )
+    if buffer_allocator is not None and nccl_ub:
+        raise ValueError("buffer_allocator: NCCL allocates the buffers of nccl_ub. Pass only one of them.")
     communicators = Communication.of(communication)
     if communicators.zero_cta and (not nccl_ub or disable_symmetric_registration):
         raise ValueError(
@@ -315,9 +325,15 @@ def fully_shard_model(
             fsdp_db_use_persist_buf_on_alloc_fail,
         ),
         registers="never" if not nccl_ub else "later" if fsdp_manual_registration else "now",
+        allocate=buffer_allocator,
         symmetric=not disable_symmetric_registration,
         communication=communicators,
     )
+    if buffer_allocator is not None and not options.buffer_policy.double:
+        raise ValueError(
+            "buffer_allocator allocates communication buffers, and this model has none: pass fsdp_double_buffer=True or "
+            "maxpool_double_buffer=True."
+        )
     sharded = shard_model(module, topology, every, _device(device, topology.mesh), options)
     sharded.grad_sync.settings.automatic = sync_model_each_microbatch
     return MegatronFSDP(module, sharded)
@@ -438,6 +454,13 @@ def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
     if given["whole_params"] is not None and not callable(given["whole_params"]):
         raise TypeError(
             f"whole_params takes a function (name, parameter) -> bool, got {reprlib.repr(given['whole_params'])}"
+        )
+    if given["buffer_allocator"] is not None and not callable(given["buffer_allocator"]):
+        raise TypeError(
+            "buffer_allocator takes a function (numel, dtype, device) -> tensor, got "
+            f"{reprlib.repr(given['buffer_allocator'])}. Memory that is freed after each use, as by Megatron-FSDP's "
+            "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers are used in "
+            "turn, as by its rotary and fixed pools."
         )
     units = given["fsdp_unit_modules"]
     if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .memory.comm_buffers import Buffers
+from .memory.comm_buffers import NO_BUFFERS, Buffers
 
-__all__ = ["Exchange", "Overlap", "When", "stride_of"]
+__all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "stride_of"]
 
 
 def stride_of(ranks: Sequence[int]) -> int:
@@ -79,6 +79,18 @@ class Exchange(NamedTuple):
     def gradient_buffers(self) -> Buffers:
         return Buffers(*self.buffers[2:])
 
+    def with_buffers(self, gathers: Buffers, gradients: Buffers) -> Exchange:
+        """Return the exchange with communication buffers where it can use them.
+
+        What is gathered from the bucket's own memory needs none. Gradients that may wait for a reduction stay where they
+        are packed, so they cannot be in a buffer.
+        """
+        if not self.gather_group:
+            gathers = NO_BUFFERS
+        if self.needs_token:
+            gradients = NO_BUFFERS
+        return self._replace(buffers=(*gathers, *gradients))
+
     @property
     def needs_token(self) -> bool:
         return self.inspected or any(self.may_wait(stage) for stage in range(len(self.when)))
@@ -96,3 +108,13 @@ class Exchange(NamedTuple):
         """Cast and scale a reduced gradient."""
         gradient = reduced.to(dtype)
         return gradient if self.scale == 1 or self.scales_first else gradient * self.scale
+
+
+def buffer_bytes(exchanges: Iterable[Exchange]) -> int:
+    """Return the bytes of the communication buffers of a model's buckets, once all of them have been used."""
+    sizes: dict[tuple[str, int, torch.dtype], int] = {}
+    for exchange in exchanges:
+        gathers, gradients = exchange.gather_buffers, exchange.gradient_buffers
+        sizes["gather", gathers.capacity, exchange.dtype] = gathers.number
+        sizes["gradients", gradients.capacity, exchange.comm_dtype] = gradients.number
+    return sum(capacity * dtype.itemsize * count for (_, capacity, dtype), count in sizes.items())

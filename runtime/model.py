@@ -29,7 +29,7 @@ from . import compat, recovery, step_checks
 from .eager.engine import EagerRuntime
 from .eager.modules import label_module
 from .eager.summon import whole_parameters
-from .exchange import Overlap
+from .exchange import Overlap, buffer_bytes
 from .grad_sync import GradSync, SyncSettings
 from .membership import Membership
 from .memory.bucket import Bucket
@@ -175,14 +175,7 @@ class ShardedModel:
 
     def comm_buffer_bytes(self) -> int:
         """Return the size of the communication buffers once all of them have been used, in bytes."""
-        sizes: dict[tuple[str, int, torch.dtype], int] = {}
-        for bucket in self.buckets:
-            exchange = bucket.exchange
-            sizes["gather", exchange.gather_buffers.capacity, exchange.dtype] = exchange.gather_buffers.number
-            sizes["gradients", exchange.gradient_buffers.capacity, exchange.comm_dtype] = (
-                exchange.gradient_buffers.number
-            )
-        return sum(capacity * dtype.itemsize * count for (_, capacity, dtype), count in sizes.items())
+        return buffer_bytes(bucket.exchange for bucket in self.buckets)
 
     def shared_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that all ranks have, by name."""

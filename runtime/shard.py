@@ -18,6 +18,7 @@ from .exchange import Overlap
 from .init import meta
 from .layout import LayoutPolicy
 from .membership import Membership
+from .memory.allocation import Allocate, Allocator
 from .memory.bucket import Bucket, Home
 from .memory.comm_buffers import BufferPolicy, BufferPool
 from .memory.registration import Registration
@@ -61,6 +62,7 @@ class ShardingOptions:
         tensor_parallel: Mesh dimension that Megatron's tensor-parallel attributes on parameters refer to.
         from_meta: Initializer of parameters and buffers on the meta device. None: there may be none on that device.
         buffer_policy: Which buckets use communication buffers.
+        allocate: Function that allocates them. None: torch does.
         registers: Whether buffers are registered with NCCL: now, later (:meth:`.Registration.register`), or never.
         symmetric: Whether they are registered as symmetric memory, if NCCL has that.
         communication: Communicators, and NCCL's settings for them.
@@ -78,6 +80,7 @@ class ShardingOptions:
     tensor_parallel: DeviceMesh | None = None
     from_meta: meta.Initializer | None = None
     buffer_policy: BufferPolicy = field(default_factory=BufferPolicy)
+    allocate: Allocate | None = None
     registers: Literal["now", "later", "never"] = "never"
     symmetric: bool = True
     communication: Communication = field(default_factory=Communication)
@@ -117,7 +120,7 @@ def shard_model(
             holder._buffers[name] = buffer.to(device) if buffer is not None else None
     eager = EagerRuntime(made.units, module.modules(), _eager_policy(options))
     buckets = [bucket for unit in made.units for bucket in unit.buckets]
-    pool = BufferPool()
+    pool = BufferPool(Allocator(options.allocate)) if options.allocate is not None else BufferPool()
     registration = Registration(pool, options.symmetric) if options.registers != "never" else None
     sharded = ShardedModel(
         module, buckets, eager, members, conduct, options.precision, options.overlap, pool, registration

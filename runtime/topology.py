@@ -301,11 +301,7 @@ class Topology:
     ) -> Exchange:
         """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
         gather, stages = self.gather_group, self.stages
-        if gather is None:
-            gather_buffers = NO_BUFFERS
-        if inspected or any(stage.when is not When.ALWAYS for stage in stages):
-            gradient_buffers = NO_BUFFERS  # what is packed stays until a reduction is due
-        return Exchange(
+        exchange = Exchange(
             sizes=[size for slot in layout.slots for size in slot.shape],
             ndims=[len(slot.shape) for slot in layout.slots],
             offsets=[slot.offset for slot in layout.slots],
@@ -321,8 +317,8 @@ class Topology:
             group_sizes=[stage.group.size for stage in stages],
             groups=[stage.group.name for stage in stages],
             inspected=inspected,
-            buffers=(*gather_buffers, *gradient_buffers),
         )
+        return exchange.with_buffers(gather_buffers, gradient_buffers)
 
     @property
     def groups(self) -> list[Group]:

@@ -1,4 +1,4 @@
-"""Full state dicts on one rank. Peak memory exceeds the result by one bucket."""
+"""Full state dicts on one rank. Peak memory exceeds the result by one bucket, and pinned memory of two batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mfsdp_compile.wrapper import unwrapped
+
+from .host_copies import Copies, HostCopies
 
 __all__ = ["full_optimizer_state_dict", "full_state_dict"]
 
@@ -28,22 +30,25 @@ def full_state_dict(model: nn.Module, rank: int | None = 0) -> dict[str, Any]:
     model = unwrapped(model, "full_state_dict")
     mine = rank is None or dist.get_rank(model.sharded.everyone) == rank
     wholes: dict[str, Tensor] = {}
+    copies: HostCopies[str] = HostCopies()
     for name, whole in model.full_parameters():
         if mine:
-            wholes[name] = whole.to("cpu", copy=True)
+            wholes.update(copies.add(name, whole))
         del whole
     if not mine:
         return {}
+    wholes.update(copies.rest())
     first_name: dict[int, str] = {}
     for name, param in model.module.named_parameters(remove_duplicate=False):
         first_name.setdefault(id(param), name)
     params = dict(model.module.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = {}
-    for name, value in model.module.state_dict().items():
+    state: dict[str, Any] = dict(model.module.state_dict())
+    for name, value in list(state.items()):
         if name in params:
             state[name] = wholes[first_name[id(params[name])]]
-        else:
-            state[name] = value.to("cpu", copy=True) if isinstance(value, Tensor) else value
+        elif isinstance(value, Tensor):
+            state.update(copies.add(name, value))
+    state.update(copies.rest())
     return state
 
 
@@ -60,12 +65,18 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
     """
     mine = rank is None or dist.get_rank() == rank
     sharded = optimizer.state_dict()
-    state: dict[Any, dict[str, Any]] = {}
+    state: dict[Any, dict[str, Any]] = {name: dict(held) for name, held in sharded["state"].items()}
+    copies: HostCopies[tuple[Any, str]] = HostCopies()
+
+    def put(done: Copies[tuple[Any, str]]) -> None:
+        for (name, key), copy in done:
+            state[name][key] = copy
+
     for name, held in sharded["state"].items():
-        state[name] = {}
         for key, value in held.items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            if mine:
-                state[name][key] = whole.to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+            if mine and isinstance(whole, Tensor):
+                put(copies.add((name, key), whole))
             del whole
+    put(copies.rest())
     return {**sharded, "state": state} if mine else {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from mfsdp_compile.checkpoint.host_copies import HostCopies
 from mfsdp_compile.convert.huggingface import MAX_SHARD_BYTES
 from mfsdp_compile.convert.safetensors_files import INDEX, SINGLE, Layout, split_into_files, write_file, write_index
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
@@ -102,10 +103,14 @@ def _tensors(
     module = model.module
     state = _meta(module, dtypes)
     names = _gathered_names(model, state)
+    copies: HostCopies[str] = HostCopies()
     for name, whole in wholes:
         if name in names:
-            yield from _convert(module, names[name], whole.to("cpu", dtypes.get(name, whole.dtype))).items()
+            for done, copy in copies.add(names[name], whole.to(dtypes.get(name, whole.dtype))):
+                yield from _convert(module, done, copy).items()
         del whole  # frees its bucket before the next one is gathered
+    for done, copy in copies.rest():
+        yield from _convert(module, done, copy).items()
     parameters = set(names.values())
     values = module.state_dict()
     for name in state:

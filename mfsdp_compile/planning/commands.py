@@ -19,6 +19,7 @@ from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 
 from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, workload
@@ -88,6 +89,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-bucketing", action="store_true", help="give each parameter a bucket of its own (disable_bucketing)"
     )
+    buffers = parser.add_mutually_exclusive_group()
+    buffers.add_argument(
+        "--double-buffer",
+        action="store_true",
+        help="gather equal buckets into two buffers, and pack their gradients in two others (fsdp_double_buffer)",
+    )
+    buffers.add_argument(
+        "--maxpool-double-buffer",
+        action="store_true",
+        help="the same for all buckets, with buffers of the size of the largest (maxpool_double_buffer)",
+    )
     parser.add_argument(
         "--reshard",
         default="auto",
@@ -142,6 +154,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             unit_bytes=least,
             by_module=given.fine_grained,
             by_parameter=given.no_bucketing,
+            buffers=BufferPolicy(given.double_buffer or given.maxpool_double_buffer, given.maxpool_double_buffer),
             microbatches=given.microbatches,
         )
         if given.bucket == "auto" and least is not None:

@@ -26,9 +26,11 @@ from mfsdp_compile.passes.solver.simulate import OptimizerCost, Timeline, simula
 from mfsdp_compile.passes.solver.solve import BudgetError, Solution, explained, gib, solve
 from mfsdp_compile.passes.solver.step_events import PHASES, StepOutlines
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.exchange import Overlap
+from mfsdp_compile.runtime.exchange import Overlap, buffer_bytes
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.bucket import Site
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
+from mfsdp_compile.runtime.memory.comm_buffers import Sizes as SizesOf
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
 from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
@@ -153,6 +155,7 @@ class Job:
             units are not joined.
         by_module: Gather the modules of a unit one by one: ``enable_fine_grained_param_gather``.
         by_parameter: One bucket per parameter: ``disable_bucketing``.
+        buffers: Which buckets use communication buffers: ``fsdp_double_buffer``, ``maxpool_double_buffer``.
         microbatches: Microbatches per step of a pipeline, each with the workload's batch. None: four times the number
             of stages. Without a pipeline, a step has one.
     """
@@ -171,6 +174,7 @@ class Job:
     unit_bytes: int | None = None
     by_module: bool = False
     by_parameter: bool = False
+    buffers: BufferPolicy = field(default_factory=BufferPolicy)
     microbatches: int | None = None
 
     def microbatches_of(self, candidate: Candidate) -> int:
@@ -660,9 +664,21 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     messages = 0
     if compat.PIPELINES_HOLD_MESSAGES:
         messages = job.microbatches_of(candidate) * (traced.received_bytes + traced.sent_bytes)
-    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=traced.buffer_bytes + messages)
+    infos = _with_buffers(infos, job.buffers)
+    other_bytes = traced.buffer_bytes + messages + buffer_bytes(info.exchange for info in infos)
+    context = Context(tuple(infos), policy, True, overlap=job.overlap, other_bytes=other_bytes)
     outlines = {phase: _on_ranks(outline, context, sources, names) for phase, outline in traced.outlines.items()}
     return StepOutlines(outlines, context, CostModel(job.hardware, job.fused))
+
+
+def _with_buffers(infos: list[BucketInfo], policy: BufferPolicy) -> list[BucketInfo]:
+    if not policy.double:
+        return infos
+    sizes = [SizesOf(i.layout.numel, i.exchange.dtype, i.exchange.comm_dtype, i.trainable) for i in infos]
+    return [
+        replace(info, exchange=info.exchange.with_buffers(*buffers))
+        for info, buffers in zip(infos, assign_all(sizes, policy), strict=True)
+    ]
 
 
 def _members(traced: Trace, unit_bytes: int | None) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .distributed import new_group_like
@@ -21,6 +22,7 @@ __all__ = [
     "EVERY_ROW",
     "DTensorSpec",
     "RowShard",
+    "StorageWeakRef",
     "TensorMeta",
     "concatenate_meshes",
     "copy_each",

@@ -20,7 +20,7 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,21 +28,20 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from .allocation import Allocate, fresh_memory
 
 __all__ = [
     "NO_BUFFERS",
-    "Allocate",
     "BufferKind",
     "BufferPolicy",
     "BufferPool",
     "Buffers",
+    "Sizes",
+    "assign_all",
     "assign_buffers",
     "enter_pool",
     "take",
 ]
-
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
-"""A function ``(numel, dtype, device)`` that returns a contiguous tensor ``[numel]`` with a storage of its own."""
 
 
 class BufferKind(NamedTuple):
@@ -99,8 +98,28 @@ class Buffers(NamedTuple):
 NO_BUFFERS = Buffers()
 
 
+class Sizes(NamedTuple):
+    """What the communication buffers of a bucket depend on: its elements, and the dtypes of gathers and reductions."""
+
+    numel: int
+    compute_dtype: torch.dtype
+    comm_dtype: torch.dtype
+    has_gradients: bool
+
+
+def assign_all(buckets: Sequence[Sizes], policy: BufferPolicy) -> list[tuple[Buffers, Buffers]]:
+    """Return the communication buffers of each of a model's buckets: for gathers, and for gradients."""
+    gathers = assign_buffers([(bucket.numel, bucket.compute_dtype) for bucket in buckets], policy)
+    trained = [(bucket.numel, bucket.comm_dtype) for bucket in buckets if bucket.has_gradients]
+    gradients = iter(assign_buffers(trained, policy))
+    return [
+        (gather, next(gradients) if bucket.has_gradients else NO_BUFFERS)
+        for bucket, gather in zip(buckets, gathers, strict=True)
+    ]
+
+
 def assign_buffers(sizes: Sequence[tuple[int, torch.dtype]], policy: BufferPolicy) -> list[Buffers]:
-    """Return the communication buffers of each bucket.
+    """Return the communication buffers of each bucket for one use.
 
     Args:
         sizes: Elements and dtype of each bucket.
@@ -145,12 +164,13 @@ class BufferPool:
     """The communication buffers of one model. They are allocated at their first use.
 
     Args:
-        allocate: Function that allocates a buffer. The default is ``torch.empty``.
+        allocate: Function that allocates a buffer. The default is ``torch.empty``. Memory that is used if all buffers
+            are in use is ``torch.empty``'s in any case.
         is_strict: Whether buffers are used in turn, without exception: on all ranks, the same gather then uses the same
             buffer. Collectives on symmetric memory are wrong otherwise.
     """
 
-    allocate: Allocate = field(default=lambda numel, dtype, device: torch.empty(numel, dtype=dtype, device=device))
+    allocate: Allocate = fresh_memory
     is_strict: bool = False
     is_complete: bool = False
     """Whether all buffers have been allocated."""
@@ -173,7 +193,7 @@ class BufferPool:
         turn = self._turn.get(kind, 0) if self.is_strict else 0
         for index in range(turn, count):
             if index == len(buffers):
-                buffers.append(_Buffer.of(self.allocate(kind.capacity, kind.dtype, kind.device)))
+                buffers.append(self._new(kind))
             if buffers[index].is_free or (self.is_strict and self._is_free_now(buffers[index])):
                 self._turn[kind] = (index + 1) % count
                 return _poisoned(buffers[index].memory[:numel])
@@ -196,12 +216,15 @@ class BufferPool:
     def allocate_all(self, kinds: Mapping[BufferKind, int]) -> None:
         """Allocate all buffers now, with the number of each kind. Afterwards there are never more.
 
-        Torch's allocator allocates them, in the memory pool that is in use.
+        Torch's allocator allocates them in the memory pool that is in use.
         """
         for kind, count in kinds.items():
-            memory = (torch.empty(kind.capacity, dtype=kind.dtype, device=kind.device) for _ in range(count))
-            self._buffers[kind] = [_Buffer.of(each) for each in memory]
+            self._buffers[kind] = [self._new(kind) for _ in range(count)]
         self.is_complete = True
+
+    def _new(self, kind: BufferKind) -> _Buffer:
+        with torch.inference_mode(False):  # what is allocated in inference also serves training
+            return _Buffer.of(self.allocate(kind.capacity, kind.dtype, kind.device))
 
     @property
     def memory(self) -> list[Tensor]:

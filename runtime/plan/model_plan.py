@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import compat
 from ..memory.bucket import BucketPlan
-from ..memory.comm_buffers import NO_BUFFERS, BufferPolicy, assign_buffers
+from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
@@ -69,13 +69,10 @@ class ModelPlan:
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
         """Return the plan with communication buffers for its buckets."""
         buckets = list(self.buckets)
-        gathers = assign_buffers([(b.layout.numel, b.compute_dtype) for b in buckets], policy)
-        trained = [bucket for bucket in buckets if bucket.requires_grad]
-        gradients = assign_buffers([(b.layout.numel, b.comm_dtype) for b in trained], policy)
-        of_gradients = {bucket.name: buffers for bucket, buffers in zip(trained, gradients, strict=True)}
+        sizes = [Sizes(b.layout.numel, b.compute_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
         made = iter(
-            replace(bucket, gather_buffers=buffers, gradient_buffers=of_gradients.get(bucket.name, NO_BUFFERS))
-            for bucket, buffers in zip(buckets, gathers, strict=True)
+            replace(bucket, gather_buffers=gathers, gradient_buffers=gradients)
+            for bucket, (gathers, gradients) in zip(buckets, assign_all(sizes, policy), strict=True)
         )
         return replace(
             self, units=tuple((unit, tuple(itertools.islice(made, len(plans)))) for unit, plans in self.units)

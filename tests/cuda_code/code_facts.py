@@ -16,7 +16,7 @@ from mfsdp_compile.passes.context import Context
 
 __all__ = ["Wanted", "baseline", "facts", "wanted_of"]
 
-_GATHERS = {"all_gather_into_tensor"}
+_GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
 _REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
@@ -46,7 +46,8 @@ class Wanted:
         buckets: Names of the buckets, by the same positions.
         slots: Slots of the bucket whose gradient is the output at a position.
         padding: Bytes of gradient buckets that belong to no parameter.
-        casts: Bytes that are read and written by casting each shard once before each gather of it.
+        casts: Bytes that are read and written by casting each shard once before each gather of it, or copying it to its
+            place in a communication buffer.
     """
 
     points: list[tuple[str, int]]
@@ -87,7 +88,8 @@ def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
             ]
             if what == "reduce":
                 padding += (info.layout.numel - sum(s.numel for s in info.layout.slots)) * size
-        if what == "gather" and not gathered[bucket].is_of_portions and info.main_dtype != info.exchange.dtype:
+        is_copied = info.main_dtype != info.exchange.dtype or node.target is roles.GATHER_INTO_BUFFER
+        if what == "gather" and not gathered[bucket].is_of_portions and is_copied:
             casts += info.layout.shard_numel * (info.main_dtype.itemsize + info.exchange.dtype.itemsize)
         points.append((what, position))
         buckets[f"{what} {position}"] = f"{what} {info.name}"

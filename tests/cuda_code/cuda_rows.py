@@ -21,6 +21,7 @@ class Setting:
         options: Options of the backend.
         outer: Whether shards are replicated over two groups of four ranks.
         trains: Whether there is a backward.
+        sharding: Further arguments of ``fully_shard_model``.
     """
 
     strategy: int = 3
@@ -28,6 +29,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     outer: bool = False
     trains: bool = True
+    sharding: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ PRECISIONS: dict[str, dict[str, str | None]] = {
 _LAYERS = 2  # fewer than become a region by themselves
 _REGIONS = {"regions": True}
 _WIDENED = {"float32_gradients": True}
+_DOUBLE = {"fsdp_double_buffer": True}
 
 
 def _rows(model: str, settings: Mapping[str, Setting]) -> list[Row]:
@@ -65,6 +68,7 @@ QUICK = [
             "`float32_gradients`": Setting(precision="float32 reductions", options=_WIDENED),
             "regions": Setting(options=_REGIONS),
             "`reshard_after_forward` 2": Setting(options={"reshard_after_forward": 2}),
+            "`fsdp_double_buffer`": Setting(sharding=_DOUBLE),
         },
     ),
     *_rows("mixture of experts", {"strategy 3": Setting()}),
@@ -86,6 +90,10 @@ TABLED = [
             "`memory_budget`": Setting(options={"memory_budget": "4GiB"}),
             "replicated over 2 groups": Setting(outer=True),
             "inference": Setting(trains=False),
+            "`maxpool_double_buffer`, bfloat16": Setting(
+                precision="bfloat16", sharding={"maxpool_double_buffer": True}
+            ),
+            "regions, `fsdp_double_buffer`": Setting(options=_REGIONS, sharding=_DOUBLE),
         },
     ),
     *_rows("mixture of experts", {"regions": Setting(options=_REGIONS)}),

@@ -155,6 +155,7 @@ def sharded(name: str, setting: Setting) -> tuple[list[Recording], dict[str, Wan
             zero_dp_strategy=setting.strategy,
             mixed_precision_policy=MixedPrecisionPolicy(**dtypes),
             check_values=False,
+            **setting.sharding,
         )
         options = {**setting.options, "report": True, "passes": [observe]}
         recordings = generated(model, inputs, lambda *graph: mfsdp(*graph, options=options), setting.trains)

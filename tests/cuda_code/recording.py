@@ -145,7 +145,7 @@ _MOVING = {
     "new_zeros",
     "zeros_like",
 }
-_ALLOCATING = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided"}
+_ALLOCATING = {"empty", "empty_strided", "new_empty", "empty_like", "new_empty_strided", "gradient_buffer"}
 _WAITING = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal"}
 
 
@@ -192,6 +192,9 @@ class _Recorder(TorchDispatchMode):
         if operator in _ALLOCATING or not (new or written or operator == "wait_tensor"):
             return result  # memory, or a view
         read = [tensor for tensor in given if not any(tensor is other for other in written)]
+        if operator == "gather_into_buffer":
+            self._gather_into_buffer(name, given[0], made[0])
+            return result
         moves = operator in _MOVING
         self.recording.events.append(
             Event(
@@ -204,6 +207,13 @@ class _Recorder(TorchDispatchMode):
             )
         )
         return result
+
+    def _gather_into_buffer(self, name: str, shard: Tensor, whole: Tensor) -> None:
+        """Record what the operator does: copy or cast the shard into its place, and gather from there."""
+        mine = whole[: shard.numel()]
+        sent = (self._span(mine),)
+        copy = Event("mfsdp.copy_", (self._span(shard),), sent, moves=True, bytes=_moved([shard], [mine]))
+        self.recording.events += [copy, Event(name, sent, (self._span(whole),))]
 
     def launch(self, name: str, kernel: Kernel, args: Sequence[Any], more: dict[str, Any]) -> None:
         bound = dict(zip(kernel.parameters, args, strict=False)) | more

@@ -131,11 +131,25 @@ RUNTIME = (
         ("programs/test_comm_buffers.py -k strict",),
     ),
     Mutant(
-        "runtime/topology.py",
+        "runtime/exchange.py",
         "gradients that wait for a reduction stay in a communication buffer",
-        "        if inspected or any(stage.when is not When.ALWAYS for stage in stages):",
+        "        if self.needs_token:",
         "        if False:",
         ("programs/test_comm_buffers.py -k test_every_strategy",),
+    ),
+    Mutant(
+        "runtime/memory/allocation.py",
+        "buffers of a user's allocator overlap",
+        "        if wrong is None and any(max(p.start, addresses.start) < min(p.stop, addresses.stop) for _, p in self._given):",
+        "        if False:",
+        ("programs/test_comm_buffers.py -k do_not_overlap",),
+    ),
+    Mutant(
+        "runtime/memory/allocation.py",
+        "a user's allocator returns memory that other tensors refer to, which counts as free while it is in use",
+        "        if wrong is None and compat.references_to(storage) != _references_of_one_tensor():",
+        "        if False:",
+        ("programs/test_comm_buffers.py -k is_checked",),
     ),
     # -- captured steps -----------------------------------------------------------------------------------------------
     Mutant(

@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from mfsdp_compile import fully_shard_model
 from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
+from mfsdp_compile.diagnostics.measure import allocated
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.schedule_file import ScheduleText
@@ -32,6 +34,7 @@ from mfsdp_compile.planning import Candidate, Job, plan, trace_model, workload
 from mfsdp_compile.planning.planner import best_size, planned, problem_of, sizes
 from mfsdp_compile.planning.trace_model import Trace, trace
 from mfsdp_compile.planning.workloads import Workload, _tokens
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
 pytestmark = pytest.mark.slow
@@ -317,6 +320,74 @@ def test_a_plan_of_divided_units_is_what_the_compiler_does(planned_with: dict[st
     # As above.
     assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sharded_with"),
+    [
+        (BufferPolicy(True), {"fsdp_double_buffer": True}),
+        (BufferPolicy(True, largest=True), {"maxpool_double_buffer": True}),
+        (BufferPolicy(True, singles=True), {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True}),
+    ],
+    ids=["double", "maxpool", "singles"],
+)
+def test_a_plan_with_communication_buffers_is_what_the_compiler_does(
+    policy: BufferPolicy, sharded_with: dict[str, bool]
+) -> None:
+    traced = by_parameter(8, fused=False)
+    plain = planned(Job(llama(8), CPU, fused=False, solved=False), traced, Candidate(ZERO3, 4))
+    job = Job(llama(8), CPU, fused=False, solved=False, buffers=policy)
+    row = planned(job, traced, Candidate(ZERO3, 4))
+    assert row.timeline is not None
+
+    from mfsdp_compile.runtime import compat
+
+    with compat.fake_process_group(4):
+        model = fully_shard_model(Llama(LlamaConfig(layers=8)), fsdp_unit_modules=[Block], **sharded_with)
+        options = {"inner": "aot_eager", "report": True, "hardware": "cpu", "regions": False}
+        call = torch.compile(model, backend="mfsdp", options=options)
+
+        def step() -> None:
+            call(*torch.randint(0, 256, (2, 4, 64))).backward()
+            model.zero_grad()
+
+        for _ in range(2):
+            step()
+        record = model.sharded.compiled_graphs[-1]
+        held = model.sharded.comm_buffer_bytes()
+        measured = allocated(step)[0] + model.sharded.comm_buffers.nbytes - held
+        assert model.sharded.comm_buffers.fresh == 0
+    torch.compiler.reset()
+    assert [b.exchange.buffers for b in row.context.buckets] == [b.exchange.buffers for b in record.context.buckets]
+    assert row.context.other_bytes - plain.context.other_bytes == held > 0
+    assert row.context.other_bytes == pytest.approx(record.context.other_bytes, rel=1e-3)
+    events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
+    resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
+    real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
+    assert row.timeline.seconds == pytest.approx(real.seconds, rel=0.03)
+    assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
+    assert row.timeline.peak_bytes == pytest.approx(measured + sum(resting.values()), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ([], BufferPolicy()),
+        (["--double-buffer"], BufferPolicy(True)),
+        (["--maxpool-double-buffer"], BufferPolicy(True, largest=True)),
+    ],
+)
+def test_command_knows_communication_buffers(flags: list[str], policy: BufferPolicy) -> None:
+    reached = mock.patch("mfsdp_compile.planning.commands.plan", side_effect=InterruptedError)
+    with reached as planner, pytest.raises(InterruptedError):
+        main(["plan", "--model", "demo", *flags])
+    assert planner.call_args.args[0].buffers == policy
+
+
+def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "demo", "--double-buffer", "--maxpool-double-buffer"])
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:

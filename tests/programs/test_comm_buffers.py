@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
+from poisoning import poisoned
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,43 +26,12 @@ from mfsdp_compile import fully_shard_model
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.allocation import Allocator
 from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPolicy, BufferPool, Buffers, assign_buffers
 
 DOUBLE = {"fsdp_double_buffer": True}
 LARGEST = {"maxpool_double_buffer": True}
 ALL = {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True}
-
-
-class _Late(dist.Work):
-    """A gather whose data arrives when it is awaited, and never before."""
-
-    def __init__(self, work: dist.Work, arrived: Tensor, buffer: Tensor) -> None:
-        super().__init__()
-        self._given = work, arrived, buffer
-
-    def wait(self, timeout: Any = None) -> bool:
-        work, arrived, buffer = self._given
-        work.wait()
-        buffer.copy_(arrived)
-        return True
-
-
-def _gather_late(mine: Tensor, size: int, group: str, *, out: Tensor) -> Tensor:
-    sent, arrived = mine.clone(), torch.empty_like(out)
-    out.fill_(float("nan"))
-    work = dist.all_gather_into_tensor(arrived, sent, group=compat.process_group(group), async_op=True)
-    torch._C._distributed_c10d._register_work(out, _Late(work, arrived, out))
-    return out
-
-
-@contextlib.contextmanager
-def poisoned(late: bool = True) -> Iterator[None]:
-    """Context in which a buffer that is handed out contains NaN, and a gathered one until its gather is awaited."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, MFSDP_POISON="1"))
-        if late:
-            stack.enter_context(mock.patch.object(compat, "all_gather_out", _gather_late))
-        yield
 
 
 def train(factory: Any, mode: str, late: bool = True, microbatches: int = 1, **options: Any) -> Run:
@@ -230,6 +199,22 @@ def test_which_buckets_have_buffers() -> None:
     assert largest == [Buffers(8, 2)] * 3 + [Buffers(16, 2), Buffers(8, 2), Buffers(16, 2)]
 
 
+def test_memory_that_stays() -> None:
+    """The formulas of docs/moving/megatron_fsdp.md are bounds, which a step reaches but for a buffer for gradients."""
+    with compat.fake_process_group(4):
+        for sharding, singles in ((DOUBLE, 0), (ALL, 2), (LARGEST, 0)):
+            model: Any = fully_shard_model(parity.build(SmallLlama), fsdp_unit_modules=[Block], **sharding)
+            sizes = {bucket.plan.name: 4 * bucket.plan.layout.numel for bucket in model.sharded.buckets}
+            layer = sizes["layers.0"]
+            alone = sum(size for name, size in sizes.items() if not name.startswith("layers."))
+            largest = max(sizes.values())
+            most = 4 * largest if sharding is LARGEST else 4 * layer + singles * alone
+            assert model.sharded.comm_buffer_bytes() == most
+            model(torch.randn(2, 8)).backward()
+            least = most - (largest if sharding is LARGEST else layer)
+            assert least <= model.sharded.comm_buffers.nbytes <= most
+
+
 KIND = BufferKind("gather", 8, torch.float32, torch.device("cpu"))
 
 
@@ -295,6 +280,154 @@ def test_a_users_allocator() -> None:
 def test_arguments_take_true_or_false(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} takes True or False"):
         fully_shard_model(nn.Linear(2, 2), **{name: 2})
+
+
+# -- allocators of the user -------------------------------------------------------------------------------------------
+
+
+class Arena:
+    """Allocates from one piece of memory, in the order of the calls."""
+
+    def __init__(self, size: int = 1 << 20) -> None:
+        self.memory = torch.zeros(size, dtype=torch.uint8).numpy()
+        self.used = 0
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        buffer = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=self.used)
+        self.used += -(-buffer.nbytes // 64) * 64
+        return buffer
+
+    def __contains__(self, address: int) -> bool:
+        return 0 <= address - self.memory.ctypes.data < self.memory.size
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_buffers_in_memory_of_the_user(mode: str) -> None:
+    plain = parity.train_sharded(zoo.Plain, mode, parity.batches(steps=3), parity.sgd)
+    for policy in (DOUBLE, LARGEST, ALL):
+        arena = Arena()
+        run = train(zoo.Plain, mode, sharding={**policy, "buffer_allocator": arena})
+        parity.assert_bitwise(plain, run)
+        assert_few(run)
+        uses = {kind.use: addresses for kind, addresses in pool_of(run).addresses.items()}
+        assert uses.keys() == {"gather", "gradients"}
+        assert all(address in arena for addresses in uses.values() for address in addresses)
+        assert pool_of(run).fresh == 0
+
+
+@on_ranks(2)
+def test_copies_have_buffers_of_their_own() -> None:
+    x = torch.randn(6, 8)
+    model = parity.shard(parity.build(zoo.Plain), EAGER, sharding={**DOUBLE, "buffer_allocator": Arena()})[0]
+    model(x).backward()
+    duplicate = copy.deepcopy(model)
+    assert not duplicate.sharded.comm_buffers.addresses
+    duplicate(x).backward()
+    own, its = (
+        {address for addresses in each.sharded.comm_buffers.addresses.values() for address in addresses}
+        for each in (model, duplicate)
+    )
+    assert len(own) == len(its)
+    assert not own & its
+
+
+def _shares(numel: int, dtype: torch.dtype, device: torch.device, whole: Tensor = torch.empty(1 << 16)) -> Tensor:
+    return whole.view(dtype)[:numel]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda n, dtype, device: [0.0] * n, "returned a list. Return a torch.Tensor"),
+        (lambda n, dtype, device: nn.Parameter(torch.empty(n, dtype=dtype)), "returned a Parameter"),
+        (lambda n, dtype, device: torch.empty(n, dtype=torch.float64), "returned torch.float64"),
+        (lambda n, dtype, device: torch.empty(n, dtype=dtype, device="meta"), "returned memory on meta"),
+        (lambda n, dtype, device: torch.empty(1, n, dtype=dtype), r"returned a tensor of shape \(1, 8\)"),
+        (lambda n, dtype, device: torch.empty(n + 8, dtype=dtype), r"returned a tensor of shape \(16,\)"),
+        (lambda n, dtype, device: torch.empty(2 * n, dtype=dtype)[::2], r"returned a tensor of stride \(2,\)"),
+        (lambda n, dtype, device: torch.empty(n, requires_grad=True), "returned a tensor that requires gradients"),
+        (lambda n, dtype, device: torch.empty(n + 4)[4:], "returned a tensor that begins at element 4 of its storage"),
+        (
+            lambda n, dtype, device: torch.frombuffer(torch.empty(64).numpy(), dtype=dtype, count=n, offset=4),
+            "returned memory at an address that is not a multiple of 16 bytes",
+        ),
+        (_shares, "returned a view of memory that other tensors refer to"),
+    ],
+)
+def test_an_allocators_memory_is_checked(wrong: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"asked for 8 elements in torch.float32 on cpu, and {message}"):
+        Allocator(wrong)(*KIND[1:])
+
+
+def test_an_allocators_buffers_do_not_overlap() -> None:
+    memory = torch.empty(64).numpy()
+    places = iter([0, 64, 32, 0, 0])
+    allocator = Allocator(lambda n, dtype, device: torch.frombuffer(memory, dtype=dtype, count=n, offset=next(places)))
+    first, second = (allocator(*KIND[1:]) for _ in range(2))
+    for _ in range(2):  # the second time, all of the first buffer
+        with pytest.raises(ValueError, match="memory that overlaps with a buffer it has returned before"):
+            allocator(16, torch.float32, torch.device("cpu"))
+    view = first[2:]
+    del first
+    assert view.untyped_storage().nbytes() == 32, "still in use"
+    del view
+    assert allocator(*KIND[1:]).data_ptr() < second.data_ptr()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_a_wrong_allocator_leaves_the_model_usable(mode: str) -> None:
+    """The error is one of the step, in forward and in backward. The next step is right if the allocator is."""
+    data = parity.batches(steps=1)[0, dist.get_rank()]
+    plain, plain_call = parity.shard(parity.build(zoo.Plain), mode)
+    plain_call(data).backward()
+    calls, wrong = 0, 0
+
+    def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return torch.empty(numel + (calls == wrong), dtype=dtype, device=device)
+
+    model, call = parity.shard(parity.build(zoo.Plain), mode, sharding={**DOUBLE, "buffer_allocator": allocate})
+    for wrong in (1, 2, 3):  # the buffers for gathers, and one for gradients
+        calls = 0
+        with pytest.raises(ValueError, match="buffer_allocator was asked for"):
+            call(data).backward()
+        assert calls == wrong
+        model.reset()
+        model.zero_grad()
+    calls = 4
+    call(data).backward()
+    for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.to_local(), its.grad.to_local()), name
+    assert model.sharded.comm_buffers.addresses
+
+
+def test_allocators_that_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        TypeError, match=r"buffer_allocator takes a function.*what models without fsdp_double_buffer use"
+    ):
+        fully_shard_model(model, buffer_allocator="storage_resize", **DOUBLE)
+    with pytest.raises(ValueError, match=r"buffer_allocator: NCCL allocates the buffers of nccl_ub"):
+        fully_shard_model(model, buffer_allocator=Arena(), nccl_ub=True)
+    with (
+        pytest.raises(ValueError, match=r"this model has none: pass fsdp_double_buffer=True or maxpool"),
+        compat.fake_process_group(2),
+    ):
+        fully_shard_model(model, buffer_allocator=Arena())
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_what_inference_allocated_serves_training(mode: str) -> None:
+    model, call = parity.shard(parity.build(zoo.Plain), mode, sharding=DOUBLE)
+    with torch.inference_mode():
+        call(torch.randn(6, 8))
+    addresses = model.sharded.comm_buffers.addresses
+    call(torch.randn(6, 8)).backward()
+    assert addresses.items() <= model.sharded.comm_buffers.addresses.items()
 
 
 # -- registration with NCCL -------------------------------------------------------------------------------------------

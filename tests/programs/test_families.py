@@ -16,6 +16,7 @@ from doc_tables import DOCS, check_rows
 from failing import short_mesh
 from families import FAMILIES, IMAGE_TOKENS, LENGTH, Family, tokens, with_image_tokens
 from parity import AOT_EAGER, EAGER, INDUCTOR
+from poisoning import poisoned
 from pool import Pools, on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile import explain, fully_shard_model
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.comm_buffers import BufferPool
 
 BOUND = 1e-5
 """Bound on gradients, for float32 sums in another order.
@@ -266,6 +268,71 @@ def test_checkpointed_training_is_that_of_one_process(name: str) -> None:
             assert any("requires_grad" in reason for reason, _ in outcome.breaks)
         else:
             assert outcome.graphs == 1
+
+
+# -- communication buffers --------------------------------------------------------------------------------------------
+
+
+def with_buffers(name: str, mode: str, microbatches: int = 1, **sharding: Any) -> tuple[list[Tensor], BufferPool]:
+    """Train for three steps. Returns losses, gradients and parameters of this rank, and the model's buffers."""
+    rank, family = dist.get_rank(), FAMILIES[name]
+    model = fully_shard_model(make(family), fsdp_unit_modules="auto", **sharding)
+    with torch.no_grad():
+        model(**family.batch_of(rank))
+    call: Any = model
+    if mode != EAGER:
+        call = torch.compile(model, backend="mfsdp", fullgraph=family.fullgraph, options={"inner": mode})
+    optimizer, found = adamw(model), []
+    for step in range(STEPS):
+        for micro in range(microbatches):
+            loss = family.loss(call(**family.batch_of(100 * step + 10 * micro + rank)))
+            loss.backward()
+            found.append(loss.detach())
+        found += [param.grad.to_local().clone() for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [param.to_local().detach().clone() for param in model.parameters()], model.sharded.comm_buffers
+
+
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"fsdp_double_buffer": True, "fsdp_db_use_persist_buf_on_alloc_fail": True},
+    {"maxpool_double_buffer": True},
+)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("name", families(long={*FAMILIES}))
+@on_ranks(2)
+def test_communication_buffers_change_no_number(name: str, mode: str) -> None:
+    """Numbers are those of memory of their own, to the bit, although memory is poisoned and gathers arrive late."""
+    plain, _ = with_buffers(name, mode)
+    for policy in POLICIES if mode == EAGER else POLICIES[:1]:
+        with poisoned():
+            found, pool = with_buffers(name, mode, **policy)
+        assert_equal_bits(plain, found)
+        assert {kind.use for kind in pool.addresses} == {"gather", "gradients"}
+        for kind, addresses in pool.addresses.items():
+            assert len(set(addresses)) == len(addresses) <= 2, kind
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [2, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe", "t5", "resnet"])
+@on_ranks(4)
+def test_communication_buffers_on_four_ranks(name: str, strategy: int) -> None:
+    for mode in (EAGER, AOT_EAGER):
+        plain, _ = with_buffers(name, mode, 2, zero_dp_strategy=strategy)
+        for policy in POLICIES:
+            with poisoned(late=strategy == 3):
+                found, pool = with_buffers(name, mode, 2, zero_dp_strategy=strategy, **policy)
+            assert_equal_bits(plain, found)
+            assert pool.addresses
+
+
+def assert_equal_bits(expected: list[Tensor], found: list[Tensor]) -> None:
+    assert len(expected) == len(found)
+    assert all(compat.equal_bits(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(x.isfinite().all() for x in found)
 
 
 # -- batches with and without images ----------------------------------------------------------------------------------

@@ -1,0 +1,49 @@
+"""Memory that contains NaN until its data arrives, which is as late as possible."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mfsdp_compile.runtime import compat
+
+__all__ = ["poisoned"]
+
+
+class _Late(dist.Work):
+    """A gather whose data arrives when it is awaited, and never before."""
+
+    def __init__(self, work: dist.Work, arrived: Tensor, buffer: Tensor) -> None:
+        super().__init__()
+        self._given = work, arrived, buffer
+
+    def wait(self, timeout: Any = None) -> bool:
+        work, arrived, buffer = self._given
+        work.wait()
+        buffer.copy_(arrived)
+        return True
+
+
+def _gather_late(mine: Tensor, size: int, group: str, *, out: Tensor) -> Tensor:
+    sent, arrived = mine.clone(), torch.empty_like(out)
+    out.fill_(float("nan"))
+    work = dist.all_gather_into_tensor(arrived, sent, group=compat.process_group(group), async_op=True)
+    torch._C._distributed_c10d._register_work(out, _Late(work, arrived, out))
+    return out
+
+
+@contextlib.contextmanager
+def poisoned(late: bool = True) -> Iterator[None]:
+    """Context in which a buffer that is handed out contains NaN, and a gathered one until its gather is awaited."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, MFSDP_POISON="1"))
+        if late:
+            stack.enter_context(mock.patch.object(compat, "all_gather_out", _gather_late))
+        yield
