@@ -128,7 +128,7 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
     """Accumulate the gradient of a shard. Return what autograd passes to the parameters."""
     bucket, asked = backward.bucket(), backward.asked or Asked.of(backward.leaves)
     backward.asked = None
-    if bucket is None or gradient is None:
+    if bucket is None or gradient is None or not (asked.added or asked.returned):
         return asked.nothing
     if torch.is_grad_enabled():
         refuse_double_backward()
