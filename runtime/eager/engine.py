@@ -60,6 +60,7 @@ from ..exchange import When
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
+from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
 from ..ranks.conduct import Announcement
 from ..topology import Group
@@ -249,6 +250,7 @@ class EagerRuntime:
         self._by_storage: dict[int, Bucket] = {}
         self._anchors: dict[Bucket, tuple[Tensor, ...]] = {}
         self._served: dict[Bucket, list[gradients.Backward]] = {}
+        self._written: dict[Bucket, WrittenGradients] = {}
         self._gather_themselves: set[EagerUnit] = set()  # by compiled code with a schedule of its own
         self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
         self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
@@ -394,6 +396,7 @@ class EagerRuntime:
             compat.wait_tensor(self._reductions.popleft().result)
         self._anchors.clear()
         self._served.clear()
+        self._written.clear()
         self._idle.clear()
         self._begun.clear()
         self._ran.clear()
@@ -487,9 +490,14 @@ class EagerRuntime:
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """Return an anchor for each parameter, and one for the packed bucket."""
         if bucket not in self._anchors:
-            served = self._served[bucket] = []
-            self._anchors[bucket] = _Reduce.apply(bucket, self, served, *bucket.params)
+            served, written = self._served[bucket], self._written[bucket] = [], WrittenGradients(bucket)
+            self._anchors[bucket] = _Reduce.apply(bucket, self, served, written, *bucket.params)
         return self._anchors[bucket]
+
+    def lend(self, home: Home, param: Tensor) -> None:
+        """Let the kernels of a layer write the gradient of a gathered parameter into the packed gradient."""
+        if home.bucket.trains[home.index] and torch.is_grad_enabled():
+            self._written[home.bucket].offer(param, home.index)
 
     # -- served code --------------------------------------------------------------------------------------------------
 
@@ -821,6 +829,7 @@ class EagerRuntime:
             self._release(unit)
         self._anchors.clear()
         self._served.clear()
+        self._written.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EagerRuntime:
         """Copy the runtime for the copy of a model, without the state of a running step."""
@@ -899,12 +908,17 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     @compat.python_only
     def forward(
-        ctx: Any, bucket: Bucket, runtime: EagerRuntime, served: Sequence[gradients.Backward], *params: Tensor
+        ctx: Any,
+        bucket: Bucket,
+        runtime: EagerRuntime,
+        served: Sequence[gradients.Backward],
+        written: WrittenGradients,
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
         # that it holds itself.
-        ctx.bucket, ctx.runtime, ctx.served = weakref.ref(bucket), weakref.ref(runtime), served
+        ctx.bucket, ctx.runtime, ctx.served, ctx.written = weakref.ref(bucket), weakref.ref(runtime), served, written
         nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
         return *(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots), _anchor_of_bucket(bucket)
 
@@ -913,15 +927,16 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, runtime = ctx.bucket(), ctx.runtime()
         asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
-        nothing = (None, None, None, *asked.nothing)  # gradients are accumulated when their reduction has finished
+        nothing = (None, None, None, None, *asked.nothing)  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
             return nothing
         *whole_gradients, packed = given
         used = frozenset(index for index, gradient in enumerate(whole_gradients) if gradient is not None)
         if packed is not None:
             used = used.union(*(backward.used for backward in ctx.served))
+        used |= ctx.written.indices
         gradients.tell_counting_hooks(bucket, asked.added - used)
-        if all(gradient is None for gradient in given):
+        if not used and packed is None:
             return nothing
         if torch.is_grad_enabled():
             gradients.refuse_double_backward()
@@ -930,7 +945,12 @@ class _Reduce(torch.autograd.Function):
             if packed is not None:
                 packed = _without(bucket, packed, used & asked.left_out)
             used -= asked.left_out
-        if any(gradient is not None for gradient in whole_gradients):
+        if ctx.written.indices:
+            alone = ctx.written.pack(whole_gradients)
+            if not asked.returned:
+                alone = _without(bucket, alone, asked.left_out)
+            packed = alone if packed is None else alone + packed
+        elif any(gradient is not None for gradient in whole_gradients):
             enter_pool(runtime.owner.comm_buffers)
             with compat.below_autograd():
                 alone = pack(whole_gradients, bucket.exchange, is_traced=False)
@@ -938,7 +958,7 @@ class _Reduce(torch.autograd.Function):
         if packed is None or not used:
             return nothing
         if asked.returned:
-            return None, None, None, *runtime.reduce_now(bucket, packed, used, asked)
+            return None, None, None, None, *runtime.reduce_now(bucket, packed, used, asked)
         runtime.reduce(bucket, packed, used)
         return nothing
 

@@ -25,7 +25,7 @@ import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
 _HOMES = "_mfsdp_homes"
 _WINDOW = "_mfsdp_window"
+_LENT = "_mfsdp_lent"
 
 
 def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -> None:
@@ -123,9 +124,10 @@ def _sharded_class(
     cls: type[nn.Module], attributes: tuple[str, ...], partitions: tuple[Partition | None, ...]
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {
-        name: _parameter_property(name, partition) for name, partition in zip(attributes, partitions, strict=True)
+        name: _parameter_property(cls, name, partition) for name, partition in zip(attributes, partitions, strict=True)
     }
     namespace["forward"] = _forward_in_window(cls)
+    namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
     # The name stays the same: repr, logs and messages show the class that the user wrote.
@@ -134,7 +136,8 @@ def _sharded_class(
 
 
 def _forward_in_window(cls: type[nn.Module]) -> Any:
-    forward = _in_window(cls.forward)
+    inner = _lending(cls.forward) if compat.transformer_engine.is_layer(cls) else cls.forward
+    forward = _in_window(inner)
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
     return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
 
@@ -157,6 +160,40 @@ def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _lending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Take the memory of weights back from a layer of Transformer Engine when its forward has run.
+
+    It keeps its weights from forward to backward in places that autograd does not know, or a weak reference to them which
+    must stay alive (``fuse_wgrad_accumulation``). What backward needs of them has been saved by then, through our hooks.
+    Biases keep their memory: a layer may return them.
+    """
+
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return method(self, *args, **kwargs)
+        state, lent = vars(self), []  # type: ignore[var-annotated]
+        outer, state[_LENT] = state.get(_LENT), lent
+        try:
+            result = method(self, *args, **kwargs)
+        finally:
+            state[_LENT] = outer
+        if lent and torch.is_grad_enabled():
+            _take_back(lent, [each for each in compat.tree_leaves(result) if isinstance(each, Tensor)])
+        return result
+
+    return run
+
+
+def _take_back(lent: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
+    returned = [each for each in returned if not any(each is param for param in lent)]
+    weights = [param for param in lent if param.ndim > 1]
+    if compat.transformer_engine.packs_saved_tensors():
+        compat.transformer_engine.drop_memory(weights)
+    for node in {each.grad_fn for each in returned if each.grad_fn is not None}:
+        node.metadata.setdefault(_LENT, []).extend(weights)  # alive until the layer's backward has run
+
+
 def register_forward(module: nn.Module, name: str) -> None:
     """Open a window around another method, as around ``forward``.
 
@@ -173,12 +210,16 @@ def register_forward(module: nn.Module, name: str) -> None:
     vars(module)[name] = types.MethodType(_in_window(method), module)
 
 
-def _parameter_property(name: str, partition: Partition | None) -> property:
+def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None) -> property:
     """Create the property of a parameter.
 
     Args:
+        cls: The class that the user wrote.
         partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
     """
+
+    is_layer = compat.transformer_engine.is_layer(cls)
+    reads_in_backward = compat.transformer_engine.is_operation(cls)
 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
@@ -189,12 +230,17 @@ def _parameter_property(name: str, partition: Partition | None) -> property:
         param = self._parameters.get(name)
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if not runtime.in_forward() or compat.called_by_guards():
+        if not (runtime.in_forward() or (reads_in_backward and compat.in_backward())) or compat.called_by_guards():
             return param
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
         part = runtime.read(home)
+        lent = vars(self).get(_LENT) if is_layer else None
+        if lent is not None:
+            lent.append(part)
+            if compat.transformer_engine.writes_gradients(self) and part.ndim > 1:
+                runtime.lend(home, part)
         return part if partition is None else partition.of_part(part)
 
     return property(get)

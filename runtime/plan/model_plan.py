@@ -63,7 +63,8 @@ class ModelPlan:
         for unit in units:
             for param, sites in unit.params:
                 name = sites[0].name
-                plan.partitions[name] = (expert if name in plan.expert_names else dense).of(name, param)
+                partitioner = expert if name in plan.expert_names else dense
+                plan.partitions[name] = partitioner.of(name, param, [site.module for site in sites])
         return plan
 
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
@@ -190,6 +191,8 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
 
 
 def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
+    for name, part in module.named_modules():
+        compat.transformer_engine.check_layer(part, name)
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(

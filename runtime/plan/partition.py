@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -173,13 +174,20 @@ class Partitioner:
     _meshes: dict[object, DeviceMesh] = field(default_factory=dict, repr=False)
     _in_order: set[int] = field(default_factory=set, repr=False)
 
-    def of(self, name: str, param: Tensor) -> Partition | None:
+    def of(self, name: str, param: Tensor, modules: Iterable[nn.Module] = ()) -> Partition | None:
         """Return how a parameter is divided; None for an ordinary parameter.
+
+        Args:
+            modules: The modules that hold it.
 
         Raises:
             ValueError: A mesh or a placement does not fit, or Megatron's attributes have no mesh to refer to.
         """
-        partition = self._of_dtensor(name, param) if isinstance(param, DTensor) else self._of_marks(name, param)
+        if isinstance(param, DTensor):
+            partition: Partition | None = self._of_dtensor(name, param)
+        else:
+            is_whole = any(compat.transformer_engine.is_whole(module) for module in modules)
+            partition = self._of_marks(name, param, getattr(param, "tensor_model_parallel", False) and not is_whole)
         if partition is not None and id(partition.mesh) not in self._in_order:
             check_order(partition.beside(self.data_parallel), self.data_parallel.ndim - 1, "device_mesh")
             self._in_order.add(id(partition.mesh))
@@ -217,8 +225,7 @@ class Partitioner:
         groups = tuple(mesh.get_group(dim).group_name for dim in range(mesh.ndim))
         return self._meshes.setdefault((mesh, groups), mesh)
 
-    def _of_marks(self, name: str, param: Tensor) -> Partition | None:
-        marked = getattr(param, "tensor_model_parallel", False)
+    def _of_marks(self, name: str, param: Tensor, marked: bool) -> Partition | None:
         mesh = self.tensor_parallel
         if not marked:
             if mesh is None:

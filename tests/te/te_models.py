@@ -1,0 +1,219 @@
+"""Models of Transformer Engine's layers, trained sharded and in one process: on a CPU with the reference, or on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import reference_tex
+import torch
+from torch import Tensor, nn
+
+from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+
+WIDTH, ROWS = 64, 32
+BITWISE = ("bf16", "current", "mxfp8")
+"""Recipes whose results depend on nothing but the values at hand."""
+
+
+def te() -> Any:
+    if reference_tex.HAS_EXTENSION:
+        import transformer_engine.pytorch as real
+
+        return real
+    return reference_tex.install()
+
+
+def device() -> str:
+    return "cuda" if reference_tex.HAS_EXTENSION else "cpu"
+
+
+def recipe(name: str) -> Any:
+    te()
+    from transformer_engine.common import recipe as recipes
+
+    if name == "bf16":
+        return None
+    kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
+    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
+
+
+def layer(kind: str, number: int = 0, **options: Any) -> nn.Module:
+    options = {"params_dtype": torch.bfloat16, "device": device(), **options}
+    if kind == "Linear":
+        return te().Linear(WIDTH, WIDTH, **options)
+    if kind == "LayerNormLinear":
+        return te().LayerNormLinear(WIDTH, WIDTH, **options)
+    if kind == "LayerNormMLP":
+        return te().LayerNormMLP(WIDTH, 2 * WIDTH, normalization="RMSNorm", activation="swiglu", bias=False, **options)
+    if kind == "GroupedLinear":
+        return Grouped(**options)
+    assert kind == "TransformerLayer"
+    attention = {"self_attn_mask_type": "causal", "attn_input_format": "sbhd", "fuse_qkv_params": True}
+    dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return te().TransformerLayer(WIDTH, 2 * WIDTH, 4, layer_number=number + 1, **attention, **dropout, **options)
+
+
+class Grouped(nn.Module):
+    """A GroupedLinear of two experts, each of which gets half of the rows."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.experts = te().GroupedLinear(2, WIDTH, WIDTH, **options)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return self.experts(x, [x.shape[0] // 2] * 2, **options)
+
+
+class Block(nn.Module):
+    """A unit: one layer. ``uses`` is how often it runs in a forward."""
+
+    def __init__(self, inner: nn.Module, uses: int) -> None:
+        super().__init__()
+        self.inner, self.uses = inner, uses
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        for _ in range(self.uses):
+            x = self.inner(x, **options)
+        return x
+
+
+class Model(nn.Module):
+    """Two blocks, and a norm and a Linear outside of them."""
+
+    def __init__(self, kind: str, uses: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(layer(kind, number, **options), uses) for number in range(2))
+        meta = {"device": options["device"]} if "device" in options else {"device": device()}
+        self.norm = te().RMSNorm(WIDTH, dtype=torch.bfloat16, **meta)
+        self.head = te().Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, **meta)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        for block in self.blocks:
+            x = block(x, **options)
+        return self.head(self.norm(x))
+
+
+def build(kind: str, **options: Any) -> Model:
+    te()
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()  # delayed scaling keeps the state of all layers of the process
+    torch.manual_seed(0)
+    return Model(kind, **options)
+
+
+def batch(kind: str, seed: int) -> Tensor:
+    shape = (ROWS // 2, 2, WIDTH) if kind == "TransformerLayer" else (2 * ROWS, WIDTH)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device())
+
+
+def shard(model: nn.Module, **options: Any) -> MegatronFSDP:
+    return fully_shard_model(model, fsdp_unit_modules=[Block], **options)
+
+
+@dataclass
+class Trained:
+    losses: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    """Of each step: whole gradients in float32, by name."""
+
+    def distance(self, other: Trained) -> float:
+        """Return the largest difference of losses, and of gradients by their norm, relative to their own size."""
+        losses = zip(self.losses, other.losses, strict=True)
+        apart = [abs(mine - its) / abs(its) for mine, its in losses]
+        for mine, its in zip(self.gradients, other.gradients, strict=True):
+            assert mine.keys() == its.keys()
+            apart += [float((mine[n] - its[n]).norm() / its[n].norm().clamp(min=1e-12)) for n in its]
+        return max(apart)
+
+
+Call = Callable[..., Tensor]
+
+
+def train(
+    call: Call, kind: str, recipe_name: str, step: Callable[[], dict[str, Tensor]], micro: int, first: bool
+) -> Trained:
+    chosen, trained = recipe(recipe_name), Trained()
+    for number in range(3):
+        for part in range(micro):
+            marks = {"is_first_microbatch": part == 0} if first else {}
+            with te().autocast(enabled=chosen is not None, recipe=chosen):
+                out = call(batch(kind, 10 * number + part), **marks)
+            loss = (out.float() - 1).square().mean() / micro
+            loss.backward()
+            trained.losses.append(loss.item())
+        trained.gradients.append(step())
+    return trained
+
+
+def train_alone(
+    model: nn.Module, kind: str, recipe_name: str, micro: int = 1, first: bool = False, fused: torch.dtype | None = None
+) -> Trained:
+    """Train in one process, with float32 main weights.
+
+    Args:
+        fused: Dtype of the ``main_grad`` that layers add gradients to themselves; None: they do not.
+    """
+    mains = {name: param.detach().float() for name, param in model.named_parameters() if param.requires_grad}
+    sums = {name: torch.zeros_like(main) for name, main in mains.items()}
+    optimizer = torch.optim.AdamW(mains.values(), lr=1e-2)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if fused is not None:
+        for param in params.values():
+            param.main_grad = torch.zeros_like(param, dtype=fused)
+
+    def collect() -> None:
+        for name, param in params.items():
+            if fused is not None:
+                sums[name] += param.main_grad.float()
+                param.main_grad.zero_()
+            if param.grad is not None:
+                sums[name] += param.grad.float()
+                param.grad = None
+
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        collect()  # what the microbatch before has left
+        return model(*args, **kwargs)
+
+    def step() -> dict[str, Tensor]:
+        collect()
+        gradients = {name: total.clone() for name, total in sums.items()}
+        for name, main in mains.items():
+            main.grad = sums[name]
+        optimizer.step()
+        with torch.no_grad():
+            for name, param in params.items():
+                param.copy_(mains[name])
+        for total in sums.values():
+            total.zero_()
+        return gradients
+
+    return train(call, kind, recipe_name, step, micro, first)
+
+
+def train_sharded(
+    model: MegatronFSDP, kind: str, recipe_name: str, micro: int = 1, first: bool = False, call: Call | None = None
+) -> Trained:
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(trainable, lr=1e-2))
+
+    def step() -> dict[str, Tensor]:
+        model.finish_grad_sync()
+        named = model.module.named_parameters()
+        gradients = {n: p.grad.full_tensor().clone() for n, p in named if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        return gradients
+
+    return train(call or model, kind, recipe_name, step, micro, first)
+
+
+def compare(kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, **options: Any) -> None:
+    """Train sharded and alone, on equal data, and compare bit by bit."""
+    for name in recipes:
+        alone = train_alone(build(kind), kind, name, micro, first)
+        sharded = train_sharded(shard(build(kind), **options), kind, name, micro, first)
+        assert sharded.losses == alone.losses, name
+        assert sharded.distance(alone) == 0, name
