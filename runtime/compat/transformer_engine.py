@@ -23,6 +23,7 @@ model that has one of its layers has imported it.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "offer_gradient",
     "overrides",
     "packs_saved_tensors",
+    "prepare_layer",
     "withdraw_gradient",
     "writes_gradients",
 ]
@@ -70,6 +72,19 @@ def is_whole(module: nn.Module) -> bool:
 def writes_gradients(module: nn.Module) -> bool:
     """Whether a layer writes gradients of its weights to memory that it asks the weights for."""
     return is_layer(type(module)) and getattr(module, "fuse_wgrad_accumulation", False) is True
+
+
+def prepare_layer(module: nn.Module) -> None:
+    """Change the settings of a layer that do not work together when it is sharded."""
+    of_norm = issubclass(type(module), _base("module.layernorm_linear", "LayerNormLinear"))
+    if of_norm and writes_gradients(module) and hasattr(type(module), "is_fsdp2"):
+        # It looks for the memory of the gradient only if it has kept a quantized weight, which costs more than a copy.
+        module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+        warnings.warn(
+            "fuse_wgrad_accumulation is switched off in LayerNormLinear: with it, Transformer Engine would keep the quantized "
+            "weights of all layers from forward to backward. Their gradients are copied into the bucket instead.",
+            stacklevel=2,
+        )
 
 
 def check_layer(module: nn.Module, name: str) -> None:

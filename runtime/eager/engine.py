@@ -242,6 +242,11 @@ class EagerRuntime:
         self.policy = policy
         self._unit_of = {bucket: unit for unit in self.units for bucket in unit.buckets}
         self._numbers = {bucket: number for number, bucket in enumerate(self._unit_of)}
+        self._lent = frozenset(
+            bucket
+            for bucket in self._numbers
+            if any(compat.transformer_engine.is_layer(type(site.module)) for sites in bucket.sites for site in sites)
+        )
         self._depth = 0
         self._hooked_at = 0  # depth of the window that has installed our hooks on saved tensors; 0: none has
         self._hooks_everywhere = False  # else in windows of modules that hold parameters
@@ -443,7 +448,7 @@ class EagerRuntime:
     def _plain(self, bucket: Bucket, state: _Gathered, index: int) -> GatheredParameter:
         """Return a parameter without history."""
         assert state.full is not None
-        param = as_gathered(bucket.whole_view(state.full, index), bucket.plan.layout.slots[index].name)
+        param = as_gathered(self._whole_view(bucket, state.full, index), bucket.plan.layout.slots[index].name)
         self.hand_out(param)
         return param
 
@@ -454,7 +459,7 @@ class EagerRuntime:
         with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
             *anchors, _ = self._anchors_of(bucket)
             with torch.no_grad():
-                views = [bucket.whole_view(state.full, index) for index in range(len(anchors))]
+                views = [self._whole_view(bucket, state.full, index) for index in range(len(anchors))]
             attached = _Attach.apply(views, *anchors)
         for param, slot in zip(attached, bucket.plan.layout.slots, strict=True):
             self.hand_out(as_gathered(param, slot.name))
@@ -471,11 +476,16 @@ class EagerRuntime:
         assert state.full is not None
         with compat.below_function_transforms():
             with torch.no_grad():
-                view = bucket.whole_view(state.full, index)
+                view = self._whole_view(bucket, state.full, index)
             (attached,) = _Attach.apply([view], self._anchors_of(bucket)[index])
         param: GatheredParameter = as_gathered(attached, bucket.plan.layout.slots[index].name)
         self.hand_out(param)
         return param
+
+    def _whole_view(self, bucket: Bucket, full: Tensor, index: int) -> Tensor:
+        """View of a parameter in the gathered bucket. It does not keep the bucket alive if its memory is taken back."""
+        view = bucket.whole_view(full, index)
+        return view.detach() if bucket in self._lent else view
 
     def hand_out(self, param: GatheredParameter) -> None:
         """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""

@@ -74,6 +74,7 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
+    compat.transformer_engine.prepare_layer(module)
     module.__class__ = _sharded_class(cls, tuple(homes), computed)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 
 WIDTH, ROWS = 64, 32
+DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
 BITWISE = ("bf16", "current", "mxfp8")
 """Recipes whose results depend on nothing but the values at hand."""
 
@@ -25,10 +26,6 @@ def te() -> Any:
     return reference_tex.install()
 
 
-def device() -> str:
-    return "cuda" if reference_tex.HAS_EXTENSION else "cpu"
-
-
 def recipe(name: str) -> Any:
     te()
     from transformer_engine.common import recipe as recipes
@@ -39,28 +36,28 @@ def recipe(name: str) -> Any:
     return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
 
 
-def layer(kind: str, number: int = 0, **options: Any) -> nn.Module:
-    options = {"params_dtype": torch.bfloat16, "device": device(), **options}
+def layer(kind: str, number: int = 0, width: int = WIDTH, **options: Any) -> nn.Module:
+    options = {"params_dtype": torch.bfloat16, "device": DEVICE, **options}
     if kind == "Linear":
-        return te().Linear(WIDTH, WIDTH, **options)
+        return te().Linear(width, width, **options)
     if kind == "LayerNormLinear":
-        return te().LayerNormLinear(WIDTH, WIDTH, **options)
+        return te().LayerNormLinear(width, width, **options)
     if kind == "LayerNormMLP":
-        return te().LayerNormMLP(WIDTH, 2 * WIDTH, normalization="RMSNorm", activation="swiglu", bias=False, **options)
+        return te().LayerNormMLP(width, 2 * width, normalization="RMSNorm", activation="swiglu", bias=False, **options)
     if kind == "GroupedLinear":
-        return Grouped(**options)
+        return Grouped(width, **options)
     assert kind == "TransformerLayer"
     attention = {"self_attn_mask_type": "causal", "attn_input_format": "sbhd", "fuse_qkv_params": True}
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return te().TransformerLayer(WIDTH, 2 * WIDTH, 4, layer_number=number + 1, **attention, **dropout, **options)
+    return te().TransformerLayer(width, 2 * width, 4, layer_number=number + 1, **attention, **dropout, **options)
 
 
 class Grouped(nn.Module):
     """A GroupedLinear of two experts, each of which gets half of the rows."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, width: int, **options: Any) -> None:
         super().__init__()
-        self.experts = te().GroupedLinear(2, WIDTH, WIDTH, **options)
+        self.experts = te().GroupedLinear(2, width, width, **options)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         return self.experts(x, [x.shape[0] // 2] * 2, **options)
@@ -82,12 +79,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two blocks, and a norm and a Linear outside of them."""
 
-    def __init__(self, kind: str, uses: int = 1, **options: Any) -> None:
+    def __init__(self, kind: str, uses: int = 1, width: int = WIDTH, device: str = "", **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(layer(kind, number, **options), uses) for number in range(2))
-        meta = {"device": options["device"]} if "device" in options else {"device": device()}
-        self.norm = te().RMSNorm(WIDTH, dtype=torch.bfloat16, **meta)
-        self.head = te().Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, **meta)
+        options["device"] = device or DEVICE
+        blocks = (Block(layer(kind, number, width, **options), uses) for number in range(2))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = te().RMSNorm(width, dtype=torch.bfloat16, device=options["device"])
+        self.head = te().Linear(width, width, params_dtype=torch.bfloat16, device=options["device"])
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         for block in self.blocks:
@@ -104,9 +102,9 @@ def build(kind: str, **options: Any) -> Model:
     return Model(kind, **options)
 
 
-def batch(kind: str, seed: int) -> Tensor:
-    shape = (ROWS // 2, 2, WIDTH) if kind == "TransformerLayer" else (2 * ROWS, WIDTH)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(device())
+def batch(kind: str, seed: int, width: int = WIDTH) -> Tensor:
+    shape = (ROWS // 2, 2, width) if kind == "TransformerLayer" else (2 * ROWS, width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
 def shard(model: nn.Module, **options: Any) -> MegatronFSDP:
