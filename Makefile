@@ -85,11 +85,14 @@ OUT ?= gpu-results
 gpu:
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py --out $(OUT) $(if $(RANKS),--ranks $(RANKS))
 
+# Transformer Engine's layers, without the extension for CUDA: tests/te has a reference in its place. They are in a folder
+# of their own, because peft takes them for a whole installation and fails to import them.
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
 	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q "$(TORCH)"; fi
 	$(BIN)/pip install -q -e ".[test,models,docs]"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine "transformer_engine==2.20.2"
 	@touch $@
 
 clean:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mfsdp_compile.api import fully_shard_model
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.init.meta import has_meta
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.wrapper import MegatronFSDP
@@ -22,7 +23,7 @@ from .validation import Adjustment, log_adjustment, validate
 __all__ = ["FullyShardedDataParallel"]
 
 _FUSED = ("fuse_wgrad_accumulation", "gradient_accumulation_fusion")
-"""Attributes of modules of Transformer Engine and Megatron that write gradients to ``parameter.main_grad``."""
+"""Attributes of modules that write gradients to ``parameter.main_grad``. Transformer Engine's may."""
 
 
 class FullyShardedDataParallel(MegatronFSDP):
@@ -181,7 +182,7 @@ def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[s
 def _refuse_fusion(module: nn.Module) -> None:
     for name, part in module.named_modules():
         for attribute in _FUSED:
-            if getattr(part, attribute, False) is True:
+            if getattr(part, attribute, False) is True and not compat.transformer_engine.is_layer(type(part)):
                 raise ValueError(
                     f"Module {name!r}, a {type(part).__name__}, was built with {attribute}=True: it writes weight "
                     "gradients to main_grad, bypassing autograd. Set config.gradient_accumulation_fusion=False "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from . import transformer_engine
+from . import transformer_engine as transformer_engine
 from .version import *
 
 try:

@@ -500,14 +500,16 @@ class EagerRuntime:
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """Return an anchor for each parameter, and one for the packed bucket."""
         if bucket not in self._anchors:
-            served, written = self._served[bucket], self._written[bucket] = [], WrittenGradients(bucket)
+            served, written = [], WrittenGradients(bucket)  # type: ignore[var-annotated]
+            self._served[bucket], self._written[bucket] = served, written
             self._anchors[bucket] = _Reduce.apply(bucket, self, served, written, *bucket.params)
         return self._anchors[bucket]
 
     def lend(self, home: Home, param: Tensor) -> None:
         """Let the kernels of a layer write the gradient of a gathered parameter into the packed gradient."""
-        if home.bucket.trains[home.index] and torch.is_grad_enabled():
-            self._written[home.bucket].offer(param, home.index)
+        if torch.is_grad_enabled():
+            written = self._written.get(home.bucket) or WrittenGradients(home.bucket)  # of a frozen bucket: not asked
+            written.offer(param, home.index)
 
     # -- served code --------------------------------------------------------------------------------------------------
 
@@ -937,7 +939,13 @@ class _Reduce(torch.autograd.Function):
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         bucket, runtime = ctx.bucket(), ctx.runtime()
         asked = gradients.Asked.of([node for node, _ in ctx.next_functions])
-        nothing = (None, None, None, None, *asked.nothing)  # gradients are accumulated when their reduction has finished
+        nothing = (
+            None,
+            None,
+            None,
+            None,
+            *asked.nothing,
+        )  # gradients are accumulated when their reduction has finished
         if bucket is None or runtime is None:
             return nothing
         *whole_gradients, packed = given

@@ -65,7 +65,8 @@ class WrittenGradients:
             gradients: What autograd has computed, one per parameter of the bucket.
         """
         bucket, packed = self._bucket(), self._packed
-        assert bucket is not None and packed is not None
+        assert bucket is not None
+        assert packed is not None
         for param in self._params:
             if (lent := param()) is not None:
                 compat.transformer_engine.withdraw_gradient(lent)

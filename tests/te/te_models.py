@@ -205,7 +205,7 @@ def train_sharded(
         optimizer.zero_grad()
         return gradients
 
-    return train(call or model, kind, recipe_name, step, micro, first)
+    return train(model if call is None else call, kind, recipe_name, step, micro, first)
 
 
 def compare(kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, **options: Any) -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import reference_tex
 import te_models
 import torch
-from pool import on_ranks
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pool import on_ranks, shared_folder
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile.runtime import compat
 
@@ -113,3 +122,193 @@ class Storages(TorchDispatchMode):
     def alive(self) -> Iterator[tuple[int, int]]:
         """Return the keys and sizes, in bytes, of those that something still refers to."""
         return ((key, size) for key, (reference, size) in self._all.items() if not reference.expired())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_dp_strategy": 0},
+        {"zero_dp_strategy": 1},
+        {"zero_dp_strategy": 2},
+        {"fsdp_double_buffer": True},
+        {"sync_model_each_microbatch": False},
+        {"hsdp": True},
+    ],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
+)
+@on_ranks(4)
+def test_strategies(options: dict[str, Any]) -> None:
+    """Each works, also with gradients that layers write themselves."""
+    kind, fused = "LayerNormMLP", {"fuse_wgrad_accumulation": True}
+    if options.pop("hsdp", False):
+        mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
+        options = {
+            "device_mesh": mesh,
+            "dp_shard_dim": "dp",
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": dist.group.WORLD,
+        }
+    alone = te_models.train_alone(te_models.build(kind), kind, "current", micro=2)
+    trained = te_models.train_sharded(te_models.shard(te_models.build(kind), **options), kind, "current", micro=2)
+    assert trained.losses == alone.losses and trained.distance(alone) == 0
+    expected = te_models.train_alone(te_models.build(kind, **fused), kind, "current", micro=2, fused=torch.bfloat16)
+    written = te_models.train_sharded(
+        te_models.shard(te_models.build(kind, **fused), **options), kind, "current", micro=2
+    )
+    assert written.losses[0] == expected.losses[0] and written.distance(expected) <= ROUNDING
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_frozen_weights(fused: bool) -> None:
+    frozen = {"Linear": "blocks.0", "LayerNormMLP": "blocks.1.inner.fc1_weight"}
+    for kind, prefix in frozen.items():
+
+        def build(kind: str = kind, prefix: str = prefix) -> Any:
+            model = te_models.build(kind, fuse_wgrad_accumulation=fused)
+            for name, param in model.named_parameters():
+                param.requires_grad_(not name.startswith(prefix))
+            return model
+
+        alone = te_models.train_alone(build(), kind, "current", fused=torch.bfloat16 if fused else None)
+        trained = te_models.train_sharded(te_models.shard(build()), kind, "current")
+        assert trained.losses == alone.losses and trained.distance(alone) == 0
+
+
+@on_ranks(2)
+def test_gradients_that_are_asked_for() -> None:
+    """``backward(inputs=...)`` and ``torch.autograd.grad`` get theirs, and the others stay None."""
+    model = te_models.shard(te_models.build("Linear", fuse_wgrad_accumulation=True))
+    named = dict(model.module.named_parameters())
+    asked, other = named["blocks.1.inner.weight"], named["blocks.1.inner.bias"]
+    x = te_models.batch("Linear", 0)
+    model(x).float().sum().backward(inputs=[asked])
+    assert other.grad is None and all(p.grad is None for n, p in named.items() if p is not asked)
+    first = asked.grad.full_tensor().clone()
+    (again,) = torch.autograd.grad(model(x).float().sum(), [asked])
+    assert torch.equal(again.full_tensor(), first)
+    model(x).float().sum().backward(inputs=[other])
+    assert torch.equal(asked.grad.full_tensor(), first)
+    assert other.grad is not None
+
+
+@on_ranks(2)
+def test_checkpointed_blocks() -> None:
+    """Layers that are recomputed in backward write gradients, too. (In fp8, they need Transformer Engine's own checkpoint.)"""
+    kind, results = "LayerNormMLP", []
+    for checkpointed in (False, True):
+        model = te_models.build(kind, fuse_wgrad_accumulation=True)
+        if checkpointed:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        results.append(te_models.train_sharded(te_models.shard(model), kind, "bf16"))
+    assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+
+
+@on_ranks(2)
+def test_initialization_on_meta() -> None:
+    """Values are those that one process draws, and training goes on from them."""
+    kind = "TransformerLayer"
+    alone = te_models.build(kind, device="meta")
+    alone.to_empty(device=te_models.DEVICE)
+    torch.manual_seed(3)
+    for module in alone.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    meta = te_models.build(kind, device="meta")
+    torch.manual_seed(3)
+    model = te_models.shard(meta, init_model_with_meta_device=True)
+    for (name, mine), (_, its) in zip(model.module.named_parameters(), alone.named_parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), its.float()), name
+    expected = te_models.train_alone(alone, kind, "current")
+    trained = te_models.train_sharded(model, kind, "current")
+    assert trained.losses == expected.losses and trained.distance(expected) == 0
+
+
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@on_ranks(2)
+def test_checkpoints(recipe: str) -> None:
+    """Main weights and ``_extra_state`` are saved; a run that loads them goes on as if it had not stopped."""
+    kind = "LayerNormLinear"
+    folder = shared_folder()
+    model = te_models.shard(te_models.build(kind))
+    te_models.train_sharded(model, kind, recipe)
+    state = model.state_dict()
+    extra = {name: value for name, value in state.items() if name.endswith("_extra_state")}
+    assert extra and all(type(value) is Tensor for value in extra.values())
+    assert any(value.numel() for value in extra.values()) == (recipe == "delayed")
+    dcp.save({"model": state}, checkpoint_id=folder)
+    went_on = te_models.train_sharded(model, kind, recipe)
+    other = te_models.shard(te_models.build(kind))
+    with mock.patch.dict(os.environ, NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
+        loaded = {"model": other.state_dict()}
+        if recipe == "delayed":
+            for name, value in extra.items():
+                loaded["model"][name] = torch.empty_like(value)
+        dcp.load(loaded, checkpoint_id=folder)
+        other.load_state_dict(loaded["model"])
+    resumed = te_models.train_sharded(other, kind, recipe)
+    assert (resumed.losses, resumed.distance(went_on)) == (went_on.losses, 0)
+
+
+@on_ranks(2)
+def test_a_copy_trains_as_the_original() -> None:
+    model = te_models.shard(te_models.build("LayerNormMLP", fuse_wgrad_accumulation=True))
+    duplicate = copy.deepcopy(model)
+    first = te_models.train_sharded(model, "LayerNormMLP", "current")
+    second = te_models.train_sharded(duplicate, "LayerNormMLP", "current")
+    assert first.losses == second.losses and first.distance(second) == 0
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+@on_ranks(2)
+def test_compiled(kind: str) -> None:
+    """Graphs break at layers that Dynamo cannot trace; eager windows serve those. Equal to the eager path."""
+    whole = kind == "Linear" and hasattr(torch._library, "opaque_object") and compat.TORCH_VERSION >= (2, 14)
+    for recipe in te_models.BITWISE:
+        eager = te_models.train_sharded(te_models.shard(te_models.build(kind)), kind, recipe)
+        model = te_models.shard(te_models.build(kind))
+        options = {"inner": "aot_eager"}
+        call = torch.compile(model, backend="mfsdp", options=options, fullgraph=whole)
+        compiled = te_models.train_sharded(model, kind, recipe, call=call)
+        torch._dynamo.reset()
+        assert compiled.losses == eager.losses and compiled.distance(eager) == 0
+
+
+@on_ranks(2)
+def test_what_is_refused() -> None:
+    te = te_models.te()
+    fp8 = te_models.recipe("current")
+
+    def refused(error: type[Exception], says: str, model: torch.nn.Module) -> None:
+        before = list(model.parameters())
+        with pytest.raises(error, match=says):
+            te_models.shard(model, init_model_with_meta_device=True)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+    refused(
+        NotImplementedError,
+        r"Module 'blocks.0.inner', a Linear of Transformer Engine, was built with delay_wgrad_compute=True",
+        te_models.build("Linear", delay_wgrad_compute=True),
+    )
+    for device in (te_models.DEVICE, "meta"):
+        with te.quantized_model_init(enabled=True, recipe=fp8):
+            model = torch.nn.Sequential(te_models.layer("Linear", device=device))
+        refused(NotImplementedError, "a Linear of Transformer Engine, was built under quantized_model_init", model)
+    split = te_models.build("Linear", fuse_wgrad_accumulation=True, parameters_split=("a_", "b_"))
+    refused(NotImplementedError, r"has its weight in 2 parameters \(a_weight, b_weight\)", split)
+    scattered = te_models.build("Linear")
+    scattered.head.fsdp_group = dist.group.WORLD
+    refused(ValueError, "Module 'head', .* is prepared for torch's FullyShardedDataParallel", scattered)
+    operation = torch.nn.Sequential(
+        te.ops.Linear(64, 64, bias=False, device=te_models.DEVICE, accumulate_into_main_grad=True)
+    )
+    refused(NotImplementedError, "accumulate_into_main_grad=True, which is not implemented", operation)
+
+    model = te_models.shard(te_models.build("Linear"))
+    with pytest.raises(TypeError, match=r"the input is torch.float32, the parameters are torch.bfloat16"):
+        model(te_models.batch("Linear", 0).float())
+    layer = model.module.blocks[0].inner
+    layer.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
+    with pytest.raises(RuntimeError, match="delay_wgrad_compute was enabled after fully_shard_model"):
+        layer.backward_dw()
