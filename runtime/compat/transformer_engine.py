@@ -16,15 +16,16 @@ model that has one of its layers has imported it.
     a weak reference to the weight, which must be alive.
 ``wgrad_store``
     Postpones weight gradients to ``backward_dw()``, with ``delay_wgrad_compute=True``.
-``op_backward``
-    Of an operation (``transformer_engine.pytorch.ops``, which norms are): reads parameters from the module in backward.
+``parameters()``, ``op_backward``
+    An operation (``transformer_engine.pytorch.ops``, which norms are) passes ``parameters()`` to autograd in forward, and
+    reads them again from the module in backward. ``te.ops.Sequential`` keeps those of its first forward.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -100,6 +101,11 @@ def check_layer(module: nn.Module, name: str) -> None:
             f"{what} was built with accumulate_into_main_grad=True, which is not implemented for operations. Leave it out, or "
             "use transformer_engine.pytorch.Linear with fuse_wgrad_accumulation=True."
         )
+    if issubclass(kind, _base("ops.sequential", "Sequential")) and any(True for _ in module.parameters()):
+        raise NotImplementedError(
+            f"{what} keeps the parameters of its first forward, which are gathered for that forward only. Use "
+            "torch.nn.Sequential, whose operations run one by one."
+        )
     if not (is_layer(kind) or is_operation(kind)):
         return
     if getattr(module, "primary_weights_in_fp8", False) or getattr(module, "_with_quantized_weight", False):
@@ -133,7 +139,9 @@ def is_delayed(module: nn.Module) -> bool:
 
 
 def overrides(cls: type[nn.Module]) -> dict[str, Any]:
-    """Return what the sharded subclass of a layer's class overrides."""
+    """Return what the sharded subclass of a layer's or an operation's class overrides."""
+    if is_operation(cls):
+        return {"parameters": _operands}
     if not is_layer(cls):
         return {}
     set_activation_dtype: Callable[..., None] = cls.set_activation_dtype  # type: ignore[attr-defined]
@@ -158,6 +166,14 @@ def overrides(cls: type[nn.Module]) -> dict[str, Any]:
             )
 
     return {"set_activation_dtype": set_dtype, "backward_dw": backward_dw, "is_fsdp2": True}
+
+
+def _operands(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """In forward, yield gathered parameters: autograd would give the shards gradients that nobody reduces."""
+    names = self._mfsdp_homes
+    if torch.compiler.is_dynamo_compiling() or self._mfsdp_window.runtime.in_forward():
+        return iter([getattr(self, name) for name in names])
+    return nn.Module.parameters(self, recurse)
 
 
 # -- gradients that layers write ---------------------------------------------------------------------------------------

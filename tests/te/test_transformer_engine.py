@@ -36,6 +36,20 @@ def test_sharded_equals_alone(kind: str) -> None:
     te_models.compare(kind, te_models.BITWISE)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_gradients_are_the_mean_over_ranks(fused: bool) -> None:
+    """Of different data, for every parameter: a gradient that is not reduced would differ."""
+    for kind in KINDS:
+        alone, x = te_models.build(kind), te_models.batch(kind, dist.get_rank())
+        alone(x).float().square().mean().backward()
+        model = te_models.shard(te_models.build(kind, fuse_wgrad_accumulation=fused))
+        model(x).float().square().mean().backward()
+        for (name, mine), its in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(its.grad)
+            assert torch.equal(mine.grad.full_tensor(), (its.grad / 2).float()), (kind, name)
+
+
 @on_ranks(2)
 def test_delayed_scaling_quantizes_again_in_backward() -> None:
     """With the scale that forward has updated. Equal to Transformer Engine under FSDP2, and close to one process."""
@@ -300,6 +314,8 @@ def test_what_is_refused() -> None:
     scattered = te_models.build("Linear")
     scattered.head.fsdp_group = dist.group.WORLD
     refused(ValueError, "Module 'head', .* is prepared for torch's FullyShardedDataParallel", scattered)
+    sequence = te.ops.Sequential(te.ops.RMSNorm(64, device=te_models.DEVICE))
+    refused(NotImplementedError, "a Sequential of Transformer Engine, keeps the parameters", sequence)
     operation = torch.nn.Sequential(
         te.ops.Linear(64, 64, bias=False, device=te_models.DEVICE, accumulate_into_main_grad=True)
     )
