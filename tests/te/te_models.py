@@ -44,12 +44,26 @@ def layer(kind: str, number: int = 0, width: int = WIDTH, **options: Any) -> nn.
         return te().LayerNormLinear(width, width, **options)
     if kind == "LayerNormMLP":
         return te().LayerNormMLP(width, 2 * width, normalization="RMSNorm", activation="swiglu", bias=False, **options)
+    if kind == "RMSNorm":
+        return Normed(width, **options)
     if kind == "GroupedLinear":
         return Grouped(width, **options)
     assert kind == "TransformerLayer"
     attention = {"self_attn_mask_type": "causal", "attn_input_format": "sbhd", "fuse_qkv_params": True}
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     return te().TransformerLayer(width, 2 * width, 4, layer_number=number + 1, **attention, **dropout, **options)
+
+
+class Normed(nn.Module):
+    """A norm, which is an operation, in the same bucket as a Linear."""
+
+    def __init__(self, width: int, **options: Any) -> None:
+        super().__init__()
+        self.norm = te().RMSNorm(width, dtype=options["params_dtype"], device=options["device"])
+        self.linear = te().Linear(width, width, **options)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        return self.linear(self.norm(x), **options)
 
 
 class Grouped(nn.Module):
