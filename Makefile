@@ -92,7 +92,8 @@ $(READY): pyproject.toml Makefile
 	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q "$(TORCH)"; fi
 	$(BIN)/pip install -q -e ".[test,models,docs]"
-	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine "transformer_engine==2.20.2"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine "transformer_engine==2.20.2" || \
+	echo "Transformer Engine could not be installed: its tests are skipped"
 	@touch $@
 
 clean:
