@@ -94,7 +94,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         "unshard",
         [
             f"{info.name}: {sum(role.bucket == b for role in shells.values())} of {len(info.layout.slots)} parameters, "
-            f"{info.gathered_bytes:,} B gathered"
+            f"{info.sent_bytes:,} B gathered{' in float8' if info.exchange.is_quantized else ''}"
             for b, info in enumerate(context.buckets)
         ]
         + [f"{markers} markers taken out"],

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated, collectives
@@ -869,3 +869,26 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
         "1#0": True,
         "1#1": False,
     }
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@on_ranks(4)
+def test_quantized_gathers(scaling: str) -> None:
+    """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling)  # type: ignore[arg-type]
+    batch, losses = batches(0)[0][dist.get_rank()], []
+    for mode in (EAGER, AOT_EAGER):
+        model = make("2 x 2", mixed_precision_policy=policy)
+        call = compiled(model, mode)
+        loss_of(call, batch).backward()
+        model.zero_grad()
+        for param in model.parameters():
+            param.data.mul_(1.5)
+        counts = collectives(lambda call=call: losses.append(loss_of(call, batch).detach()))
+        assert counts["all_reduce"] == 2
+        stacked = [b for b in model.sharded.buckets if b.quantized is not None and b.plan.is_expert]
+        shapes = [slot.shape for bucket in stacked for slot in bucket.plan.layout.slots]
+        assert {len(shape) for shape in shapes} == {3}
+        per_matrix = [shape[0] * (shape[1] if scaling == "rowwise" else 1) for shape in shapes]
+        assert sum(bucket.scale_count for bucket in stacked) == sum(per_matrix)
+    assert torch.equal(*losses)
