@@ -245,7 +245,9 @@ class NodeKind(Enum):
     SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
-    GATHERED = "gathered"  # the whole bucket: an awaited (and dequantized) gather or resident, or a cast of a whole shard
+    GATHERED = (
+        "gathered"  # the whole bucket: an awaited (and dequantized) gather or resident, or a cast of a whole shard
+    )
     VIEW = "view"  # view of the gathered bucket
     PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients

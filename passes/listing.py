@@ -72,10 +72,10 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         exchange, detail, is_deferrable = info.exchange, "", False
         if what == "gather":
             ranks = number if number > 1 else exchange.gather_size
-            sent, dtype = info.sent_bytes, quantize.DTYPE if exchange.is_quantized else exchange.dtype
+            size, dtype = info.sent_bytes, quantize.DTYPE if exchange.is_quantized else exchange.dtype
             if number > 1:  # portions are not quantized
-                sent, dtype = info.gathered_bytes, exchange.dtype
-            detail = f"{sent:,} B in {_short(dtype)} of {ranks} ranks"
+                size, dtype = info.gathered_bytes, exchange.dtype
+            detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
         elif what == "reduce":
             stage = number - 1
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"

@@ -63,7 +63,9 @@ class MixedPrecisionPolicy:
             raise ValueError(f"param_comm_scaling takes 'rowwise' or 'tensorwise', got {self.param_comm_scaling!r}")
         if self.param_comm_filter is not None and not callable(self.param_comm_filter):
             raise TypeError(f"param_comm_filter takes a function or None, got {self.param_comm_filter!r}")
-        if self.param_comm_dtype is None and (self.param_comm_filter is not None or self.param_comm_scaling != "rowwise"):
+        if self.param_comm_dtype is None and (
+            self.param_comm_filter is not None or self.param_comm_scaling != "rowwise"
+        ):
             raise ValueError(
                 "param_comm_scaling and param_comm_filter say how parameters are quantized, but param_comm_dtype is None, "
                 "so none is. Give param_comm_dtype=torch.float8_e4m3fn."

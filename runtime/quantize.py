@@ -20,7 +20,17 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPE", "SENT_DTYPE", "amax", "dequantize", "quantize", "scale_count", "scale_shape", "scales_of", "split_scales"]
+__all__ = [
+    "DTYPE",
+    "SENT_DTYPE",
+    "amax",
+    "dequantize",
+    "quantize",
+    "scale_count",
+    "scale_shape",
+    "scales_of",
+    "split_scales",
+]
 
 DTYPE = torch.float8_e4m3fn
 SENT_DTYPE = torch.uint8

@@ -153,9 +153,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy()
         if given.gather_fp8 is not None:
-            precision = MixedPrecisionPolicy(
-                param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=given.gather_fp8
-            )
+            precision = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=given.gather_fp8)
         job = Job(
             work,
             machine,

@@ -522,8 +522,8 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         elif role is not None and (role.kind is NodeKind.PORTION) != of_portions:
             yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
         elif quantized != (role is not None and role.kind is NodeKind.QUANTIZED):
-            its = f"its {role.kind.value}" if role is not None else str(_source(launch))
-            yield f"it is gathered from {its}", launch.node, launch.bucket
+            source = f"its {role.kind.value}" if role is not None else str(_source(launch))
+            yield f"it is gathered from {source}", launch.node, launch.bucket
         for cast in _casts(launch):
             if (cast_to := tensor_of(cast)) is not None and cast_to.dtype != info.exchange.dtype:
                 yield f"it is cast to {cast_to.dtype} before it is sent", cast, launch.bucket

@@ -130,7 +130,9 @@ def graphs() -> list[Scheduled]:
             *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
             *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
             *captured("quantized", zoo.Plain, "optim_grads_params", BF16, policy=QUANTIZED),
-            *captured("quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2),
+            *captured(
+                "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
+            ),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:
