@@ -400,9 +400,10 @@ class ShardedModel:
 
         Args:
             ahead: Whether this runs ahead of the forward that uses them. Residents that stay only within a step are
-                then skipped.
+                then skipped. Shards are not quantized yet either, because other optimizers may be about to step.
         """
-        self.quantized.refresh(self.conduct)
+        if not ahead:
+            self.quantized.refresh(self.conduct)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
                 self.conduct.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)

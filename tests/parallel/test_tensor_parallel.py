@@ -588,5 +588,5 @@ def test_quantized_gathers() -> None:
     assert 0 < (outputs[0] - expected).abs().max() < 0.1 * expected.abs().max()
     tensorwise = replace(policy, param_comm_scaling="tensorwise")
     model = parallelize(build(), mesh["tp"], False)
-    with raises_everywhere(NotImplementedError, r"tensorwise' takes one scale per matrix, but 'layers\.0.*rowwise"):
+    with raises_everywhere(NotImplementedError, "'tensorwise' takes one scale per matrix, but 'layers.0", "rowwise"):
         fully_shard_model(model, fsdp_unit_modules=[Block], mixed_precision_policy=tensorwise, **arguments)
