@@ -59,9 +59,15 @@ class Subject(Analysis):
     def used_together(self) -> Iterator[tuple[Whole, Whole]]:
         """Yield pairs of gathered buckets that are in use together, the one that starts earlier first."""
         for a, b in itertools.permutations(self.gathered, 2):
-            (start, end), (other_start, other_end) = self.live(a), self.live(b)
+            (start, end), (other_start, other_end) = self.occupied(a), self.occupied(b)
             if start < other_start <= end and other_start < other_end:
                 yield a, b
+
+    def occupied(self, whole: Whole) -> tuple[int, int]:
+        """Return the positions between which the memory that a bucket is gathered into must not change."""
+        if whole.node.target is roles.WAIT_QUANTIZED:
+            return self.in_flight(whole.launch)
+        return self.live(whole)
 
     def return_(self, position: int, value: Any) -> None:
         values = list(self.output.args[0])  # type: ignore[arg-type]

@@ -162,6 +162,10 @@ def _released(found: Analysis, _: Contract | None) -> Findings:
     released: set[fx.Node] = set()
     for node in found.graph.find_nodes(op="call_function", target=RELEASE):
         memory, at = found.memory(node.all_input_nodes[0]), found.order[node]
+        for whole in found.wholes:
+            received = whole.launch.node if whole.launch is not None else whole.node
+            if at < found.order[whole.node] and found.memory(received).overlaps(memory):
+                yield "it is released before it is awaited", node, whole.bucket
         for place, whole in places:
             if not place.overlaps(memory):
                 continue
@@ -169,8 +173,6 @@ def _released(found: Analysis, _: Contract | None) -> Findings:
                 yield "it is released a second time", node, whole.bucket
             if memory.root.op == "placeholder":
                 yield "what is released is not the graph's own", node, whole.bucket
-            if at < found.order[whole.node]:
-                yield "it is released before it is awaited", node, whole.bucket
             for read in whole.reads:
                 if found.order[read] > at and read is not node and read.target is not RELEASE:
                     yield f"{read} reads it after its release", read, whole.bucket, found.parameter(whole.bucket, read)
@@ -186,6 +188,12 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     gathers into buffers are apart, but a bucket must not go into buffers of another size. Portions are not written to either until the backward has gathered them.
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
+    for whole in found.wholes:
+        if (
+            whole.launch is not None and whole.node.target is roles.WAIT_QUANTIZED
+        ):  # its bytes are in memory of their own
+            flight = found.order[whole.launch.node], found.order[whole.node]
+            places.append((found.memory(whole.launch.node), *flight, whole))
     by_root: dict[fx.Node, list[Any]] = {}
     for place in places:
         by_root.setdefault(place[0].root, []).append(place)
@@ -198,7 +206,7 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     for launch in _gathers(found):
         out = arguments(launch.node).get("out")
         role = role_of(found.memory(out).root) if out is not None else None
-        if role is not None and role.kind is NodeKind.SHARD:
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.SCALES):
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
         if launch.node.target is roles.GATHER_INTO_BUFFER:
             capacity, wanted = launch.node.args[1], found.info(launch.bucket).exchange.gather_buffers.capacity

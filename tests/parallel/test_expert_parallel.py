@@ -898,7 +898,9 @@ def test_quantized_gathers_of_compiled_code() -> None:
     batch, results = batches(0)[0][dist.get_rank()], []
     for mode in (EAGER, AOT_EAGER):
         model = make("1 x 2", config, mixed_precision_policy=policy)
-        call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode, "regions": False})
+        call = (
+            model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode, "regions": False})
+        )
         loss = loss_of(call, batch)
         loss.backward()
         results.append([loss.detach(), *(param.grad.to_local() for param in model.parameters())])  # type: ignore[union-attr]
