@@ -123,7 +123,7 @@ class BucketInfo:
         unit: Name of the bucket's unit in that instance.
         layout: Layout of the bucket.
         exchange: Arguments of ``mfsdp::gather`` after its tensors.
-        gathered_bytes: Bytes of the gathered bucket.
+        gathered_bytes: Bytes of the gathered bucket in memory.
         trainable: Whether the bucket has gradients.
         has_resident: Whether data of the bucket stays gathered between uses. If so, the graph takes this resident
             tensor in addition to the shard.
@@ -173,9 +173,21 @@ class BucketInfo:
         )
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the all-gather's result."""
+        return self.layout.numel * self.exchange.sent_dtype.itemsize
+
+    @property
     def fresh_bytes(self) -> int:
-        """Bytes that a gather allocates: none if it goes into a communication buffer."""
-        return 0 if self.exchange.gather_buffers.capacity else self.gathered_bytes
+        """Bytes that the gathered bucket allocates: none if it stays in a communication buffer."""
+        in_buffer = self.exchange.gather_buffers.capacity and not self.exchange.is_quantized
+        return 0 if in_buffer else self.gathered_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that a gather in float8 allocates until they are dequantized: none in a communication buffer."""
+        allocates = self.exchange.is_quantized and not self.exchange.gather_buffers.capacity
+        return self.sent_bytes if allocates else 0
 
     @property
     def fresh_gradient_bytes(self) -> int:
@@ -229,9 +241,13 @@ class NodeKind(Enum):
     SHELL = "shell"  # placeholder of a full-shape parameter, in Dynamo's graph
     SHARD = "shard"  # placeholder of this rank's shard, or of its resident
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
+    QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
+    SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
-    GATHERED = "gathered"  # the whole bucket: an awaited gather, an awaited resident, or a cast of a whole shard
+    GATHERED = (
+        "gathered"  # the whole bucket: an awaited (and dequantized) gather or resident, or a cast of a whole shard
+    )
     VIEW = "view"  # view of the gathered bucket
     PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.schedule_text import ScheduleLine
 
 from . import roles
@@ -71,7 +72,10 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         exchange, detail, is_deferrable = info.exchange, "", False
         if what == "gather":
             ranks = number if number > 1 else exchange.gather_size
-            detail = f"{info.gathered_bytes:,} B in {_short(exchange.dtype)} of {ranks} ranks"
+            size, dtype = info.sent_bytes, quantize.DTYPE if exchange.is_quantized else exchange.dtype
+            if number > 1:  # portions are not quantized
+                size, dtype = info.gathered_bytes, exchange.dtype
+            detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
         elif what == "reduce":
             stage = number - 1
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"

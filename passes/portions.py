@@ -66,7 +66,7 @@ def apply(forward: fx.Graph, backward: fx.Graph, context: Context, user_outputs:
 
 def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_outputs: int) -> None:
     """Save a portion of the bucket that forward ``gathered``; the backward gathers ``again`` from portions."""
-    (_, whole), (start, _) = gathered.collective, again.collective
+    (_, whole), (start, wait) = gathered.collective, again.collective
     forward, backward = whole.graph, start.graph
     shard = (again.before or (start,))[0].all_input_nodes[0]
     ranks = info.portion_size, info.portion_group
@@ -81,6 +81,8 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
         node.meta |= {"val": value, "custom": {roles.MARK: again.bucket}}
         set_role(node, Role(NodeKind.PORTION, again.bucket))
     start.args = (placeholder, *ranks)
+    if wait.target is roles.WAIT_QUANTIZED:
+        _await_portions(start, wait)
     for node in reversed(again.before):
         backward.erase_node(node)
     backward.erase_node(shard)  # nothing else reads it; the portion takes its place among the saved values
@@ -88,3 +90,13 @@ def _keep(gathered: roles.Gather, again: roles.Gather, info: BucketInfo, user_ou
     (values,) = output.args
     saved = (portion if i >= user_outputs and v.name == shard.name else v for i, v in enumerate(values))
     output.args = (tuple(saved),)
+
+
+def _await_portions(start: fx.Node, wait: fx.Node) -> None:
+    """Let a gather of portions be awaited without dequantizing: portions are parts of the dequantized bucket."""
+    start.meta["val"] = wait.meta["val"]
+    with wait.graph.inserting_before(wait):
+        plain = wait.graph.call_function(roles.WAITS[0], (start,))
+    plain.meta = dict(wait.meta)
+    wait.replace_all_uses_with(plain)
+    wait.graph.erase_node(wait)

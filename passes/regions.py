@@ -390,7 +390,9 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         operands.setdefault(source, []).append(placeholder)
     gathered = []
     for number, ((anchor, whole), info) in enumerate(zip(pairs, infos, strict=True)):
-        gathered.append(graph.call_function(torch.ops.mfsdp.gather.default, (anchor, whole, None, *info.exchange)))
+        gathered.append(
+            graph.call_function(torch.ops.mfsdp.gather.default, (anchor, whole, None, None, None, *info.exchange))
+        )
         gathered[-1].meta["custom"] = {MARK: number}
     for shell in run.shells:
         role = role_of(shell)

@@ -5,6 +5,9 @@
 
     shard -> gather_into_buffer -> wait -> view -> view ...           the same, into a communication buffer
 
+    quantized -> all_gather -> wait_quantized -> view -> view ...     the same, in float8
+                     scales ---/
+
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks)
 
@@ -196,6 +199,9 @@ GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_ou
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 PORTION = torch.ops.mfsdp.portion.default
+WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
+WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
+"""Operators that await a gather."""
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 
@@ -221,7 +227,17 @@ def assign(graph: fx.Graph) -> None:
         set_role(node, Role(kind, bucket))
         for source in node.all_input_nodes if kind is not NodeKind.PACK else ():
             if source.op == "placeholder" and not has_kind(source, NodeKind.PORTION):
-                set_role(source, Role(NodeKind.TOKEN if kind is NodeKind.START_REDUCE else NodeKind.SHARD, bucket))
+                set_role(source, Role(_kind_of_input(node, kind), bucket))
+
+
+def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
+    """Return the kind of a placeholder that a node with a role reads."""
+    if kind is NodeKind.START_REDUCE:
+        return NodeKind.TOKEN
+    if node.target is WAIT_QUANTIZED:
+        return NodeKind.SCALES
+    awaits = any(user.target is WAIT_QUANTIZED for user in node.users)
+    return NodeKind.QUANTIZED if kind is NodeKind.START_GATHER and awaits else NodeKind.SHARD
 
 
 def _assign_inputs(call: fx.Node) -> None:
@@ -251,7 +267,7 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return NodeKind.START_REDUCE
     if target is _c10d.wait_tensor.default and of is NodeKind.START_REDUCE:
         return NodeKind.REDUCED
-    if target is _c10d.wait_tensor.default and of is NodeKind.START_GATHER:
+    if target in WAITS and of is NodeKind.START_GATHER:
         return NodeKind.GATHERED
     if is_view(node) and (of in (NodeKind.GATHERED, NodeKind.VIEW) or (_mark(node) is not None and _is_input(source))):
         return NodeKind.VIEW

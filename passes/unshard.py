@@ -10,8 +10,8 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
-shards, one per bucket in the context's order, each followed by the bucket's resident and token if it has them. The new
-graph is runnable as it is, and is the reference for what later passes do to it.
+shards, one per bucket in the context's order, each followed by the bucket's resident, token, quantized shard and scales
+if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         first_of.setdefault(role.bucket, node)
 
     first = next(iter(graph.nodes))
-    sources: list[tuple[fx.Node, fx.Node | None, fx.Node | None]] = []
+    sources: list[list[fx.Node | None]] = []
     with graph.inserting_before(first):
         for bucket, info in enumerate(context.buckets):
-            placeholders: list[fx.Node | None] = []
-            for name, exists in (("shard", True), ("resident", info.has_resident), ("token", info.has_token)):
-                placeholder = None
-                if exists:
-                    like = first_of[bucket] if name == "shard" else None
-                    placeholder = compat.add_parameter_placeholder(graph, f"{name}_{bucket}", like)
-                placeholders.append(placeholder)
-            shard, resident, token = placeholders
-            assert shard is not None
+            shard = compat.add_parameter_placeholder(graph, f"shard_{bucket}", first_of[bucket])
             set_role(shard, Role(NodeKind.SHARD, bucket))
-            sources.append((shard, resident, token))
+            beside = {
+                "resident": info.has_resident,
+                "token": info.has_token,
+                "quantized": info.exchange.is_quantized,
+                "scales": info.exchange.is_quantized,
+            }
+            placeholders = [
+                compat.add_parameter_placeholder(graph, f"{name}_{bucket}", None) if exists else None
+                for name, exists in beside.items()
+            ]
+            sources.append([shard, *placeholders])
 
     calls = {bucket: call for call in region_calls(graph) for bucket in call.meta["custom"][REGION]}
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
@@ -92,7 +94,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         "unshard",
         [
             f"{info.name}: {sum(role.bucket == b for role in shells.values())} of {len(info.layout.slots)} parameters, "
-            f"{info.gathered_bytes:,} B gathered"
+            f"{info.sent_bytes:,} B gathered{' in float8' if info.exchange.is_quantized else ''}"
             for b, info in enumerate(context.buckets)
         ]
         + [f"{markers} markers taken out"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -9,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import quantize
 from .memory.comm_buffers import NO_BUFFERS, Buffers
 
-__all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "stride_of"]
+__all__ = ["Exchange", "Overlap", "When", "buffer_bytes", "split_sizes", "stride_of"]
 
 
 def stride_of(ranks: Sequence[int]) -> int:
@@ -34,6 +36,12 @@ class When(str, Enum):
     FOLLOWS = "follows"  # runs if the stage that decides has run
 
 
+def split_sizes(sizes: Sequence[int], ndims: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the shapes that were concatenated to ``sizes``."""
+    lengths = iter(sizes)
+    return [tuple(itertools.islice(lengths, ndim)) for ndim in ndims]
+
+
 class Exchange(NamedTuple):
     """The arguments of ``gather`` after its tensors: how a bucket is gathered, and how its gradients are reduced.
 
@@ -52,6 +60,8 @@ class Exchange(NamedTuple):
         inspected: Whether gradients are inspected before the first stage.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
+        scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
+            not.
     """
 
     sizes: list[int]
@@ -70,6 +80,32 @@ class Exchange(NamedTuple):
     groups: list[str]
     inspected: bool
     buffers: Sequence[int] = (0, 0, 0, 0)
+    scaling: str = ""
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the bucket is gathered in float8."""
+        return bool(self.scaling)
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather's tensors."""
+        return quantize.SENT_DTYPE if self.is_quantized else self.dtype
+
+    @property
+    def quantization(self) -> tuple[list[int], list[int], list[int], torch.dtype, str]:
+        """The arguments of ``wait_quantized`` after its tensors."""
+        return self.sizes, self.ndims, self.offsets, self.dtype, self.scaling
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the parameters."""
+        return split_sizes(self.sizes, self.ndims)
+
+    @property
+    def scale_count(self) -> int:
+        """Number of scales of the bucket's parameters; 0 if it is not quantized."""
+        return sum(quantize.scale_count(shape, self.scaling) for shape in self.shapes) if self.is_quantized else 0
 
     @property
     def gather_buffers(self) -> Buffers:
@@ -115,6 +151,6 @@ def buffer_bytes(exchanges: Iterable[Exchange]) -> int:
     sizes: dict[tuple[str, int, torch.dtype], int] = {}
     for exchange in exchanges:
         gathers, gradients = exchange.gather_buffers, exchange.gradient_buffers
-        sizes["gather", gathers.capacity, exchange.dtype] = gathers.number
+        sizes["gather", gathers.capacity, exchange.sent_dtype] = gathers.number
         sizes["gradients", gradients.capacity, exchange.comm_dtype] = gradients.number
     return sum(capacity * dtype.itemsize * count for (_, capacity, dtype), count in sizes.items())

@@ -8,6 +8,7 @@ Each of its parts has state of its own ::
     grad_sync     when gradients are reduced; the running backward  grad_sync.py
     step_tracker  the running optimizer step                        optim/step_tracker.py
     buckets       shards, gathered tensors and gradients            memory/bucket.py
+    quantized     shards in float8, and their scales                memory/quantized_shards.py
 
 :mod:`.shard` makes it; :mod:`.recovery` makes it usable after failures.
 """
@@ -34,6 +35,7 @@ from .grad_sync import GradSync, SyncSettings
 from .membership import Membership
 from .memory.bucket import Bucket
 from .memory.comm_buffers import BufferPool
+from .memory.quantized_shards import QuantizedShards
 from .memory.registration import Registration
 from .optim.step_tracker import StepTracker
 from .optim.tracking import Optimizers, watch_steps
@@ -96,6 +98,7 @@ class ShardedModel:
         self.grad_sync = GradSync(self.buckets, eager, conduct, SyncSettings())
         self.step_tracker = StepTracker(self.buckets, conduct)
         self.optimizers = Optimizers()
+        self.quantized = QuantizedShards(self.buckets)
         self.lineage = Lineage()
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -393,12 +396,14 @@ class ShardedModel:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def refresh(self, ahead: bool = False) -> None:
-        """Start gathering all stale residents, in order, for strategies that keep parameters gathered.
+        """Quantize changed shards again, for buckets that are gathered in float8, and start gathering stale residents.
 
         Args:
             ahead: Whether this runs ahead of the forward that uses them. Residents that stay only within a step are
-                then skipped.
+                then skipped. Shards are not quantized yet either, because other optimizers may be about to step.
         """
+        if not ahead:
+            self.quantized.refresh(self.conduct)
         for bucket in self.buckets:
             if bucket.is_stale and not (ahead and bucket.topology.releases_resident):
                 self.conduct.start(f"gather {bucket.plan.name}, to keep", group=bucket.topology.resident_group)

@@ -4,11 +4,15 @@
     A marker. While a model is traced, ``module.weight`` returns ``unshard(shell)``; ``passes.unshard`` removes it
     again. If it is ever run, another backend has compiled the model and would read memory that does not exist, so it
     raises.
-``gather(shard, resident, token, ...)``
+``gather(shard, resident, token, quantized, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
-    collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`.
-``gather_whole(shard, resident, token, ...)``
+    collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`. A bucket that is gathered in float8 is traced as
+    all-gather of its quantized shard, ``wait_quantized`` and views.
+``wait_quantized(gathered, scales, ...)``
+    Waits for a bucket that is gathered in float8, and dequantizes it. One operator for both, so that the gathered bytes
+    are no value of the graph that anything else could read or save.
+``gather_whole(shard, resident, token, quantized, scales, ...)``
     A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
     begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs gradients.
@@ -45,27 +49,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import compat
-from .exchange import Exchange, When
+from . import compat, quantize
+from .exchange import Exchange, When, split_sizes
 from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
 from .memory.tensor import contiguous_strides
 from .ranks import graph_runs
 
-__all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage"]
+__all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wait_quantized"]
 
 _library = torch.library.Library("mfsdp", "DEF")
 
 _library.define("unshard(Tensor shell, str layout) -> Tensor")
 _library.define(
-    "gather(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
+    "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers) -> Tensor[]"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling) -> Tensor[]"
 )
 _library.define(
-    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, int[] sizes, int[] ndims, int[] offsets, int numel, "
+    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
+    "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers) -> (Tensor, Tensor)"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling) -> (Tensor, Tensor)"
+)
+_library.define(
+    "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
+    "str scaling) -> Tensor"
 )
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define(
@@ -108,37 +118,35 @@ def _unshard(shell: Tensor, layout: str) -> Tensor:
 class _GatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
+        ctx: Any, shard: Tensor, token: Tensor | None, exchange: Exchange, *beside: Tensor | None
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # no zeros for unused parameters: packing fills their slots
         ctx.exchange, ctx.main_dtype = exchange, shard.dtype
         if token is not None:
             ctx.save_for_backward(token)
-        full = _whole(shard, resident, exchange)
-        sizes = iter(exchange.sizes)
-        shapes = [[next(sizes) for _ in range(ndim)] for ndim in exchange.ndims]
+        full = _whole(exchange, shard, *beside)
         return tuple(
             full.narrow(0, offset, math.prod(shape)).view(shape)
-            for shape, offset in zip(shapes, exchange.offsets, strict=True)
+            for shape, offset in zip(exchange.shapes, exchange.offsets, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return _reduced(pack(gradients, exchange), exchange, token, ctx.main_dtype), None, None, None
+        return _reduced(pack(gradients, exchange), exchange, token, ctx.main_dtype), *(None,) * 5
 
 
 class _GatherWholeFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shard: Tensor, resident: Tensor | None, token: Tensor | None, exchange: Exchange
+        ctx: Any, shard: Tensor, token: Tensor | None, exchange: Exchange, *beside: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.exchange, ctx.main_dtype = exchange, shard.dtype
         if token is not None:
             ctx.save_for_backward(token)
-        whole = _whole(shard, resident, exchange)
+        whole = _whole(exchange, shard, *beside)
         if whole is shard:  # an input that is returned would lose its place in autograd's graph
             whole = shard.view_as(shard)
         ctx.mark_non_differentiable(whole)
@@ -147,9 +155,9 @@ class _GatherWholeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: None, packed: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if packed is None:
-            return None, None, None, None
+            return (None,) * 6
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return _reduced(packed, ctx.exchange, token, ctx.main_dtype), None, None, None
+        return _reduced(packed, ctx.exchange, token, ctx.main_dtype), *(None,) * 5
 
 
 def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
@@ -157,7 +165,16 @@ def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
     return shard.new_empty((), dtype=exchange.comm_dtype).expand(exchange.numel)
 
 
-def _whole(shard: Tensor, resident: Tensor | None, exchange: Exchange) -> Tensor:
+def _whole(
+    exchange: Exchange,
+    shard: Tensor,
+    resident: Tensor | None,
+    quantized: Tensor | None,
+    scales: Tensor | None,
+) -> Tensor:
+    if quantized is not None:
+        gathered = compat.all_gather(quantized, exchange.gather_size, exchange.gather_group)
+        return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
     # The runtime gathers a resident; the first graph that uses it waits for it.
     full = shard if resident is None else compat.wait_tensor(resident)
     full = full.to(exchange.dtype)
@@ -175,15 +192,56 @@ def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: to
 
 
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
-def _gather(shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any) -> list[Tensor]:
-    return list(_GatherFunction.apply(shard, resident, token, Exchange(*arguments)))
+def _gather(
+    shard: Tensor,
+    resident: Tensor | None,
+    token: Tensor | None,
+    quantized: Tensor | None,
+    scales: Tensor | None,
+    *arguments: Any,
+) -> list[Tensor]:
+    return list(_GatherFunction.apply(shard, token, Exchange(*arguments), resident, quantized, scales))
 
 
 @torch.library.impl(_library, "gather_whole", "CompositeImplicitAutograd")
 def _gather_whole(
-    shard: Tensor, resident: Tensor | None, token: Tensor | None, *arguments: Any
+    shard: Tensor,
+    resident: Tensor | None,
+    token: Tensor | None,
+    quantized: Tensor | None,
+    scales: Tensor | None,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _GatherWholeFunction.apply(shard, resident, token, Exchange(*arguments))
+    return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, quantized, scales)
+
+
+@torch.library.impl(_library, "wait_quantized", "CompositeExplicitAutograd")
+def wait_quantized(
+    gathered: Tensor,
+    scales: Tensor,
+    sizes: Sequence[int],
+    ndims: Sequence[int],
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+    scaling: str,
+) -> Tensor:
+    """The operator's kernel, which the eager path calls without torch's dispatcher."""
+    shapes = split_sizes(sizes, ndims)
+    parts = zip(offsets, shapes, quantize.split_scales(scales, shapes, scaling), strict=True)
+    return quantize.dequantize(compat.wait_tensor(gathered), parts, dtype)
+
+
+@torch.library.register_fake("mfsdp::wait_quantized", lib=_library)
+def _wait_quantized_fake(
+    gathered: Tensor,
+    scales: Tensor,
+    sizes: Sequence[int],
+    ndims: Sequence[int],
+    offsets: Sequence[int],
+    dtype: torch.dtype,
+    scaling: str,
+) -> Tensor:
+    return gathered.new_empty(gathered.numel(), dtype=dtype)
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")

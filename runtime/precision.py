@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Literal
 
 import torch
+
+from . import quantize
 
 __all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Scaling"]
 
@@ -22,20 +26,50 @@ class MixedPrecisionPolicy:
             in the parameter's dtype. None: ``main_params_dtype``.
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. None: ``main_grads_dtype`` if given, else the
             dtype that the model computes in.
+        param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
+            Modules get them dequantized, in the dtype that the model computes in, so it works with every module. Each
+            rank keeps one more byte per element of its shards. Only with ``zero_dp_strategy="optim_grads_params"``.
+            None: gather in the dtype that the model computes in.
+        param_comm_scaling: Whether quantized parameters have one scale per row, or one per matrix.
+        param_comm_filter: ``(name, parameter) -> bool``, asked for each parameter of two or three dimensions: whether
+            to quantize it. One of three dimensions is a stack of matrices, each with scales of its own. None: quantize
+            matrices of units and stacked matrices of experts, but neither embeddings nor parameters outside of units,
+            such as the output layer. A tied parameter is asked for once, with its first name.
 
     Raises:
-        ValueError: A field is neither None nor a floating-point dtype.
+        ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown, or a scaling or filter is given
+            without ``param_comm_dtype``.
+        TypeError: ``param_comm_filter`` is no function.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
+    param_comm_dtype: torch.dtype | None = None
+    param_comm_scaling: Literal["rowwise", "tensorwise"] = "rowwise"
+    param_comm_filter: Callable[[str, Any], bool] | None = None
 
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"{name} takes a floating-point torch.dtype or None, got {dtype!r}")
+        if self.param_comm_dtype not in (None, quantize.DTYPE):
+            raise ValueError(
+                f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather in another "
+                "dtype, change the model's: model.to(dtype) before sharding."
+            )
+        if self.param_comm_scaling not in ("rowwise", "tensorwise"):
+            raise ValueError(f"param_comm_scaling takes 'rowwise' or 'tensorwise', got {self.param_comm_scaling!r}")
+        if self.param_comm_filter is not None and not callable(self.param_comm_filter):
+            raise TypeError(f"param_comm_filter takes a function or None, got {self.param_comm_filter!r}")
+        if self.param_comm_dtype is None and (
+            self.param_comm_filter is not None or self.param_comm_scaling != "rowwise"
+        ):
+            raise ValueError(
+                "param_comm_scaling and param_comm_filter say how parameters are quantized, but param_comm_dtype is None, "
+                "so none is. Give param_comm_dtype=torch.float8_e4m3fn."
+            )
 
     def main_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
         """Dtype of shards and optimizer state."""
@@ -61,7 +95,10 @@ class MixedPrecisionPolicy:
         if isinstance(value, MixedPrecisionPolicy):
             return value
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        hint = "It has main_params_dtype (of shards), main_grads_dtype (of sums over microbatches) and grad_comm_dtype."
+        hint = (
+            "It has main_params_dtype (of shards), main_grads_dtype (of sums over microbatches), grad_comm_dtype and "
+            "param_comm_dtype (of gathers)."
+        )
         if kind.startswith("torch.distributed.fsdp."):
             hint = (
                 "Its param_dtype is the dtype that the model has: call model.to(param_dtype) before sharding, shards are "

@@ -39,6 +39,7 @@ def recover(model: ShardedModel) -> None:
             "current weights."
         ) from None
     conduct.forget_failure()
+    model.quantized.forget()
     for bucket in model.buckets:
         bucket.set_plan(bucket.plan)
 
@@ -58,6 +59,7 @@ def reset(model: ShardedModel) -> None:
     model.eager.settle()
     for bucket in model.buckets:
         bucket.forget_resident()
+    model.quantized.forget()
     registered = model.registration is not None and model.registration.is_active
     if model.registration is not None:
         model.registration.end()

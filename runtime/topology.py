@@ -262,6 +262,11 @@ class Topology:
             return None
         return self.inner_gathers or self.inner
 
+    @property
+    def gathers_shards(self) -> bool:
+        """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
+        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp
+
     def make_portions(self, size: int) -> None:
         """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s.
 
@@ -298,6 +303,7 @@ class Topology:
         inspected: bool = False,
         gather_buffers: Buffers = NO_BUFFERS,
         gradient_buffers: Buffers = NO_BUFFERS,
+        scaling: str = "",
     ) -> Exchange:
         """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
         gather, stages = self.gather_group, self.stages
@@ -317,6 +323,7 @@ class Topology:
             group_sizes=[stage.group.size for stage in stages],
             groups=[stage.group.name for stage in stages],
             inspected=inspected,
+            scaling=scaling if gather is not None else "",
         )
         return exchange.with_buffers(gather_buffers, gradient_buffers)
 

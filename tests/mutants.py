@@ -59,9 +59,15 @@ class Subject(Analysis):
     def used_together(self) -> Iterator[tuple[Whole, Whole]]:
         """Yield pairs of gathered buckets that are in use together, the one that starts earlier first."""
         for a, b in itertools.permutations(self.gathered, 2):
-            (start, end), (other_start, other_end) = self.live(a), self.live(b)
+            (start, end), (other_start, other_end) = self.occupied(a), self.occupied(b)
             if start < other_start <= end and other_start < other_end:
                 yield a, b
+
+    def occupied(self, whole: Whole) -> tuple[int, int]:
+        """Return the positions between which the memory that a bucket is gathered into must not change."""
+        if whole.node.target is roles.WAIT_QUANTIZED:
+            return self.in_flight(whole.launch)
+        return self.live(whole)
 
     def return_(self, position: int, value: Any) -> None:
         values = list(self.output.args[0])  # type: ignore[arg-type]
@@ -189,7 +195,7 @@ def resident_unawaited(s: Subject) -> Iterator[Change]:
 def _gather_again(whole: Whole) -> fx.Node:
     start = renamed(whole.launch.node)
     with start.graph.inserting_after(whole.node):
-        return start.graph.node_copy(whole.node, lambda _: start)
+        return start.graph.node_copy(whole.node, lambda node: start if node is whole.launch.node else node)
 
 
 def gathered_twice(s: Subject) -> Iterator[Change]:
@@ -928,6 +934,67 @@ def gathered_in_other_dtype(s: Subject) -> Iterator[Change]:
         yield change
 
 
+def _dequantized(s: Subject) -> Iterator[Whole]:
+    return (whole for whole in s.gathered if whole.node.target is roles.WAIT_QUANTIZED)
+
+
+def shard_sent_for_quantized(s: Subject) -> Iterator[Change]:
+    """Ranks send bytes of the main weights, or the shard of another bucket."""
+    for whole in _dequantized(s):
+        launch = whole.launch
+        for source in s.graph.find_nodes(op="placeholder"):
+            value = tensor_of(source)
+            if source is not launch.input and value is not None and value.dtype == torch.uint8:
+                yield replace_in(launch.node, launch.input, source)
+
+        def change(launch: CollectiveNode = launch) -> None:
+            launch.node.update_arg(0, call(launch.input, aten.view.dtype, launch.input, torch.int8))
+            revalue(launch.node)
+
+        yield change
+
+
+def quantized_made_in_graph(s: Subject) -> Iterator[Change]:
+    """What is sent is not what scales were made for."""
+    for whole in _dequantized(s):
+        launch = whole.launch
+        yield lambda launch=launch: launch.node.update_arg(0, call(launch.input, aten.clone.default, launch.input))
+
+
+def scales_of_another_bucket(s: Subject) -> Iterator[Change]:
+    """Every weight is wrong by a factor."""
+    for whole, other in itertools.permutations(_dequantized(s), 2):
+        yield set_arg(whole.node, 1, other.node.args[1])
+
+
+def scales_replaced(s: Subject) -> Iterator[Change]:
+    """The scales are no scales."""
+    for whole in _dequantized(s):
+        scales = whole.node.args[1]
+        yield lambda w=whole, n=scales: w.node.update_arg(1, call(n, aten.mul.Tensor, n, 2.0))
+
+
+def dequantized_otherwise(s: Subject) -> Iterator[Change]:
+    """Scales belong to other rows, or the result has another dtype."""
+    for whole in _dequantized(s):
+        *_, offsets, dtype, scaling = whole.node.args
+        yield set_arg(whole.node, 4, [offset + 1 for offset in offsets])
+        yield set_arg(whole.node, 5, torch.float64 if dtype != torch.float64 else torch.float32)
+        yield set_arg(whole.node, 6, "tensorwise" if scaling == "rowwise" else "rowwise")
+
+
+def bytes_read_as_weights(s: Subject) -> Iterator[Change]:
+    """Nothing dequantizes what was gathered."""
+    for whole in _dequantized(s):
+
+        def change(w: Whole = whole) -> None:
+            plain = call(w.node, WAIT, w.launch.node, before=True, bucket=w.bucket)
+            w.node.replace_all_uses_with(plain)
+            s.graph.erase_node(w.node)
+
+        yield change
+
+
 def parameter_moved(s: Subject) -> Iterator[Change]:
     """Reads its neighbor's elements, or padding."""
     for whole in s.wholes:
@@ -1036,5 +1103,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(gathered_in_other_dtype, parameter_moved, parameter_confused, packed_in_other_dtype, packed_too_long),
         *(saved_exchanged, output_dropped, portion_of_another_bucket, portion_of_a_view, portion_lost),
         *(another_portion_gathered, region_reads_another_bucket, another_region_called),
+        *(shard_sent_for_quantized, quantized_made_in_graph, scales_of_another_bucket, scales_replaced),
+        *(dequantized_otherwise, bytes_read_as_weights),
     ),
 }

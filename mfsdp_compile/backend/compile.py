@@ -268,7 +268,7 @@ class _Call:
 
         Returns:
             The buckets of the shells in ``args``, the upcoming backward through each, the tensors that the graph takes
-            for them (each bucket's shard, then its resident and its token if it has them), and the other arguments.
+            for them (each bucket's shard, and what :func:`_beside_shard` adds), and the other arguments.
         """
         buckets = self._buckets(args)
         for owner in models_of(buckets):
@@ -346,13 +346,17 @@ def _batch(gm: fx.GraphModule, shells: Mapping[int, Home], owners: Sequence[Shar
 
 
 def _beside_shard(bucket: Bucket) -> list[Tensor]:
-    """Return what a graph takes for a bucket after its shard: its resident and its token, if it has them."""
+    """Return what a graph takes for a bucket after its shard, in the order of :mod:`~mfsdp_compile.passes.unshard`."""
     tensors = []
     if bucket.has_resident:
         tensors.append(bucket.hold_resident())
     if bucket.has_token:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
+    if bucket.exchange.is_quantized:
+        assert bucket.quantized is not None
+        assert bucket.scales is not None
+        tensors += [bucket.quantized, bucket.scales]
     return tensors
 
 
@@ -463,6 +467,7 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     alone = exchange._replace(
         gather_size=1,
         gather_group="",
+        scaling="",
         scale=exchange.scale if exchange.scales_first else 1.0,
         collectives=[],
         when=[],

@@ -3,6 +3,9 @@
 ``mfsdp::reduce_if_due`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and outputs must not be touched
 until their waits.
 
+``mfsdp::wait_quantized`` is Inductor's own wait, and the operator behind it, which finds nothing left to wait for.
+Inductor keeps its waits in order, and does not know the operator as one.
+
 ``mfsdp::pack_gradients`` computes gradients in place in the bucket. Without a lowering, Inductor would run the operator
 as it is: compute every gradient into its own memory, then copy it into the bucket. With this lowering, the bucket is
 one buffer (Inductor's :class:`ConcatKernel`), and each gradient is realized into its slice of it: a matmul gets the
@@ -34,6 +37,8 @@ def register_lowerings() -> None:
     compat.register_lowering(
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
+    dequantizes = torch.ops.mfsdp.wait_quantized.default
+    compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 
 
 def _pack_gradients(

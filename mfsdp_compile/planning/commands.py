@@ -20,6 +20,7 @@ from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
 from .workloads import CHECKPOINT, SHAPES, Degrees, workload
@@ -70,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--gather-fp8",
+        choices=("rowwise", "tensorwise"),
+        help="gather the matrices of units in float8, with a scale per row or per matrix (param_comm_dtype); for full "
+        "sharding without HFSDP",
+    )
     parser.add_argument(
         "--checkpoint", choices=CHECKPOINT, default="none", help="activation checkpointing (default: %(default)s)"
     )
@@ -144,11 +151,15 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         least = parse_bytes(given.unit, "--unit") if given.unit else None
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
+        precision = MixedPrecisionPolicy()
+        if given.gather_fp8 is not None:
+            precision = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=given.gather_fp8)
         job = Job(
             work,
             machine,
             budget,
             optimizer,
+            precision,
             reshard=reshard,
             bucket_bytes=most,
             unit_bytes=least,
@@ -222,7 +233,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {job.work.dtype}, checkpointing {job.work.checkpoint}, "
-        f"{job.optimizer.name}",
+        f"{job.optimizer.name}{_gathered_in(job)}",
         highlight=False,
     )
     console.print(
@@ -258,6 +269,11 @@ def _show(console: Console, forecast: Forecast) -> None:
         )
     else:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
+
+
+def _gathered_in(job: Job) -> str:
+    precision = job.precision
+    return f", gathered in float8 ({precision.param_comm_scaling})" if precision.param_comm_dtype is not None else ""
 
 
 def _print_table(console: Console, table: Table) -> None:

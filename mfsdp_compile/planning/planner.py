@@ -674,7 +674,7 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
 def _with_buffers(infos: list[BucketInfo], policy: BufferPolicy) -> list[BucketInfo]:
     if not policy.double:
         return infos
-    sizes = [SizesOf(i.layout.numel, i.exchange.dtype, i.exchange.comm_dtype, i.trainable) for i in infos]
+    sizes = [SizesOf(i.layout.numel, i.exchange.sent_dtype, i.exchange.comm_dtype, i.trainable) for i in infos]
     return [
         replace(info, exchange=info.exchange.with_buffers(*buffers))
         for info, buffers in zip(infos, assign_all(sizes, policy), strict=True)
@@ -754,7 +754,7 @@ def _lay_out(
     planned = [
         (module, plan)
         for module, own in modules.items()
-        for plan in planner.unit(Unit(units[0].name, (), tuple(own), is_root=False))
+        for plan in planner.unit(Unit(units[0].name, (), tuple(own), is_root=units[0].is_root))
     ]
     found = []
     for module, plan in planned:

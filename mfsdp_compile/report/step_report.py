@@ -254,7 +254,7 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         shard = layout.shard_numel * info.main_dtype.itemsize
         names = (slot.name.removeprefix(f"{info.unit}.") for slot in layout.slots)
         padding = percent_text(layout.padding, content)
-        sizes = _bucket_sizes(len(layout.slots), content, layout.padding, padding, shard, info.gathered_bytes)
+        sizes = _bucket_sizes(len(layout.slots), content, layout.padding, padding, shard, info.sent_bytes)
         rows.append((called(info.name), *sizes, ", ".join(names)))
     lines = list(_alike(rows))
     if len(buckets) > 1:
@@ -262,13 +262,13 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         padding_numel = sum(info.layout.padding for info in buckets)
         content = sum(info.layout.numel for info in buckets) - padding_numel
         shards = sum(info.layout.shard_numel * info.main_dtype.itemsize for info in buckets)
-        gathered = sum(info.gathered_bytes for info in buckets)
+        gathered = sum(info.sent_bytes for info in buckets)
         padding = percent_text(padding_numel, content)
         sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
         lines.append((f"all {len(buckets):,}", *sizes, ""))
     about = (
         "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "and of the gathered whole. Neighbors that are alike share a line."
+        "and of the whole as it is gathered. Neighbors that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)

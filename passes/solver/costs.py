@@ -129,7 +129,33 @@ class CostModel:
         if info.exchange.gather_size == 1 and not info.exchange.gather_group:
             return 0.0
         ring = Ring(info.portion_size if portions else info.exchange.gather_size, info.gather_stride)
-        return collective_seconds("all_gather", info.gathered_bytes, ring, self.hardware)
+        payload = info.gathered_bytes if portions else info.sent_bytes
+        return collective_seconds("all_gather", payload, ring, self.hardware)
+
+    def quantize(self, info: BucketInfo) -> float:
+        """Return the seconds to quantize the shard, once per optimizer step; 0.0 if it is not gathered in float8."""
+        if not info.exchange.is_quantized:
+            return 0.0
+        moved = info.layout.shard_numel * (2 * info.main_dtype.itemsize + info.exchange.sent_dtype.itemsize)
+        kernels = 4 * len(info.layout.slots)  # for each parameter: absolute values, maxima, scaling, cast
+        return self.moved(moved) + (kernels - 1) * self.hardware.kernel_seconds
+
+    def reduce_scales(self, buckets: Sequence[BucketInfo]) -> float:
+        """Return the seconds of the collective for the scales of all buckets, once per optimizer step."""
+        quantized = [info for info in buckets if info.exchange.is_quantized]
+        if not quantized:
+            return 0.0
+        ring = Ring(quantized[0].exchange.gather_size, quantized[0].gather_stride)
+        payload = torch.float32.itemsize * sum(info.exchange.scale_count for info in quantized)
+        return collective_seconds("all_reduce", payload, ring, self.hardware)
+
+    def dequantize(self, info: BucketInfo) -> float:
+        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not gathered in float8."""
+        if not info.exchange.is_quantized:
+            return 0.0
+        # a cast of the bucket, and a product per parameter
+        more = len(info.layout.slots) * self.hardware.kernel_seconds
+        return self.moved(info.sent_bytes + 3 * info.gathered_bytes) + more
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""
@@ -138,9 +164,9 @@ class CostModel:
         return collective_seconds(exchange.collectives[stage], reduced_bytes(info, stage), ring, self.hardware)
 
     def cast(self, info: BucketInfo) -> float:
-        """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if it already has that dtype."""
+        """Return the seconds to cast the shard to the dtype in which it is sent; 0.0 if nothing is cast."""
         shard = info.layout.shard_numel
-        if info.main_dtype == info.exchange.dtype:
+        if info.main_dtype == info.exchange.dtype or info.exchange.is_quantized:
             return 0.0
         return self.moved(shard * (info.main_dtype.itemsize + info.exchange.dtype.itemsize))
 

@@ -86,6 +86,7 @@ class Collective:
         before: Seconds of computation right before the start: a cast, or copying gradients into the bucket.
         seconds: Time of the collective alone on the network.
         group: Process group. Collectives of one group run one after another.
+        after: Seconds of computation right after the wait: dequantizing what was gathered.
     """
 
     what: str
@@ -94,6 +95,7 @@ class Collective:
     before: float
     seconds: float
     group: str
+    after: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,7 +464,8 @@ def gather_of(info: BucketInfo, bucket: int, costs: CostModel, portions: bool = 
     if portions:
         return Collective("gather", bucket, 0, 0.0, costs.gather(info, portions), info.portion_group)
     cast = 0.0 if info.has_resident else costs.cast(info)  # a resident already has the dtype that is sent
-    return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group)
+    after = costs.dequantize(info)
+    return Collective("gather", bucket, 0, cast, costs.gather(info), info.exchange.gather_group, after)
 
 
 def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, copied: bool) -> Collective:

@@ -188,6 +188,8 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
         is_part = info.resident_bytes and info.main_dtype == info.exchange.dtype and not info.releases_resident
         if not is_part:  # a shard that is part of the resident needs no memory of its own
             shards += shard * info.main_dtype.itemsize
+        if info.exchange.is_quantized:
+            shards += shard * info.exchange.sent_dtype.itemsize
         residents += info.resident_bytes
         state += shard * optimizer.state_bytes * info.trainable
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
@@ -268,6 +270,7 @@ def simulate(
         details: Whether to record spans and memory over time, not only sums.
     """
     clock = _Clock(context, costs, resting, details)
+    clock.quantize_shards()
     clock.gather_residents()
     if isinstance(turns, Mapping):
         turns = [Turn(stage, events) for stage, events in turns.items()]
@@ -390,6 +393,12 @@ class _Clock:
         self.exposures.append(exposure)
         return end, self.computed, exposure
 
+    def quantize_shards(self) -> None:
+        """Quantize the shards of buckets that are gathered in float8: their scales must be known first."""
+        for info in self.context.buckets:
+            self.work(Stage.FORWARD, info.unit, self.costs.quantize(info))
+        self.stand_still(Stage.FORWARD, "", self.now + self.costs.reduce_scales(self.context.buckets))
+
     def gather_residents(self) -> None:
         for number, info in enumerate(self.context.buckets):
             if info.resident_bytes:
@@ -424,7 +433,9 @@ class _Clock:
                 self.work(stage, unit or buckets[collective.bucket].unit, collective.before)
                 running[collective] = self.launch(collective, stage, unit)
             elif isinstance(event, Wait):
-                self.await_(stage, unit, running.pop(event.collective))
+                collective = event.collective
+                self.await_(stage, unit, running.pop(collective))
+                self.work(stage, unit or buckets[collective.bucket].unit, collective.after)
             elif isinstance(event, Compute):
                 self.work(stage, unit, event.seconds)
                 self.flops += event.flops

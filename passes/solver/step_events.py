@@ -84,13 +84,17 @@ class StepOutlines:
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
             # If the sent data is a cast of the shard, it is allocated here. A portion exists since the forward.
-            sent = info.layout.shard_numel * info.exchange.dtype.itemsize if gather.before else 0
+            sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if gather.before else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             if portions:
                 sent = info.portion_bytes
             gone: list[Event] = [Free(Category.GATHERED, sent)] if sent else []
             whole = Allocate(Category.GATHERED, info.fresh_bytes)
             at_start, at_wait = ([], gone) if costs.holds_inputs else (gone, [])
+            if (received := info.in_flight_bytes) and not portions:
+                self._starts[number, portions] = [Allocate(Category.GATHERED, received), Start(gather)]
+                self._waits[number, portions] = [whole, Wait(gather), Free(Category.GATHERED, received)]
+                continue
             self._starts[number, portions] = [*cast, whole, Start(gather), *at_start]
             self._waits[number, portions] = [Wait(gather), *at_wait]
 

@@ -250,14 +250,14 @@ class Analysis:
             bucket = _bucket_of(node)
             if bucket is None or bucket >= len(self.context.buckets):
                 continue
-            waits = tuple(user for user in node.users if user.target is WAIT)
-            readers = tuple(user for user in node.users if user.target is not WAIT)
+            waits = tuple(user for user in node.users if user.target in roles.WAITS and user.args[0] is node)
+            readers = tuple(user for user in node.users if user not in waits)
             yield CollectiveNode(node, bucket, node.target in GATHERS, waits, readers)
 
     def _wholes(self) -> Iterator[Whole]:
         for node in self.graph.nodes:
             role = role_of(node)
-            launch = self._launch_of.get(node.args[0]) if node.target is WAIT else None  # type: ignore[arg-type]
+            launch = self._launch_of.get(node.args[0]) if node.target in roles.WAITS else None  # type: ignore[arg-type]
             if node.op == "placeholder":
                 if role is not None and any(roles.reads_whole(user) for user in node.users):
                     yield self._whole(role.bucket, node, None)
@@ -360,7 +360,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     role = role_of(source) if source is not None else None
     return (
         role.bucket
-        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.PACK, NodeKind.START_REDUCE)
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PACK, NodeKind.START_REDUCE)
         else None
     )
 

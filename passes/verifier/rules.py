@@ -162,6 +162,10 @@ def _released(found: Analysis, _: Contract | None) -> Findings:
     released: set[fx.Node] = set()
     for node in found.graph.find_nodes(op="call_function", target=RELEASE):
         memory, at = found.memory(node.all_input_nodes[0]), found.order[node]
+        for whole in found.wholes:
+            received = whole.launch.node if whole.launch is not None else whole.node
+            if at < found.order[whole.node] and found.memory(received).overlaps(memory):
+                yield "it is released before it is awaited", node, whole.bucket
         for place, whole in places:
             if not place.overlaps(memory):
                 continue
@@ -169,8 +173,6 @@ def _released(found: Analysis, _: Contract | None) -> Findings:
                 yield "it is released a second time", node, whole.bucket
             if memory.root.op == "placeholder":
                 yield "what is released is not the graph's own", node, whole.bucket
-            if at < found.order[whole.node]:
-                yield "it is released before it is awaited", node, whole.bucket
             for read in whole.reads:
                 if found.order[read] > at and read is not node and read.target is not RELEASE:
                     yield f"{read} reads it after its release", read, whole.bucket, found.parameter(whole.bucket, read)
@@ -186,6 +188,12 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     gathers into buffers are apart, but a bucket must not go into buffers of another size. Portions are not written to either until the backward has gathered them.
     """
     places = [(found.memory(whole.node), *found.live(whole), whole) for whole in found.wholes]
+    for whole in found.wholes:
+        if (
+            whole.launch is not None and whole.node.target is roles.WAIT_QUANTIZED
+        ):  # its bytes are in memory of their own
+            flight = found.order[whole.launch.node], found.order[whole.node]
+            places.append((found.memory(whole.launch.node), *flight, whole))
     by_root: dict[fx.Node, list[Any]] = {}
     for place in places:
         by_root.setdefault(place[0].root, []).append(place)
@@ -198,7 +206,7 @@ def _apart(found: Analysis, _: Contract | None) -> Findings:
     for launch in _gathers(found):
         out = arguments(launch.node).get("out")
         role = role_of(found.memory(out).root) if out is not None else None
-        if role is not None and role.kind is NodeKind.SHARD:
+        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.SCALES):
             yield "it is gathered into memory of the runtime", launch.node, launch.bucket
         if launch.node.target is roles.GATHER_INTO_BUFFER:
             capacity, wanted = launch.node.args[1], found.info(launch.bucket).exchange.gather_buffers.capacity
@@ -507,24 +515,31 @@ def _factor(node: fx.Node) -> float | None:
 def _matching(found: Analysis, contract: Contract | None) -> Findings:
     """The optimizer's shards match the graph: a shard and its gradient have the same position, elements and dtype.
 
-    A bucket is gathered in the compute dtype from its own shard, or from its own portion if one was kept. Parameters
-    are read at their offsets in the bucket. Gradients are packed in the dtype of their reduction. Every output keeps
-    its position, shape and dtype.
+    A bucket is gathered in the compute dtype from its own shard, or from its own portion if one was kept; or in float8
+    from its own quantized shard, and dequantized with its own scales. Parameters are read at their offsets in the
+    bucket. Gradients are packed in the dtype of their reduction. Every output keeps its position, shape and dtype.
     """
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
-        role = role_of(found.memory(_source(launch)).root)
-        if role is not None and role.kind in (NodeKind.SHARD, NodeKind.PORTION) and role.bucket != launch.bucket:
+        role, of_portions = role_of(found.memory(_source(launch)).root), _of_portions(found, contract, launch)
+        quantized = info.exchange.is_quantized and not of_portions
+        dtype = info.exchange.sent_dtype if quantized else info.exchange.dtype
+        if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket
-        elif role is not None and (role.kind is NodeKind.PORTION) != _of_portions(found, contract, launch):
+        elif role is not None and (role.kind is NodeKind.PORTION) != of_portions:
             yield f"it is gathered from its {role.kind.value}", launch.node, launch.bucket
+        elif quantized != (role is not None and role.kind is NodeKind.QUANTIZED):
+            source = f"its {role.kind.value}" if role is not None else str(_source(launch))
+            yield f"it is gathered from {source}", launch.node, launch.bucket
         for cast in _casts(launch):
             if (cast_to := tensor_of(cast)) is not None and cast_to.dtype != info.exchange.dtype:
                 yield f"it is cast to {cast_to.dtype} before it is sent", cast, launch.bucket
-        if value is not None and (value.dtype, value.numel()) != (info.exchange.dtype, info.layout.numel):
-            what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of "
-            yield f"{what}{info.exchange.dtype}", launch.node, launch.bucket
+        if value is not None and (value.dtype, value.numel()) != (dtype, info.layout.numel):
+            what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of {dtype}"
+            yield what, launch.node, launch.bucket
+        for wait in launch.waits:
+            yield from _dequantized(found, wait, launch.bucket, quantized)
     for portion in found.portions:
         if portion.whole is None or portion.whole.bucket != portion.bucket:
             of = (
@@ -577,6 +592,26 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
                     call.meta["custom"][roles.REGION][0],
                 )
         yield from _outputs(found, contract)
+
+
+_SOURCES = (NodeKind.SHARD, NodeKind.QUANTIZED, NodeKind.PORTION)
+
+
+def _dequantized(found: Analysis, wait: fx.Node, bucket: int, quantized: bool) -> Findings:
+    """Check that a wait dequantizes what is quantized, with the bucket's own scales and layout."""
+    if (wait.target is roles.WAIT_QUANTIZED) != quantized:
+        yield f"{wait} {'does not dequantize it' if quantized else 'dequantizes it'}", wait, bucket
+    if wait.target is not roles.WAIT_QUANTIZED or not quantized:
+        return
+    scales, *given = wait.args[1:]
+    role, wanted = role_of(scales), found.info(bucket).exchange.quantization  # type: ignore[arg-type]
+    if role is None or role.kind is not NodeKind.SCALES:
+        yield f"{wait} dequantizes it with {scales}, which are no scales", wait, bucket
+    elif role.bucket != bucket:
+        yield f"{wait} dequantizes it with the scales of {found.info(role.bucket).name!r}", wait, bucket
+    for name, got, its in zip(("sizes", "ndims", "offsets", "dtype", "scaling"), given, wanted, strict=True):
+        if got != its:
+            yield f"{wait} dequantizes it with {name} {got}, not {its}", wait, bucket
 
 
 def _source(launch: CollectiveNode) -> fx.Node:

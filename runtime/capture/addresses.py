@@ -50,6 +50,9 @@ class Baked:
             yield "parameters of bucket", name, bucket.flat.data_ptr()
             if bucket.resident is not None:
                 yield "gathered parameters of bucket", name, bucket.resident.data_ptr()
+            if bucket.quantized is not None and bucket.scales is not None:
+                yield "quantized parameters of bucket", name, bucket.quantized.data_ptr()
+                yield "scales of bucket", name, bucket.scales.data_ptr()
             if not gradients:
                 continue
             if bucket.pending is not None and bucket.pending.total is not None:
@@ -101,6 +104,9 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
         yield bucket.flat
         if bucket.resident is not None:
             yield bucket.resident
+        if bucket.quantized is not None and bucket.scales is not None:
+            yield bucket.quantized
+            yield bucket.scales
         if bucket.pending is not None:
             yield bucket.pending.token
         yield from bucket.kept_memory()

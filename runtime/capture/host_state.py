@@ -31,6 +31,7 @@ class _BucketState:
         kept: Whether the last gradient was deferred.
         provisional, used_now, clean: See :class:`.Bucket`.
         stale: Whether the resident must be gathered before it is used.
+        quantized_stale: Whether the shard must be quantized before it is gathered.
     """
 
     gradients: tuple[tuple[Tensor, dict[str, Any]] | None, ...]
@@ -40,6 +41,7 @@ class _BucketState:
     used_now: frozenset[int]
     clean: frozenset[int]
     stale: bool
+    quantized_stale: bool
 
     @staticmethod
     def of(bucket: Bucket) -> _BucketState:
@@ -52,6 +54,7 @@ class _BucketState:
             frozenset(bucket.used_now),
             frozenset(bucket.clean),
             bucket.is_stale,
+            bucket.is_quantized_stale,
         )
 
     @property
@@ -64,6 +67,7 @@ class _BucketState:
             self.used_now,
             self.clean,
             self.stale,
+            self.quantized_stale,
         )
 
     def restore(self, bucket: Bucket) -> None:
@@ -80,6 +84,7 @@ class _BucketState:
             set(self.clean),
         )
         bucket.mark_resident(self.stale)
+        bucket.mark_quantized(self.quantized_stale)
 
 
 def _kind(gradient: Tensor) -> Hashable:

@@ -22,6 +22,7 @@ __all__ = [
     "inductor_config_patches",
     "inductor_joint_passes",
     "inductor_memory",
+    "inductor_wait_then",
     "is_generated",
     "is_miscompiled",
     "partitioner",
@@ -314,6 +315,15 @@ def inductor_collective(operator: Any, *args: Any, memory_of_others: bool = Fals
 
     result = ir.TensorBox.create(ir._CollectiveKernel.create_out_of_place(operator, *args))
     return _never_reused(result) if memory_of_others else result
+
+
+def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
+    """Lower ``operator``, whose first argument is the unawaited result of a collective, as a wait and the operator."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import lowerings
+
+    awaited = lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
+    return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
 
 
 def inductor_memory(operator: Any, *args: Any) -> Any:

@@ -577,7 +577,7 @@ class EagerRuntime:
             if state is not None and state.version != bucket.flat._version:
                 self._release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self._gathered:
-                if bucket.is_stale:
+                if bucket.is_stale or bucket.is_quantized_stale:
                     self.owner.refresh()
                 group = bucket.topology.gather_group
                 started = None
@@ -591,8 +591,8 @@ class EagerRuntime:
         with compat.below_autograd():
             if capacity:
                 enter_pool(self.owner.comm_buffers)
-                return gather_into_buffer(shard, capacity, count, bucket.plan.compute_dtype, group.size, group.name)
-            return compat.all_gather(shard.to(bucket.plan.compute_dtype), group.size, group.name)
+                return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
+            return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
     def _gather(self, bucket: Bucket) -> _Gathered:
         state = self._gathered.get(bucket)
@@ -617,6 +617,9 @@ class EagerRuntime:
             state = self._gathered[bucket]
         if state.started is not None:
             state.full, state.started = self._await(state.started), None
+            if bucket.exchange.is_quantized:
+                with compat.below_autograd():
+                    state.full = bucket.dequantized(state.full)
         else:
             state.full = bucket.source().to(bucket.plan.compute_dtype)
         state.content = state.full._version
@@ -708,7 +711,7 @@ class EagerRuntime:
             return
         self._content_checked.add(bucket)
         mine = state.full.view(group.size, -1)[group.rank]
-        if not compat.equal_bits(mine, bucket.source().to(bucket.plan.compute_dtype)):
+        if not compat.equal_bits(mine, bucket.own_part()):
             self._refuse_writes(bucket)
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:

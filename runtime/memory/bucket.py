@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import compat
+from .. import compat, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
@@ -73,6 +73,8 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
+        scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
+            not.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
@@ -91,6 +93,7 @@ class BucketPlan:
     decoupled: bool = False
     inspected: bool = False
     is_expert: bool = False
+    scaling: str = ""
     gather_buffers: Buffers = NO_BUFFERS
     gradient_buffers: Buffers = NO_BUFFERS
     keeps_memory: bool = False
@@ -111,11 +114,18 @@ class BucketPlan:
             self.inspected,
             self.gather_buffers,
             self.gradient_buffers,
+            self.scaling,
         )
 
     @property
     def gathered_bytes(self) -> int:
+        """Bytes of the gathered bucket in memory."""
         return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype in which the bucket is gathered."""
+        return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
 
     @property
     def shard_bytes(self) -> int:
@@ -187,6 +197,11 @@ class Bucket:
         self._resident_of = -1  # version of the shard from which the resident was gathered
         self._resident_awaited = True
         self._kept: dict[str, Tensor] = {}
+        self.quantized: Tensor | None = None
+        """This rank's shard in float8, ``[shard_numel]`` bytes; see :mod:`.quantized_shards`, which sets it."""
+        self.scales: Tensor | None = None
+        """Scales of the whole bucket, in the order of its parameters."""
+        self._quantized_of = -1  # version of the shard that was quantized
         group = self.topology.resident_group
         if group is not None and not self.topology.releases_resident:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
@@ -359,9 +374,14 @@ class Bucket:
         assert group is not None
         resident = self.hold_resident()
         self.await_resident()
-        shard = self.flat.detach().to(self.plan.compute_dtype)
-        compat.all_gather_out(shard, group.size, group.name, out=resident)
-        self._resident_of, self._resident_awaited = self.flat._version, False
+        if self.quantized is None:
+            shard = self.flat.detach().to(self.plan.compute_dtype)
+            compat.all_gather_out(shard, group.size, group.name, out=resident)
+            self._resident_awaited = False
+        else:  # dequantized here, because graphs take residents as they are
+            gathered = compat.wait_tensor(compat.all_gather(self.quantized, group.size, group.name))
+            resident.copy_(self.dequantized(gathered))
+        self._resident_of = self.flat._version
 
     def await_gather(self) -> None:
         """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
@@ -385,8 +405,53 @@ class Bucket:
                 self._drop_resident()
 
     def source(self) -> Tensor:
-        """The tensor that parameters in use are made from on this rank: the resident or the shard, without autograd."""
-        return self.await_resident() if self.has_resident else self.flat.detach()
+        """The tensor that this rank gathers from, without autograd: the resident, the quantized shard or the shard."""
+        if self.has_resident:
+            return self.await_resident()
+        return self.flat.detach() if self.quantized is None else self.quantized
+
+    def own_part(self) -> Tensor:
+        """Return what a gather delivers of this rank's source, in the compute dtype."""
+        source = self.source()
+        if source is not self.quantized:
+            return source.to(self.plan.compute_dtype)
+        assert self.scales is not None
+        scales = self.scales_of_rows(self.scales)
+        parts = ((place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True))
+        return quantize.dequantize(source, parts, self.plan.compute_dtype)
+
+    # -- quantized shards ---------------------------------------------------------------------------------------------
+
+    @property
+    def scale_count(self) -> int:
+        """Number of scales of the bucket, which is gathered in float8."""
+        return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
+
+    def scales_of_rows(self, scales: Tensor) -> list[Tensor]:
+        """Return those of the bucket's scales that belong to this rank's rows, for each parameter."""
+        slots, rows = self.plan.layout.slots, [split.rows(self.topology.shard) for split in self.splits]
+        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], self.plan.scaling)
+        return [
+            whole[own.start : own.stop] if len(whole) == slot.shape[0] else whole
+            for whole, slot, own in zip(wholes, slots, rows, strict=True)
+        ]
+
+    @property
+    def is_quantized_stale(self) -> bool:
+        """Whether the shard has changed since it was quantized."""
+        return self.quantized is not None and self._quantized_of != self.flat._version
+
+    def mark_quantized(self, stale: bool) -> None:
+        """Set whether the shard must be quantized before the bucket is gathered."""
+        self._quantized_of = -1 if stale else self.flat._version
+
+    def dequantized(self, gathered: Tensor) -> Tensor:
+        """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
+        assert self.scales is not None
+        shapes = [slot.shape for slot in self.plan.layout.slots]
+        scales = quantize.split_scales(self.scales, shapes, self.plan.scaling)
+        offsets = [slot.offset for slot in self.plan.layout.slots]
+        return quantize.dequantize(gathered, zip(offsets, shapes, scales, strict=True), self.plan.compute_dtype)
 
     @torch.no_grad()
     def gather_shards(self) -> list[Tensor]:

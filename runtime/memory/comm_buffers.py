@@ -253,7 +253,9 @@ class BufferPool:
 
 def _poisoned(memory: Tensor) -> Tensor:
     """Fill memory with NaN if ``MFSDP_POISON`` is set, so that a read before the data arrives is seen."""
-    return memory.fill_(float("nan")) if os.environ.get("MFSDP_POISON") == "1" else memory
+    if os.environ.get("MFSDP_POISON") == "1":
+        memory.fill_(float("nan") if memory.is_floating_point() else 0xFF)  # the byte is a NaN in float8 too
+    return memory
 
 
 class _Current(threading.local):

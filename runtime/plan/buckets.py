@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
+from .. import quantize
 from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
-from ..memory.bucket import BucketPlan
+from ..memory.bucket import BucketPlan, Site
 from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from ..topology import Topology
 from .experts import ExpertPlacement
@@ -38,24 +41,24 @@ class BucketPlanner:
     experts: ExpertPlacement | None = None
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        """Plan the buckets of a unit: one for each dtype, ``requires_grad`` and topology, or more if padding,
-        ``bucket_bytes`` or ``by_parameter`` demand it."""
-        groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
+        """Plan the buckets of a unit: one for each dtype, ``requires_grad``, topology and whether it is quantized, or
+        more if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
+        groups: dict[tuple[torch.dtype, bool, bool, str], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
                 sites[0].name, tuple(local_shape(param)), whole=any(site.name in self.whole for site in sites)
             )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
-            groups.setdefault((param.dtype, param.requires_grad, is_expert), []).append(spec)
+            scaling = self._scaling(unit, param, sites, is_expert)
+            groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling), []).append(spec)
         plans: list[BucketPlan] = []
-        for (dtype, requires_grad, is_expert), specs in groups.items():
+        for (dtype, requires_grad, is_expert, scaling), specs in groups.items():
+            itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtype.itemsize
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
-            for part in [[spec] for spec in specs] if alone else in_parts(specs, dtype.itemsize, most):
-                for layout in plan_layouts(
-                    part, dtype.itemsize, self.topology_of(is_expert).shards, self.layout_policy
-                ):
-                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert))
+            for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
+                for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self.layout_policy):
+                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert, scaling))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
         return plans
@@ -63,6 +66,21 @@ class BucketPlanner:
     def topology_of(self, is_expert: bool) -> Topology:
         """Return the topology of a bucket of experts, or of a bucket of other parameters."""
         return self.experts.topology if is_expert and self.experts is not None else self.topology
+
+    def _scaling(self, unit: Unit, param: nn.Parameter, sites: Sequence[Site], is_expert: bool) -> str:
+        """Return the scaling of a parameter that is gathered in float8; "" for others."""
+        topology, ndim = self.topology_of(is_expert), param.dim()
+        if self.precision.param_comm_dtype is None or not topology.gathers_shards or ndim not in (2, 3):
+            return ""
+        if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
+            return ""
+        asked = self.precision.param_comm_filter
+        if asked is not None:
+            chosen = asked(sites[0].name, param)
+        else:
+            embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
+            chosen = not unit.is_root and not embeds and (ndim == 2 or is_expert)
+        return self.precision.param_comm_scaling if chosen else ""
 
     def _scale(self, is_expert: bool) -> float:
         """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.
@@ -78,7 +96,7 @@ class BucketPlanner:
         return 1.0
 
     def _bucket(
-        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
+        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool, scaling: str
     ) -> BucketPlan:
         return BucketPlan(
             name=unit.name,
@@ -94,5 +112,6 @@ class BucketPlanner:
             decoupled=self.gradient_policy.decoupled,
             inspected=self.gradient_policy.report_nan,
             is_expert=is_expert,
+            scaling=scaling,
             keeps_memory=self.gradient_policy.keeps_memory,
         )

@@ -17,7 +17,7 @@ from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
-from .partition import Partition, Partitioner, local_part
+from .partition import Partition, Partitioner, Peers, local_part
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
 
@@ -65,12 +65,13 @@ class ModelPlan:
                 name = sites[0].name
                 partitioner = expert if name in plan.expert_names else dense
                 plan.partitions[name] = partitioner.of(name, param, [site.module for site in sites])
+        plan._check_quantized(planner)
         return plan
 
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
         """Return the plan with communication buffers for its buckets."""
         buckets = list(self.buckets)
-        sizes = [Sizes(b.layout.numel, b.compute_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
+        sizes = [Sizes(b.layout.numel, b.sent_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
         made = iter(
             replace(bucket, gather_buffers=gathers, gradient_buffers=gradients)
             for bucket, (gathers, gradients) in zip(buckets, assign_all(sizes, policy), strict=True)
@@ -102,7 +103,7 @@ class ModelPlan:
             lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
         for bucket in self.buckets:
             digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
-            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}")
+            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}{_quantized(bucket)}")
         return lines + (_values(params, params.keys() - experts) if check_values else [])
 
     def describe_experts(self, check_values: bool) -> list[str]:
@@ -111,6 +112,34 @@ class ModelPlan:
         params = {name: param for name, param in self.module.named_parameters() if name in experts}
         lines = [f"expert {name}: {tuple(param.shape)}" for name, param in params.items()]
         return lines + (_values(params, experts) if check_values else [])
+
+    def _check_quantized(self, planner: BucketPlanner) -> None:
+        """Raise if ``param_comm_dtype`` is given and means nothing here, or would not be right."""
+        precision, topology = planner.precision, planner.topology
+        if precision.param_comm_dtype is None:
+            return
+        if not topology.gathers_shards:
+            raise NotImplementedError(
+                f"param_comm_dtype={precision.param_comm_dtype} is for shards that are gathered at each use, but the model "
+                f"is sharded as {topology}, where gathered parameters stay between uses. Use "
+                "zero_dp_strategy='optim_grads_params', with outer_dp_sharding_strategy='no_shard' if there are outer "
+                "ranks, or take param_comm_dtype out."
+            )
+        quantized = [bucket for bucket in self.buckets if bucket.scaling]
+        if not quantized:
+            raise ValueError(
+                f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
+                "matrices in units are, and only parameters of two or three dimensions can be. Pass fsdp_unit_modules, or "
+                "param_comm_filter=lambda name, parameter: ..."
+            )
+        for bucket in quantized if precision.param_comm_scaling == "tensorwise" else ():
+            for slot in bucket.layout.slots:
+                if _is_cut(self.partitions[slot.name], len(slot.shape)):
+                    raise NotImplementedError(
+                        f"param_comm_scaling='tensorwise' takes one scale per matrix, but {slot.name!r} is divided over "
+                        "other ranks (tensor parallelism), which know only their part's largest value. Use "
+                        "param_comm_scaling='rowwise', or leave it out with param_comm_filter."
+                    )
 
     def _check_experts(self) -> None:
         """Raise ValueError if experts are expected and not found, or found and not expected."""
@@ -182,6 +211,17 @@ def shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Ten
         return not any(".".join(parts[: i + 1]) in owners for i in range(len(parts)))
 
     return {name: buffer for name, buffer in module.named_buffers() if is_shared(name)}
+
+
+def _is_cut(partition: Partition | None, ndim: int) -> bool:
+    """Whether other ranks hold parts of the same matrices."""
+    if partition is None or isinstance(partition, Peers):
+        return False
+    return any(placement.is_shard() and placement.dim % ndim >= ndim - 2 for placement in partition.placements)
+
+
+def _quantized(bucket: BucketPlan) -> str:
+    return f", gathered in float8, {bucket.scaling}" if bucket.scaling else ""
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:

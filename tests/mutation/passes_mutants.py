@@ -490,4 +490,18 @@ PASSES_MUTANTS = (
         "            if False:",
         ("passes/test_verify.py -k test_every_mutant_is_rejected",),
     ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "gathered bytes that nothing dequantizes pass",
+        "    if (wait.target is roles.WAIT_QUANTIZED) != quantized:",
+        "    if False:",
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "scales of another bucket pass",
+        """        yield f"{wait} dequantizes it with the scales of {found.info(role.bucket).name!r}", wait, bucket""",
+        "        pass",
+        ("passes/test_verify.py -k test_every_mutant_is_rejected",),
+    ),
 )

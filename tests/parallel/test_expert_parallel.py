@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated, collectives
@@ -869,3 +869,39 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
         "1#0": True,
         "1#1": False,
     }
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@on_ranks(4)
+def test_quantized_gathers(scaling: str) -> None:
+    """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling)  # type: ignore[arg-type]
+    batch = batches(0)[0][dist.get_rank()]
+    model, plain = make("2 x 2", mixed_precision_policy=policy), make("2 x 2")
+    losses: list[Tensor] = []
+    counts = collectives(lambda: losses.append(loss_of(model, batch).detach()))
+    others = collectives(lambda: losses.append(loss_of(plain, batch).detach()))
+    assert counts["all_reduce"] == others["all_reduce"] + 2
+    assert 0 < (losses[0] - losses[1]).abs() < 0.05 * losses[1]
+    stacked = [b for b in model.sharded.buckets if b.quantized is not None and b.plan.is_expert]
+    shapes = [slot.shape for bucket in stacked for slot in bucket.plan.layout.slots]
+    assert {len(shape) for shape in shapes} == {3}
+    per_matrix = [shape[0] * (shape[1] if scaling == "rowwise" else 1) for shape in shapes]
+    assert sum(bucket.scale_count for bucket in stacked) == sum(per_matrix)
+
+
+@on_ranks(2)
+def test_quantized_gathers_of_compiled_code() -> None:
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+    torch._dynamo.config.capture_scalar_outputs = True
+    config = dataclasses.replace(CONFIG, layers=1)
+    batch, results = batches(0)[0][dist.get_rank()], []
+    for mode in (EAGER, AOT_EAGER):
+        model = make("1 x 2", config, mixed_precision_policy=policy)
+        call = (
+            model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode, "regions": False})
+        )
+        loss = loss_of(call, batch)
+        loss.backward()
+        results.append([loss.detach(), *(param.grad.to_local() for param in model.parameters())])  # type: ignore[union-attr]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

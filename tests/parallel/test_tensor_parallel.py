@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig, parallelize
@@ -567,3 +567,26 @@ def test_a_rank_that_fails_and_a_reset(mode: str) -> None:
     for param, wanted in zip(model.parameters(), alone.parameters(), strict=True):
         error = (param.full_tensor() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)
         assert error <= BOUND
+
+
+# -- quantized gathers ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_quantized_gathers() -> None:
+    mesh, arguments = mesh_of("dp2 tp2")
+    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+    inputs, _ = batches(0, 1)[0]
+    _, plain, _ = make("dp2 tp2", EAGER)
+    expected, outputs = plain(inputs), []
+    for mode in (EAGER, AOT_EAGER):
+        model, call, _ = make("dp2 tp2", mode, mixed_precision_policy=policy)
+        assert any(bucket.quantized is not None for bucket in model.sharded.buckets)
+        outputs.append(call(inputs))
+        outputs[-1].sum().backward()
+    assert torch.equal(*outputs)
+    assert 0 < (outputs[0] - expected).abs().max() < 0.1 * expected.abs().max()
+    tensorwise = replace(policy, param_comm_scaling="tensorwise")
+    model = parallelize(build(), mesh["tp"], False)
+    with raises_everywhere(NotImplementedError, "'tensorwise' takes one scale per matrix, but 'layers.0", "rowwise"):
+        fully_shard_model(model, fsdp_unit_modules=[Block], mixed_precision_policy=tensorwise, **arguments)

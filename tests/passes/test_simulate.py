@@ -13,7 +13,7 @@ from outlines import COSTS, MACHINE, RANKS, bucket, context
 
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.solver.costs import CostModel, Ring, collective_seconds
-from mfsdp_compile.passes.solver.flow import Category, Collective
+from mfsdp_compile.passes.solver.flow import Category, Collective, gather_of
 from mfsdp_compile.passes.solver.simulate import (
     Allocate,
     Compute,
@@ -211,6 +211,27 @@ def test_residents_are_gathered_as_the_step_begins() -> None:
     assert found.seconds == pytest.approx(2 * each + 1.0)
     resting = resting_memory(infos, OptimizerCost())
     assert resting == {Category.SHARDS: 0, Category.OPTIMIZER: 2 * 250_000 * 8, Category.GATHERED: 8 * 10**6}
+
+
+def test_quantized_gathers() -> None:
+    """A quarter of float32's bytes is sent, and the shard is quantized before the step and the bucket after its wait."""
+    plain = bucket("a", sizes=[10, 100], ndims=[2])
+    info = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise")
+    assert (info.sent_bytes, plain.sent_bytes, info.gathered_bytes) == (1000, 4000, 4000)
+    assert (info.in_flight_bytes, info.fresh_bytes, plain.in_flight_bytes) == (1000, 4000, 0)
+    in_buffer = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise", buffers=(1000, 2, 0, 0))
+    assert (in_buffer.in_flight_bytes, in_buffer.fresh_bytes) == (0, 4000)
+    ring = Ring(RANKS, 1)
+    assert COSTS.gather(info) == collective_seconds("all_gather", 1000, ring, MACHINE)
+    assert COSTS.reduce_scales([plain, info]) == collective_seconds("all_reduce", 4 * 10, ring, MACHINE)
+    assert COSTS.reduce_scales([plain]) == COSTS.quantize(plain) == COSTS.dequantize(plain) == COSTS.cast(info) == 0
+    collective = gather_of(info, 0, COSTS)
+    assert collective.after == COSTS.dequantize(info) > 0
+    timeline = simulate({Stage.FORWARD: [Start(collective), Wait(collective)]}, context([info]), COSTS, {}, None)
+    parts = COSTS.quantize(info), COSTS.reduce_scales([info]), COSTS.gather(info), COSTS.dequantize(info)
+    assert timeline.seconds == pytest.approx(sum(parts))
+    at_rest = [resting_memory([each], OptimizerCost())[Category.SHARDS] for each in (info, plain)]
+    assert at_rest[0] - at_rest[1] == 1000 // RANKS
 
 
 def test_memory_at_rest() -> None:

@@ -45,6 +45,7 @@ EXAMPLES = 8
 """Mutants of each kind."""
 KEEPS_NOTHING = {"keep_last": False}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ def graphs() -> list[Scheduled]:
             ),
             *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
             *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
+            *captured("quantized", zoo.Plain, "optim_grads_params", BF16, policy=QUANTIZED),
+            *captured(
+                "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
+            ),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
     finally:

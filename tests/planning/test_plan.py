@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pool import cpu_seconds
 from torch import Tensor, nn
 
-from mfsdp_compile import fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.backend.options import OPTIMIZERS
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated
@@ -54,6 +54,9 @@ def llama(layers: int, batch: int = 4, length: int = 64, **options: Any) -> Work
         dtype=torch.float32,
         **options,
     )
+
+
+QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 
 
 @functools.cache
@@ -294,10 +297,16 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("planned_with", "sharded_with"),
-    [({"by_module": True}, "enable_fine_grained_param_gather"), ({"by_parameter": True}, "disable_bucketing")],
+    ("planned_with", "sharded_with", "at_least"),
+    [
+        ({"by_module": True}, {"enable_fine_grained_param_gather": True}, 8 * 7),
+        ({"by_parameter": True}, {"disable_bucketing": True}, 8 * 7),
+        ({"precision": QUANTIZED}, {"mixed_precision_policy": QUANTIZED}, 8 * 2),
+    ],
 )
-def test_a_plan_of_divided_units_is_what_the_compiler_does(planned_with: dict[str, bool], sharded_with: str) -> None:
+def test_a_plan_of_divided_units_is_what_the_compiler_does(
+    planned_with: dict[str, Any], sharded_with: dict[str, Any], at_least: int
+) -> None:
     job = Job(llama(8), CPU, fused=False, solved=False, **planned_with)
     row = planned(job, by_parameter(8, fused=False), Candidate(ZERO3, 4))
     assert row.timeline is not None
@@ -305,15 +314,16 @@ def test_a_plan_of_divided_units_is_what_the_compiler_does(planned_with: dict[st
     from mfsdp_compile.runtime import compat
 
     with compat.fake_process_group(4):
-        options = {"fsdp_unit_modules": [Block], sharded_with: True}
-        model = fully_shard_model(Llama(LlamaConfig(layers=8)), **options)
+        model = fully_shard_model(Llama(LlamaConfig(layers=8)), fsdp_unit_modules=[Block], **sharded_with)
         options = {"inner": "aot_eager", "report": True, "hardware": "cpu", "regions": False}
         torch.compile(model, backend="mfsdp", options=options)(*torch.randint(0, 256, (2, 4, 64))).backward()
         record = model.sharded.compiled_graphs[-1]
     torch.compiler.reset()
-    mine, its = ({b.name: (b.unit, b.gathered_bytes) for b in made.context.buckets} for made in (row, record))
+    mine, its = (
+        {b.name: (b.unit, b.gathered_bytes, b.sent_bytes) for b in made.context.buckets} for made in (row, record)
+    )
     assert mine == its
-    assert len(mine) > 8 * 7
+    assert len(mine) > at_least
     events = {Stage.FORWARD: record.events[Phase.FORWARD], Stage.BACKWARD: record.events[Phase.BACKWARD]}
     resting = resting_memory(record.context.buckets, job.optimizer, record.context.other_bytes)
     real = simulate(events, record.context, CostModel(CPU, fused=False), resting, job.optimizer)
@@ -393,6 +403,10 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
 def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--fine-grained", "--no-bucketing"):
         assert main(["plan", "--model", "demo", "--world", "8", flag]) == 0
+    for scaling in ("rowwise", "tensorwise"):
+        capsys.readouterr()
+        assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
+        assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""Quantized shards of the buckets that are gathered in float8, and their scales.
+
+Each such bucket keeps a copy of its shard in float8 beside the shard in the main dtype: one byte per element, which
+gathers send as it is. The scales of all buckets are in one tensor, whole on every rank ::
+
+    scales    | layers.0: q k v o ... | layers.1: q k v o ... | ...     one float32 per row, or per matrix
+                 ^ bucket.scales is a view
+
+so that an optimizer step costs one collective, whatever the number of buckets and microbatches: each rank enters the
+largest absolute values of its rows, and a maximum over ranks makes them whole. Rows are never cut, so with a scale per
+row this amounts to a gather; with a scale per matrix, it is a maximum of what the ranks have of it. Experts, which live
+on other ranks, have a collective of their own.
+
+Shards are quantized again when they have changed, like residents are gathered again: the version of the shard tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..quantize import SENT_DTYPE, amax, quantize, scales_of
+
+if TYPE_CHECKING:
+    from ..ranks.conduct import Conduct
+    from ..topology import Topology
+    from .bucket import Bucket
+
+__all__ = ["QuantizedShards"]
+
+
+class QuantizedShards:
+    """Quantized shards of one model.
+
+    Args:
+        buckets: Buckets of the model.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        by_ranks: dict[bool, list[Bucket]] = {}
+        for bucket in buckets:
+            if bucket.plan.scaling:
+                by_ranks.setdefault(bucket.plan.is_expert, []).append(bucket)
+        self._groups = [_Group(of_same_ranks) for of_same_ranks in by_ranks.values()]
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [bucket for group in self._groups for bucket in group.buckets]
+
+    def refresh(self, conduct: Conduct) -> None:
+        """Quantize all shards again if any has changed. A collective then: every rank must call it."""
+        for group in self._groups:
+            if any(bucket.is_quantized_stale for bucket in group.buckets):
+                group.refresh(conduct)
+
+    def forget(self) -> None:
+        """Quantize again at the next use: after a failure, ranks may not agree on what is stale."""
+        for bucket in self.buckets:
+            bucket.mark_quantized(stale=True)
+
+
+class _Group:
+    """Buckets over the same ranks, with one tensor of scales."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self._counts = [bucket.scale_count for bucket in buckets]
+        flat = buckets[0].flat
+        self._scales = torch.ones(sum(self._counts), dtype=torch.float32, device=flat.device)
+        for bucket, scales in zip(buckets, self._scales.split(self._counts), strict=True):
+            bucket.quantized = torch.zeros(bucket.flat.numel(), dtype=SENT_DTYPE, device=flat.device)
+            bucket.scales = scales
+            bucket.mark_quantized(stale=True)
+
+    @property
+    def _topology(self) -> Topology:
+        return self.buckets[0].topology
+
+    @torch.no_grad()
+    def refresh(self, conduct: Conduct) -> None:
+        largest = torch.zeros_like(self._scales)
+        for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
+            for values, entry in _rows(bucket, bucket.flat.detach(), its):
+                entry.copy_(amax(values, bucket.plan.scaling))
+        group = self._topology.inner_gathers or self._topology.inner
+        if group.size > 1:
+            conduct.start("reduce the scales of quantized parameters", group=group)
+            largest = compat.wait_tensor(compat.all_reduce(largest, "max", group.name))
+        self._scales.copy_(scales_of(largest))
+        for bucket in self.buckets:
+            assert bucket.quantized is not None
+            assert bucket.scales is not None
+            data = [data for data, _ in _rows(bucket, bucket.quantized, bucket.scales)]
+            for to, (values, scales) in zip(data, _rows(bucket, bucket.flat.detach(), bucket.scales), strict=True):
+                to.copy_(quantize(values, scales))
+            bucket.mark_quantized(stale=False)
+
+
+def _rows(bucket: Bucket, flat: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's rows of each parameter, of which it has some, and their scales.
+
+    Args:
+        flat: The shard, or the quantized one.
+        scales: Scales of the whole bucket, or what they are made from.
+    """
+    for view, its in zip(bucket.views(flat), bucket.scales_of_rows(scales), strict=True):
+        if view.numel():
+            yield view, its

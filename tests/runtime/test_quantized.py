@@ -1,0 +1,459 @@
+"""Parameters that are gathered in float8: arithmetic, bytes, one collective for scales, and parity with one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import parity
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import Pools, on_ranks
+from torch import Tensor, fx, nn
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.passes.context import Context
+from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime import compat, quantize
+from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+
+BF16, F32 = torch.bfloat16, torch.float32
+CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
+ROWWISE = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE)
+TENSORWISE = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE, param_comm_scaling="tensorwise")
+POLICIES = {"rowwise": ROWWISE, "tensorwise": TENSORWISE}
+
+
+def build(factory: Callable[[], nn.Module] | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return (factory() if factory is not None else Llama(CONFIG)).to(BF16)
+
+
+def tokens(step: int, rank: int = 0) -> Tensor:
+    return torch.randint(0, CONFIG.vocabulary, (2, 9), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(call: Callable[..., Tensor], step: int, rank: int = 0) -> Tensor:
+    batch = tokens(step, rank)
+    return F.cross_entropy(call(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+
+def shard(policy: MixedPrecisionPolicy, mode: str = EAGER, **arguments: Any) -> tuple[Any, Callable[..., Tensor]]:
+    options = arguments.pop("options", {})
+    model = fully_shard_model(
+        arguments.pop("module", None) or build(),
+        fsdp_unit_modules=arguments.pop("units", [Block]),
+        mixed_precision_policy=policy,
+        **arguments,
+    )
+    if mode == EAGER:
+        return model, model
+    return model, torch.compile(
+        model, backend="mfsdp", fullgraph=True, options={"inner": mode, "verify": "each", **options}
+    )
+
+
+def train(model: Any, call: Callable[..., Tensor], steps: int = 3, own_data: bool = True) -> list[Tensor]:
+    """Train with AdamW. Return losses, gradients and parameters of this rank."""
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    results = []
+    for step in range(steps):
+        loss = loss_of(call, step, dist.get_rank() if own_data else 0)
+        loss.backward()
+        results += [
+            loss.detach(),
+            *(param.grad.to_local().clone() for param in model.parameters() if param.requires_grad),
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    return results + [param.to_local().detach().clone() for param in model.parameters()]
+
+
+def assert_equal(mine: list[Tensor], its: list[Tensor]) -> None:
+    for a, b in zip(mine, its, strict=True):
+        assert torch.equal(a, b)
+
+
+def quantized(model: Any) -> list[Any]:
+    return [bucket for bucket in model.sharded.buckets if bucket.quantized is not None]
+
+
+# -- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def as_gathered(values: Tensor, scaling: str, dtype: torch.dtype = BF16) -> Tensor:
+    """Return what ranks compute with, worked out in another way: in float64, element by element."""
+    dims = -1 if scaling == "rowwise" else (-2, -1)
+    scale = (values.abs().amax(dims, keepdim=True).float() / 448).where(values.abs().amax(dims, keepdim=True) > 0, 1.0)
+    rounded = (values.float() / scale).clamp(-448, 448).to(quantize.DTYPE)
+    return (rounded.double() * scale.double()).float().to(dtype)
+
+
+@pytest.mark.parametrize("scaling", POLICIES)
+@pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (1, 5)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+def test_values_are_rounded_once(shape: tuple[int, ...], scaling: str, dtype: torch.dtype) -> None:
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[-2]).unsqueeze(-1)
+    values[..., 0, :] = 0
+    scales = quantize.scales_of(quantize.amax(values, scaling))
+    assert scales.shape == quantize.scale_shape(shape, scaling)
+    assert scales.numel() == quantize.scale_count(shape, scaling)
+    data = quantize.quantize(values, scales)
+    assert (data.dtype, data.shape) == (quantize.SENT_DTYPE, values.shape)
+    padded = torch.cat([data.flatten(), data.new_zeros(3)])
+    result = quantize.dequantize(padded, [(0, shape, scales)], dtype)
+    assert torch.equal(result[:-3].view(shape), as_gathered(values, scaling, dtype))
+    error = (result[:-3].view(shape).double() - values).abs()
+    assert (error <= values.abs() / 16 + scales / 512 + values.abs() * torch.finfo(dtype).eps).all()
+
+
+@pytest.mark.parametrize("scaling", POLICIES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible(bad: float, scaling: str) -> None:
+    values = torch.ones(3, 4)
+    values[1, 2] = bad
+    scales = quantize.scales_of(quantize.amax(values, scaling))
+    result = quantize.dequantize(quantize.quantize(values, scales).flatten(), [(0, (3, 4), scales)], BF16).view(3, 4)
+    assert result[1].isnan().any()
+    assert scaling == "tensorwise" or torch.equal(result[0], torch.ones(4, dtype=BF16))
+
+
+LLAMA_8B = {
+    "attention.q": (4096, 4096),
+    "attention.k": (1024, 4096),
+    "attention.v": (1024, 4096),
+    "attention.o": (4096, 4096),
+    "mlp.gate": (14336, 4096),
+    "mlp.up": (14336, 4096),
+    "mlp.down": (4096, 14336),
+}
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_bytes_of_llama_8b(ranks: int) -> None:
+    specs = [ParamSpec(name, shape) for name, shape in LLAMA_8B.items()]
+    layouts = plan_layouts(specs, quantize.SENT_DTYPE.itemsize, ranks, None)
+    numel = sum(math.prod(shape) for shape in LLAMA_8B.values())
+    sent = sum(layout.numel for layout in layouts)  # a byte each
+    assert numel <= sent <= 1.03 * numel
+    for scaling, share in (("rowwise", 1e-3), ("tensorwise", 1e-6)):
+        scales = 4 * sum(quantize.scale_count(shape, scaling) for shape in LLAMA_8B.values())
+        assert scales <= share * sent
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+def reference(policy: MixedPrecisionPolicy, steps: int = 3) -> list[Tensor]:
+    """Train in one process on weights that are what quantized gathers deliver. Return losses and whole parameters."""
+    model = build()
+    main_params = [nn.Parameter(param.detach().float()) for param in model.parameters()]
+    optimizer = torch.optim.AdamW(main_params, lr=0.01)
+    losses = []
+    for step in range(steps):
+        for (name, param), whole in zip(model.named_parameters(), main_params, strict=True):
+            matrix = name.startswith("layers.") and param.dim() == 2
+            param.data = as_gathered(whole.detach(), policy.param_comm_scaling) if matrix else whole.detach().to(BF16)
+        loss = loss_of(model, step)
+        loss.backward()
+        losses.append(loss.detach())
+        for param, whole in zip(model.parameters(), main_params, strict=True):
+            whole.grad = param.grad.float()
+        model.zero_grad()
+        optimizer.step()
+    return losses + [param.detach() for param in main_params]
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("scaling", POLICIES)
+@on_ranks(2)
+def test_equals_one_process_bitwise(scaling: str, mode: str) -> None:
+    policy = POLICIES[scaling]
+    model, call = shard(policy, mode)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    found = []
+    for step in range(3):
+        loss = loss_of(call, step)
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(found + [param.full_tensor().detach() for param in model.parameters()], reference(policy))
+    names = [slot.name for bucket in quantized(model) for slot in bucket.plan.layout.slots]
+    assert set(names) == {n for n, p in model.module.named_parameters() if n.startswith("layers.") and p.dim() == 2}
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_inductor() -> None:
+    _, eager = shard(ROWWISE)
+    _, call = shard(ROWWISE, INDUCTOR)
+    for step in range(2):
+        mine, its = loss_of(call, step), loss_of(eager, step)
+        mine.backward()
+        its.backward()
+        assert torch.allclose(mine, its, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharding", "options"),
+    [
+        pytest.param("optim_grads_params", {}, {"reshard_after_forward": 2}, id="portions"),
+        pytest.param("HSDP optim_grads_params", {}, {}, id="HSDP"),
+        pytest.param("optim_grads_params", {}, {"regions": True}, id="regions", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {}, id="buffers", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {"bucket_bytes": 4096}, {}, id="small buckets", marks=pytest.mark.long),
+    ],
+)
+@on_ranks(4)
+def test_compiled_equals_eager_bitwise(strategy: str, sharding: dict[str, Any], options: dict[str, Any]) -> None:
+    arguments = {**mesh_arguments(strategy), **sharding}
+    eager = train(*shard(TENSORWISE, EAGER, **arguments))
+    model, call = shard(TENSORWISE, AOT_EAGER, options=options, **arguments)
+    assert_equal(train(model, call), eager)
+    assert len(quantized(model)) >= 2
+
+
+@on_ranks(2)
+def test_kept_gathered_and_served() -> None:
+    expected = train(*shard(ROWWISE))
+    model, call = shard(ROWWISE)
+    with model.gathered():
+        assert_equal(train(model, call), expected)
+    model, _ = shard(ROWWISE)
+    for layer in model.module.layers:
+        layer.compile(backend="mfsdp", options={"inner": AOT_EAGER})
+    assert_equal(train(model, model), expected)
+    copied = copy.deepcopy(shard(ROWWISE)[0])
+    assert_equal(train(copied, copied), expected)
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("factory", [zoo.FrozenUnit, zoo.FrozenParameters, zoo.Checkpointed, zoo.Tied, zoo.Uneven])
+@on_ranks(2)
+def test_models(factory: type[nn.Module], mode: str) -> None:
+    """Losses are those of plain gathers up to the rounding of weights, and compiled ones are eager ones to the bit."""
+    data = parity.batches(3)
+    plain = parity.train_sharded(factory, EAGER, data)
+    eager = parity.train_sharded(factory, EAGER, data, precision=ROWWISE)
+    run = eager if mode == EAGER else parity.train_sharded(factory, mode, data, precision=ROWWISE)
+    assert quantized(run.model)
+    for a, b in zip(run.shards, eager.shards, strict=True):
+        assert torch.equal(a, b)
+    losses = zip(run.losses, plain.losses, strict=True)
+    assert all(torch.allclose(a, b, rtol=0.1) for a, b in losses)
+    assert any(not torch.equal(a, b) for a, b in zip(run.losses, plain.losses, strict=True))
+
+
+# -- scales -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def recorded() -> Iterator[list[tuple[str, torch.dtype, int]]]:
+    """Record the collectives that the runtime starts: name, dtype and bytes of the input."""
+    found: list[tuple[str, torch.dtype, int]] = []
+
+    def recording(name: str) -> Any:
+        start = getattr(compat, name)
+
+        def record(tensor: Tensor, *args: Any) -> Tensor:
+            found.append((name, tensor.dtype, tensor.nbytes))
+            return start(tensor, *args)
+
+        return mock.patch.object(compat, name, record)
+
+    with recording("all_gather"), recording("all_reduce"), recording("reduce_scatter"):
+        yield found
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_one_collective_per_step(mode: str, microbatches: int) -> None:
+    graphs: list[Counter[str]] = []
+
+    def look(graph: fx.Graph, context: Context, phase: Phase) -> None:
+        graphs.append(Counter(str(node.target) for node in graph.nodes))
+
+    model, call = shard(ROWWISE, mode, options={"passes": [look]} if mode != EAGER else {})
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+    def step(model: Any = model, call: Any = call, optimizer: Any = optimizer) -> None:
+        for micro in range(microbatches):
+            loss_of(call, micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, plain_call = shard(MixedPrecisionPolicy(), mode)
+    plain_optimizer = fully_shard_optimizer(torch.optim.AdamW(plain.parameters(), lr=0.01))
+    step(plain, plain_call, plain_optimizer)
+    others = collectives(lambda: step(plain, plain_call, plain_optimizer))["all_reduce"]
+    step()  # the first forward quantizes what the model was made with
+    for _ in range(2):
+        with recorded() as found:
+            counts = collectives(step)
+        scales = sum(bucket.scale_count for bucket in quantized(model))
+        assert [entry for entry in found if entry[0] == "all_reduce"] == [("all_reduce", F32, 4 * scales)]
+        assert counts["all_reduce"] == others + 1
+        if mode == EAGER:
+            for bucket in quantized(model):
+                sent = [entry for entry in found if entry[1:] == (torch.uint8, bucket.plan.layout.shard_numel)]
+                assert len(sent) >= microbatches
+    assert not any("all_reduce" in name for graph in graphs for name in graph)
+
+
+@on_ranks(2)
+def test_shards_are_quantized_when_they_change() -> None:
+    model, call = shard(ROWWISE)
+    first, other = quantized(model)
+    loss_of(call, 0)
+    data = [bucket.quantized.clone() for bucket in (first, other)]
+    with torch.no_grad():
+        first.params[0].mul_(2)
+    assert first.is_quantized_stale
+    assert not other.is_quantized_stale
+    with recorded() as found:
+        loss_of(call, 0)
+        loss_of(call, 0)
+    assert [name for name, *_ in found].count("all_reduce") == 1
+    assert torch.equal(first.quantized, data[0])  # doubled scales
+    assert torch.equal(other.quantized, data[1])
+    with torch.no_grad():
+        for param in first.params:
+            param.to_local().add_(1)
+    loss_of(call, 0)
+    assert not torch.equal(first.quantized, data[0])
+    model.reset()
+    assert first.is_quantized_stale
+
+
+@on_ranks(2)
+def test_whole_weights_are_not_saved() -> None:
+    """After a forward only the last unit's dequantized weights are in memory, and the gathered bytes of none."""
+    model, call = shard(ROWWISE)
+    buckets, made = quantized(model), []
+    for bucket in buckets:
+        dequantized = bucket.dequantized
+
+        def record(gathered: Tensor, dequantized: Any = dequantized, bucket: Any = bucket) -> Tensor:
+            whole = dequantized(gathered)
+            made.extend([(bucket, "float8", weakref.ref(gathered)), (bucket, "whole", weakref.ref(whole))])
+            return whole
+
+        bucket.dequantized = record
+    loss = loss_of(call, 0)
+    alive = [(bucket, kind) for bucket, kind, tensor in made if tensor() is not None]
+    assert all(kind == "whole" and bucket is buckets[-1] for bucket, kind in alive)
+    assert len(made) == 4
+    loss.backward()
+    assert len(made) > 4
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_hold_main_weights_only(pools: Pools, tmp_path: Path) -> None:
+    saved = pools.of(2).run(_save, folder=str(tmp_path))[0]
+    for ranks in (1, 2):
+        for loaded in pools.of(ranks).run(_load, folder=str(tmp_path)):
+            for a, b in zip(saved, loaded, strict=True):
+                assert torch.equal(a, b)
+
+
+def _save(folder: str) -> list[Tensor]:
+    model, call = shard(ROWWISE)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    loss_of(call, 0).backward()
+    optimizer.step()
+    assert all(value.dtype == F32 for value in model.state_dict().values())
+    Checkpoints(folder).save(1, model, optimizer)
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+def _load(folder: str) -> list[Tensor]:
+    for policy in (MixedPrecisionPolicy(), TENSORWISE, ROWWISE):
+        model, call = shard(policy)
+        with torch.no_grad():
+            before = loss_of(call, 0)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        Checkpoints(folder).load(model, optimizer)
+        with torch.no_grad():
+            assert not torch.equal(loss_of(call, 0), before)
+    return [param.full_tensor().detach() for param in model.parameters()]
+
+
+# -- which parameters, and what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_which_parameters_are_quantized() -> None:
+    asked = []
+
+    def choose(name: str, parameter: nn.Parameter) -> bool:
+        asked.append((name, parameter.dim()))
+        return name.endswith("embedding.weight") or ".gate." in name
+
+    model, _ = shard(MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE, param_comm_filter=choose))
+    names = [slot.name for bucket in quantized(model) for slot in bucket.plan.layout.slots]
+    assert names
+    assert all(choose(name, model.module.get_parameter(name)) for name in names)
+    assert {dim for _, dim in asked} == {2}
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HFSDP"])
+def test_strategies_without_gathers_of_shards_are_refused(strategy: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"param_comm_dtype=torch\.float8_e4m3fn is for shards.*optim_grads_params"
+    ):
+        shard(ROWWISE, **mesh_arguments(strategy))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_nothing_to_quantize_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter is quantized: by default only matrices in units are"):
+        shard(ROWWISE, units=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"param_comm_dtype": torch.float8_e5m2},
+            ValueError,
+            r"takes torch\.float8_e4m3fn or None, got torch\.float8_e5m2",
+        ),
+        ({"param_comm_dtype": BF16}, ValueError, r"model\.to\(dtype\) before sharding"),
+        (
+            {"param_comm_dtype": quantize.DTYPE, "param_comm_scaling": "block"},
+            ValueError,
+            "'rowwise' or 'tensorwise', got 'block'",
+        ),
+        (
+            {"param_comm_dtype": quantize.DTYPE, "param_comm_filter": "mlp"},
+            TypeError,
+            "takes a function or None, got 'mlp'",
+        ),
+        ({"param_comm_scaling": "tensorwise"}, ValueError, "param_comm_dtype is None, so none is"),
+        ({"param_comm_filter": lambda name, parameter: True}, ValueError, "param_comm_dtype is None, so none is"),
+    ],
+)
+def test_policies_that_mean_nothing(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MixedPrecisionPolicy(**fields)
