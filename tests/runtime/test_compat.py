@@ -412,7 +412,7 @@ def test_gather_is_traced_as_collectives_that_carry_marks() -> None:
         )
 
     def function(shard: Tensor, x: Tensor) -> Tensor:
-        weight, bias = torch.ops.mfsdp.gather(shard, None, None, *exchange)
+        weight, bias = torch.ops.mfsdp.gather(shard, None, None, None, None, *exchange)
         return torch.nn.functional.linear(x, weight, bias)
 
     exchange = Exchange(
