@@ -39,7 +39,10 @@ WARMUP_STEPS = 3
 def measure(config: Config, rank: int, device: torch.device) -> dict[str, Any]:
     results: dict[str, Any] = {}
     systems: dict[str, tuple[nn.Module, Callable[..., Tensor]]] = {}
+    needed = {base for name, base in SYSTEMS.items() if name in config.systems}
     for name, compiled in UNSHARDED.items():
+        if name not in needed:
+            continue
         torch.manual_seed(config.seed)
         model = Llama(config.model).to(device, getattr(torch, config.dtype))
         systems[name] = model, torch.compile(model) if compiled else model

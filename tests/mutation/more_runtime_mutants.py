@@ -303,7 +303,7 @@ MORE_RUNTIME = (
         "a step goes on with deferred gradients",
         "                if id(param) in params and gradient is not None:",
         "                if False:",
-        ("runtime/test_strategies.py -k older_gradients",),
+        ("runtime/test_strategies.py -k zeros_in_place",),
     ),
     Mutant(
         "runtime/memory/gradients.py",

@@ -289,6 +289,25 @@ def test_older_gradients_do_not_hide_that_newer_ones_wait(mode: str, to_none: bo
 
 
 @on_ranks(4)
+def test_no_step_is_taken_with_zeros_in_place_of_gradients_that_wait() -> None:
+    """With cuda_graph_mode, parameters always show a gradient: here zeros, with which weight decay would change them."""
+    for strategy in ("no_shard", "optim", "HSDP optim_grads_params"):
+        model, call = make(strategy, EAGER, cuda_graph_mode=True)
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+        call(x).backward()
+        optimizer.zero_grad(set_to_none=False)
+        before = [param.to_local().clone() for param in model.parameters()]
+        with model.no_sync():
+            call(x).backward()
+        with parity.raises_everywhere(RuntimeError, "not reduced yet", "finish_grad_sync"):
+            optimizer.step()
+        assert all(torch.equal(param.to_local(), old) for param, old in zip(model.parameters(), before, strict=True))
+        model.finish_grad_sync()
+        optimizer.step()
+
+
+@on_ranks(4)
 def test_gradients_of_a_part_of_the_parameters_are_dropped() -> None:
     for strategy in ("optim", "HSDP optim_grads", "HFSDP"):
         model, call = make(strategy, EAGER, sync_model_each_microbatch=False)
