@@ -4,7 +4,8 @@ A pass is ``apply(graph, context, phase) -> Report``. It checks its requirements
 and reports what it did. It calls no collective and holds no tensor and no process group. Nodes carry their
 :class:`Role`, and buckets are plain data in the :class:`Context`.
 
-    Dynamo's graph      unshard     replace shells by one differentiable ``gather`` per bucket
+    Dynamo's graph      fp8_matmul  (optional) let linear layers compute their products in float8
+                        unshard     replace shells by one differentiable ``gather`` per bucket
     joint graph         reshard     tag what the partitioner must not save for backward
     forward and         portions    (optional) keep a portion of each gathered bucket; backward gathers the portions
     backward

@@ -19,6 +19,7 @@ from . import (
     comm_buffers,
     drop_unread,
     float32_gradients,
+    fp8_matmul,
     portions,
     reduce,
     reshard,
@@ -194,14 +195,22 @@ def passes_of(phase: Phase, context: Context) -> list[Pass]:
 
 
 def rewrite_dynamo_graph(
-    gm: fx.GraphModule, record: CompileRecord, outline: Callable[[fx.Graph], None] | None = None
+    gm: fx.GraphModule,
+    record: CompileRecord,
+    outline: Callable[[fx.Graph], None] | None = None,
+    fp8: fp8_matmul.Fp8Matmul | None = None,
 ) -> None:
     """Run the passes over Dynamo's graph.
 
     Args:
         outline: Function that moves units into regions first.
+        fp8: What to compute in float8.
     """
     record.show(None, gm.graph)
+    if fp8 is not None:
+        costs = record.prediction.costs if record.prediction is not None else None
+        report = record.run(None, lambda graph, context, _: fp8_matmul.apply(graph, context, fp8, costs), gm.graph)
+        record.show(None, gm.graph, report)
     if outline is not None:
         outline(gm.graph)
     report = record.run(None, unshard.apply, gm.graph)

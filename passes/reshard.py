@@ -48,12 +48,14 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
 
 
 def _casts(gather: roles.Gather) -> list[fx.Node]:
-    """Return casts of parameters (from autocast) and views of those casts."""
-    casts = [use for use in gather.uses if use.target in roles.CASTS]
+    """Return casts of parameters (from autocast) and quantized parameters, with their views and transposed copies."""
+    casts = [use for use in gather.uses if use.target in (*roles.CASTS, roles.QUANTIZE)]
     pending = list(casts)
     while pending:
-        for user in pending.pop().users:
-            if roles.is_view(user) and user not in casts:
+        node = pending.pop()
+        for user in node.users:
+            follows = roles.is_view(user) or user.target is roles.QUANTIZE or roles.is_of_quantized(user)
+            if follows and user not in casts:
                 casts.append(user)
                 pending.append(user)
     return casts

@@ -33,10 +33,12 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import fp8_linear as fp8_linear  # defines an operator that is read below
 
 from .context import NodeKind, Role, role_of, set_role
 
 __all__ = [
+    "FP8",
     "MARK",
     "REGION",
     "Gather",
@@ -59,6 +61,9 @@ __all__ = [
 MARK = "mfsdp_bucket"
 REGION = "mfsdp_region_buckets"
 """Key in ``meta["custom"]`` of a region's calls: the indices of the buckets that it is called with."""
+
+FP8 = "mfsdp_fp8"
+"""Key in ``meta["custom"]`` of what computes a linear layer in float8."""
 
 _c10d = torch.ops._c10d_functional
 
@@ -187,6 +192,18 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
+def is_of_quantized(node: fx.Node) -> bool:
+    """Whether a node is data or scales of a quantized matrix, or a copy of its data in another layout."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if not isinstance(source, fx.Node):
+        return False
+    if node.target is operator.getitem:
+        return source.target is QUANTIZE
+    if not is_view(node) and node.target is not torch.ops.aten.clone.default:
+        return False
+    return is_of_quantized(source)
+
+
 def is_operator(node: fx.Node) -> bool:
     """Whether a node does something: neither views, nor elements of what a region returns."""
     if node.op != "call_function" or is_view(node):
@@ -202,6 +219,7 @@ PORTION = torch.ops.mfsdp.portion.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
 """Operators that await a gather."""
+QUANTIZE = torch.ops.mfsdp.fp8_quantize.default
 CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
 
 

@@ -54,9 +54,9 @@ def amax(values: Tensor, scaling: str) -> Tensor:
     return values.abs().amax(-1 if scaling == "rowwise" else (-2, -1), keepdim=True).float()
 
 
-def scales_of(largest: Tensor) -> Tensor:
-    """Return the scales for these largest absolute values. Rows of zeros have scale 1."""
-    scales = largest / _LARGEST
+def scales_of(largest: Tensor, limit: float = _LARGEST) -> Tensor:
+    """Return the scales that map these largest absolute values to ``limit``. Rows of zeros have scale 1."""
+    scales = largest / limit
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -37,6 +38,7 @@ from mfsdp_compile.passes.context import (
     set_phase,
     set_role,
 )
+from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import LEAST, outline
 from mfsdp_compile.runtime import compat
@@ -198,8 +200,9 @@ def prepare(
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
     units = [unit for owner in owners for unit in owner.eager.units]
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
+    fp8 = _fp8(chosen, buckets)
     record = pipeline.CompileRecord(context, chosen.passes, chosen.verify == "each", dumps, prediction, meeting, absent)
-    call = _Call(shells, buckets)
+    call = _Call(shells, buckets, functools.partial(_fp8_candidates, chosen) if fp8 is not None else None)
     least = _least_equal(chosen.regions)
 
     def outlined(graph: fx.Graph) -> None:
@@ -222,7 +225,7 @@ def prepare(
             make = functools.partial(trace, body, its, chosen.inner == "inductor")
             body.module.region = compat.Region(body.name, make)  # type: ignore[assignment]
 
-    pipeline.rewrite_dynamo_graph(gm, record, outlined if least else None)
+    pipeline.rewrite_dynamo_graph(gm, record, outlined if least else None, fp8)
     for owner in owners:
         owner.check_complete()
         owner.compiled_graphs.append(record)
@@ -237,6 +240,23 @@ def prepare(
         shards = [fake_mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     others = [value for position, value in enumerate(example_inputs) if position not in shells]
     return record, call, [*shards, *others]
+
+
+def _fp8(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
+    if chosen.fp8_matmul is None:
+        return None
+    candidates = tuple(_fp8_candidates(chosen, bucket) for bucket in buckets)
+    return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
+
+
+def _fp8_candidates(chosen: CompileOptions, bucket: Bucket) -> frozenset[int]:
+    """Return the indices of a bucket's weights that may be multiplied in float8."""
+    slots = [(i, slot) for i, slot in enumerate(bucket.plan.layout.slots) if len(slot.shape) == 2]
+    if chosen.fp8_filter is not None:
+        return frozenset(i for i, slot in slots if chosen.fp8_filter(slot.name, torch.Size(slot.shape)))
+    (owner,) = models_of([bucket])
+    in_unit = not any(unit.is_root for unit in owner.eager.units if bucket in unit.buckets)
+    return frozenset(i for i, _ in slots) if in_unit else frozenset()
 
 
 def _least_equal(regions: bool | str) -> int:
@@ -254,14 +274,23 @@ class _Call:
     Args:
         shells: The shells, by position among the graph's arguments.
         buckets: The buckets they belong to, in the order of the graph.
+        fp8_candidates: Returns the indices of a bucket's weights that may be multiplied in float8. None: no weight is.
     """
 
-    def __init__(self, shells: Mapping[int, Home], buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self,
+        shells: Mapping[int, Home],
+        buckets: Sequence[Bucket],
+        fp8_candidates: Callable[[Bucket], frozenset[int]] | None = None,
+    ) -> None:
         self._names = [bucket.plan.name for bucket in buckets]
         self._signatures = [bucket.signature for bucket in buckets]
         self._shells = [(position, buckets.index(h.bucket), h.index) for position, h in shells.items()]
         self._first_of = [next(p for p, b, _ in self._shells if b == number) for number in range(len(buckets))]
         self._positions = frozenset(shells)
+        self._fp8_candidates = fp8_candidates
+        self._fp8 = WeakKeyDictionary({b: fp8_candidates(b) for b in buckets}) if fp8_candidates is not None else None
+        self._fp8_expected = list(self._fp8.values()) if self._fp8 is not None else []
 
     def exchange(self, args: Sequence[Any]) -> tuple[list[Bucket], list[gradients.Backward], list[Tensor], list[Any]]:
         """Convert the arguments of Dynamo's graph.
@@ -325,7 +354,22 @@ class _Call:
                     "Please report this; torch._dynamo.reset() makes torch compile again."
                 )
             bucket.check_unchanged()
+        self._check_fp8(buckets)
         return buckets
+
+    def _check_fp8(self, buckets: Sequence[Bucket]) -> None:
+        """Raise RuntimeError if the code multiplies weights in float8 that are not to be, or the other way round."""
+        if self._fp8 is None or self._fp8_candidates is None:
+            return
+        for number, bucket in enumerate(buckets):
+            if (found := self._fp8.get(bucket)) is None:
+                found = self._fp8[bucket] = self._fp8_candidates(bucket)
+            if found != self._fp8_expected[number]:
+                raise RuntimeError(
+                    f"Compiled code for {self._names[number]!r} was given {bucket.plan.name!r}, of which options['fp8_filter'] "
+                    "chooses other weights: torch.compile shared code between equal modules. Compile the whole model at "
+                    "once, or let the filter answer the same for all modules of a class."
+                )
 
 
 _SHOWN = 4

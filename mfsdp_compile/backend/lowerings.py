@@ -3,6 +3,8 @@
 ``mfsdp::reduce_if_due`` and ``mfsdp::gather_into_buffer`` are collectives: their inputs and outputs must not be touched
 until their waits.
 
+``mfsdp::fp8_quantize`` becomes a reduction and pointwise operations, which Inductor fuses with what computes the matrix.
+
 ``mfsdp::wait_quantized`` is Inductor's own wait, and the operator behind it, which finds nothing left to wait for.
 Inductor keeps its waits in order, and does not know the operator as one.
 
@@ -37,6 +39,7 @@ def register_lowerings() -> None:
     compat.register_lowering(
         into_buffer, functools.partial(compat.inductor_collective, into_buffer, memory_of_others=True)
     )
+    compat.register_lowering(torch.ops.mfsdp.fp8_quantize.default, compat.inductor_quantize)
     dequantizes = torch.ops.mfsdp.wait_quantized.default
     compat.register_lowering(dequantizes, functools.partial(compat.inductor_wait_then, dequantizes))
 

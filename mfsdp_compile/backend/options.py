@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,12 +17,16 @@ from mfsdp_compile.passes.solver.costs import CostModel, Ring
 from mfsdp_compile.passes.solver.hardware import Hardware, hardware
 from mfsdp_compile.passes.solver.simulate import OptimizerCost
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.fp8_linear import SCALINGS
 
 __all__ = ["OPTIMIZERS", "CompileOptions", "default_hardware", "known_rings", "parse_bytes"]
 
 _OTHERS = {
     "inner",
     "float32_gradients",
+    "fp8_matmul",
+    "fp8_wgrad",
+    "fp8_filter",
     "inductor",
     "passes",
     "verify",
@@ -34,6 +38,9 @@ _OTHERS = {
 }
 INNER_COMPILERS = ("inductor", "aot_eager")
 VERIFY = ("once", "each")
+
+
+Fp8Filter = Callable[[str, torch.Size], bool]
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,14 @@ class CompileOptions:
         report: Keep what :func:`mfsdp_compile.planning.forecast.report` needs. Graphs are then not read from compile caches.
         float32_gradients: Let matmuls that compute gradients write their float32 sums unrounded, where gradients are
             reduced in float32. The result is more exact than that of the eager path and not equal to it. CUDA only.
+        fp8_matmul: Compute matrix products of linear layers in float8: ``"rowwise"``, with a scale per row or column of
+            each operand; ``"tensorwise"``, with one per matrix; ``"auto"``: rowwise, for layers that are large enough to
+            be faster on ``hardware``. None: in the model's dtype. Layers must compute in bfloat16, and sizes of their
+            weights be multiples of 16; :func:`explain` says which were left, and why. See
+            :mod:`mfsdp_compile.passes.fp8_matmul`.
+        fp8_wgrad: Whether gradients of weights are computed in float8 too. It costs accuracy.
+        fp8_filter: ``(name, shape) -> bool``, asked for each weight of two dimensions. None: weights of FSDP units. It
+            must answer the same on all ranks.
         inductor: Settings of ``torch._inductor.config`` for the inner compiler.
         passes: Your own passes, ``pass(graph, context, phase) -> Report | None``. They run after the built-in ones on
             forward, backward and inference graphs, and the graph is verified after each. Compile caches identify a pass
@@ -74,6 +89,9 @@ class CompileOptions:
     regions: bool | str = "auto"
     report: bool = False
     float32_gradients: bool = False
+    fp8_matmul: str | None = None
+    fp8_wgrad: bool = False
+    fp8_filter: Fp8Filter | None = field(default=None, repr=False)  # graphs show what it chooses
     inductor: tuple[tuple[str, Any], ...] = ()
     passes: tuple[UserPass, ...] = field(default=(), repr=False)  # the cache key has their uuids
     verify: str = "once"
@@ -129,6 +147,8 @@ class CompileOptions:
         report = given.pop("report", False)
         inner = given.pop("inner", "inductor")
         float32_gradients = given.pop("float32_gradients", False)
+        fp8_matmul, fp8_wgrad = given.pop("fp8_matmul", None), given.pop("fp8_wgrad", False)
+        fp8_filter = given.pop("fp8_filter", None)
         inductor = given.pop("inductor", {})
         passes = given.pop("passes", ())
         verify = given.pop("verify", os.environ.get("MFSDP_VERIFY") or "once")
@@ -139,6 +159,7 @@ class CompileOptions:
             raise ValueError(f"options['inner'] must be one of {INNER_COMPILERS}, got {inner!r}")
         if not isinstance(float32_gradients, bool):
             raise TypeError(f"options['float32_gradients'] takes True or False, got {float32_gradients!r}")
+        _check_fp8(fp8_matmul, fp8_wgrad, fp8_filter)
         if not isinstance(regions, bool) and regions != "auto":
             raise TypeError(f"options['regions'] takes True, False or 'auto', got {regions!r}")
         if not isinstance(report, bool):
@@ -172,6 +193,9 @@ class CompileOptions:
             regions,
             report,
             float32_gradients,
+            fp8_matmul,
+            fp8_wgrad,
+            fp8_filter,
             tuple(sorted(inductor.items())),
             tuple(passes),
             verify,
@@ -182,8 +206,25 @@ class CompileOptions:
         default = CompileOptions()
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("verify", "report")}
         given["passes"] = tuple(map(name_of, self.passes))
+        given["fp8_filter"] = name_of(self.fp8_filter) if self.fp8_filter is not None else None
         changed = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
         return f"options {', '.join(changed)}" if changed else "default options"
+
+
+def _check_fp8(fp8_matmul: Any, fp8_wgrad: Any, fp8_filter: Any) -> None:
+    """Raise for values of the options for products in float8 that mean nothing."""
+    allowed = (*SCALINGS, "auto", None)
+    if fp8_matmul not in allowed:
+        raise ValueError(f"options['fp8_matmul'] must be one of {allowed}, got {fp8_matmul!r}")
+    if not isinstance(fp8_wgrad, bool):
+        raise TypeError(f"options['fp8_wgrad'] takes True or False, got {fp8_wgrad!r}")
+    if fp8_filter is not None and not callable(fp8_filter):
+        raise TypeError(f"options['fp8_filter'] takes a function (name, shape) -> bool, got {fp8_filter!r}")
+    if fp8_matmul is None and (fp8_wgrad or fp8_filter is not None):
+        raise ValueError(
+            "options['fp8_wgrad'] and options['fp8_filter'] say what is computed in float8, but options['fp8_matmul'] is not "
+            f"given, so nothing is. Add it: one of {', '.join(map(repr, allowed[:-1]))}."
+        )
 
 
 _GRAPHS = (

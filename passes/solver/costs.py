@@ -515,7 +515,7 @@ _FUSIBLE = {packet for name in _FUSIBLE_NAMES.split() if (packet := getattr(_ate
 _CONSTANTS = {_aten.full, _aten.arange, _aten.scalar_tensor, torch.ops.prims.iota}
 _REDUCTIONS = {
     *(_aten.sum, _aten.mean, _aten.amax, _aten.amin, _aten.var, _aten.var_mean, _aten.prod, _aten.any, _aten.all),
-    _aten.logsumexp,
+    *(_aten.logsumexp, torch.ops.mfsdp.fp8_quantize),
 }
 
 
@@ -526,6 +526,7 @@ def _is_fusible(node: fx.Node) -> bool:
     return (
         torch.Tag.pointwise in target.tags
         or target.overloadpacket in _FUSIBLE
+        or target is roles.QUANTIZE
         or target.namespace == "prims"
         or target.namespace == "inductor_prims"
     )

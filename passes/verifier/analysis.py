@@ -72,7 +72,7 @@ class Whole:
         node: Node of the whole bucket.
         launch: Gather that makes it whole; None if nothing is communicated.
         aliases: The node, unless it is a graph input, and its views, including views of views.
-        casts: Casts of the aliases, and views of the casts.
+        casts: Casts of the aliases, the aliases quantized for products in float8, and views of both.
         copies: Clones, and casts and views of the clones.
         uses: Nodes that read any of these.
     """
@@ -275,11 +275,14 @@ class Analysis:
         while pending:
             node = pending.pop()
             for user in node.users:
-                if user.target in _COPIES or node in copies:
+                quantizes = user.target is roles.QUANTIZE or roles.is_of_quantized(user)
+                if quantizes:  # unlike a copy that the model makes, it comes from a pass
+                    found = casts
+                elif user.target in _COPIES or node in copies:
                     found = casts if user.target in roles.CASTS and node not in copies else copies
                 else:
                     found = casts if node in casts else aliases
-                if not (roles.is_view(user) or user.target in _COPIES):
+                if not (roles.is_view(user) or user.target in _COPIES or quantizes):
                     if node.op != "placeholder" or roles.is_region_call(user):
                         uses[user] = None
                 elif user not in found:

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from mfsdp_compile.runtime.exchange import When
+from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
 
 from .. import roles
 from ..context import NodeKind, region_of, role_of
@@ -57,7 +58,7 @@ Findings = Iterator[tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One of the ten rules.
+    """One of the rules.
 
     Args:
         number: Stable number such as ``"V1"``.
@@ -663,6 +664,84 @@ def _same_value(now: str, was: str) -> bool:
     )
 
 
+def _multiplied(found: Analysis, _: Contract | None) -> Findings:
+    """A product in float8 that a pass has made runs on a GPU, and each operand has its own scales.
+
+    The first operand is row-major and the second column-major, with sizes that are multiples of 16, where GPUs read
+    them so. Data and scales of an operand come from one quantization, over the dimension that is summed over. A weight
+    is quantized from its bucket in the dtype of its gather.
+    """
+    for node in found.graph.find_nodes(op="call_function", target=_SCALED_MM):
+        if not (node.meta.get("custom") or {}).get(roles.FP8):
+            continue  # the model's own
+        given = arguments(node)
+        left, right = given["self"], given["mat2"]
+        bucket, name = _weight_of(found, left, right)
+        for what, operand, scales, rows in (("left", left, given["scale_a"], 0), ("right", right, given["scale_b"], 1)):
+            value = tensor_of(operand)
+            if value is None:
+                continue
+            if any(isinstance(size, int) and size % ALIGNMENT for size in value.shape[1 - rows :]):
+                what_ = f"the {what} operand of {node} is {list(value.shape)}, and its rows no multiple of {ALIGNMENT} bytes"
+                yield what_, node, bucket, name
+            if value.stride(1 - rows) != 1:
+                order = ("row", "column")[rows]
+                yield f"the {what} operand of {node}, {operand}, is not {order}-major", node, bucket, name
+            quantized, of = _quantization(operand), _quantization(scales)
+            if quantized is None and _is_saved(operand):
+                continue  # an activation that forward has quantized
+            if quantized is None:
+                yield f"the {what} operand of {node}, {operand}, is not quantized", node, bucket, name
+                continue
+            if of is not quantized and not _is_folded(node, scales, quantized):
+                yield f"the scales of {node}'s {what} operand are {scales}, not those of {quantized}", node, bucket, name
+            sizes = tensor_of(scales)
+            expected = ([value.shape[0], 1], [1, value.shape[1]])[rows]
+            if sizes is not None and (list(sizes.shape) not in (expected, [1, 1]) or not sizes.is_contiguous()):
+                given_ = f"{list(sizes.shape)}, strides {list(sizes.stride())}"
+                yield f"the {what} operand's scales of {node} are {given_}, not a contiguous {expected}", node, bucket, name
+
+
+def _quantization(node: Any) -> fx.Node | None:
+    """Return the quantization that data or scales come from, through views and copies in another layout."""
+    while isinstance(node, fx.Node) and node.target is not roles.QUANTIZE:
+        if not roles.is_of_quantized(node):
+            return None
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) else None
+
+
+def _is_saved(node: Any) -> bool:
+    """Whether a value is an input of the graph, or a view of one."""
+    while isinstance(node, fx.Node) and (roles.is_view(node) or node.target is _aten.clone.default):
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node) and node.op == "placeholder"
+
+
+def _is_folded(product: fx.Node, scales: Any, quantized: fx.Node) -> bool:
+    """Whether a weight's scales are part of the other operand, and its own scales in the product are ones."""
+    if not isinstance(scales, fx.Node) or scales.target not in _ONES:
+        return False
+    other = _quantization(arguments(product)["self"])
+    folded = other.args[0] if other is not None else None
+    return isinstance(folded, fx.Node) and any(_quantization(n) is quantized for n in folded.all_input_nodes)
+
+
+def _weight_of(found: Analysis, *operands: Any) -> tuple[int | None, str | None]:
+    """Return the bucket and the name of the parameter that is an operand of a product."""
+    for operand in operands:
+        quantized = _quantization(operand)
+        source = quantized.args[0] if quantized is not None else None
+        whole = found.whole_of.get(source) if isinstance(source, fx.Node) else None
+        if whole is not None:
+            return whole.bucket, found.parameter(whole.bucket, source)  # type: ignore[arg-type]
+    return None, None
+
+
+_SCALED_MM = _aten._scaled_mm.default
+_ONES = (_aten.new_ones.default, _aten.ones.default, _aten.full.default)
+
+
 RULES = (
     Rule("V1", "awaited before use", _awaited),
     Rule("V2", "released after use", _released),
@@ -674,4 +753,5 @@ RULES = (
     Rule("V8", "not saved", _not_saved),
     Rule("V9", "scaled right", _scaled),
     Rule("V10", "shards match", _matching),
+    Rule("V11", "products in float8", _multiplied),
 )

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .version import MODULE_FILE
@@ -42,6 +43,7 @@ __all__ = [
     "inner_exception",
     "is_dynamo_disabled",
     "is_fake",
+    "is_multiple",
     "not_traceable",
     "on_values",
     "python_only",
@@ -227,6 +229,13 @@ def concrete(size: Any) -> int:
         return size
     hint = size.node.hint
     return int(hint) if hint is not None else 1
+
+
+def is_multiple(size: Any, of: int) -> bool:
+    """Whether a size is known to be a multiple of ``of``. For a symbolic size, asking does not specialize the graph."""
+    if isinstance(size, int):
+        return size % of == 0
+    return statically_known_true(size % of == 0)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "inductor_config_patches",
     "inductor_joint_passes",
     "inductor_memory",
+    "inductor_quantize",
     "inductor_wait_then",
     "is_generated",
     "is_miscompiled",
@@ -324,6 +325,21 @@ def inductor_wait_then(operator: Any, collective: Any, *args: Any) -> Any:
 
     awaited = lowerings[torch.ops._c10d_functional.wait_tensor.default](collective)
     return ir.TensorBox.create(ir.FallbackKernel.create(operator, awaited, *args))
+
+
+def inductor_quantize(values: Any, dims: Sequence[int], dtype: torch.dtype) -> tuple[Any, Any]:
+    """Lower ``mfsdp::fp8_quantize``, operator by operator as its kernel."""
+    from torch._inductor.lowering import lowerings
+
+    aten, prims, limit = torch.ops.aten, torch.ops.prims, torch.finfo(dtype).max
+    cast = lowerings[prims.convert_element_type.default]
+    largest = cast(lowerings[aten.amax.default](lowerings[aten.abs.default](values), list(dims), True), torch.float32)
+    scales = lowerings[aten.div.Tensor](largest, limit)
+    is_zero = lowerings[aten.eq.Scalar](scales, 0)
+    scales = lowerings[aten.add.Tensor](scales, cast(is_zero, torch.float32))  # rows of zeros have scale 1
+    scaled = lowerings[aten.div.Tensor](cast(values, torch.float32), scales)
+    bounded = lowerings[aten.minimum.default](lowerings[aten.maximum.default](scaled, -limit), limit)
+    return cast(bounded, dtype), scales
 
 
 def inductor_memory(operator: Any, *args: Any) -> Any:
