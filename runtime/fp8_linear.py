@@ -86,7 +86,7 @@ class _LinearFunction(torch.autograd.Function):
             folded = gradients
             if ctx.scaling == "rowwise":
                 folded = gradients.float() * scales.view(1, -1)
-                scales = scales.new_ones(1, weight.shape[1])
+                scales = torch.ones(1, weight.shape[1], dtype=torch.float32, device=weight.device)
             of_input = _product(*_quantize(folded, 1, ctx.scaling, _GRADIENTS[ctx.scaling]), data, scales, rows.dtype)
             of_input = of_input.view(ctx.shape)
         if ctx.needs_input_grad[1] and ctx.wgrad and compat.is_multiple(rows.shape[0], ALIGNMENT):

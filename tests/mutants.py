@@ -1061,6 +1061,83 @@ def another_region_called(s: Subject) -> Iterator[Change]:
         yield lambda c=call_, o=other: c.meta.update(mfsdp_body=o)
 
 
+# -- V11: products in float8 ------------------------------------------------------------------------------------------
+
+
+def _products(s: Subject) -> list[fx.Node]:
+    found = s.graph.find_nodes(op="call_function", target=aten._scaled_mm.default)
+    return [node for node in found if (node.meta.get("custom") or {}).get(roles.FP8)]
+
+
+def _quantized(node: Any) -> fx.Node | None:
+    """Return the quantization that an operand comes from."""
+    while isinstance(node, fx.Node) and node.target is not roles.QUANTIZE:
+        node = node.args[0] if node.args else None
+    return node if isinstance(node, fx.Node) else None
+
+
+def scales_of_another_matrix(s: Subject) -> Iterator[Change]:
+    """Rows are wrong by a factor."""
+    for a, b in itertools.permutations(_products(s), 2):
+        for at in (2, 3):
+            mine, its = a.args[at], b.args[at]
+            if s.order[its] < s.order[a] and _quantized(mine) not in (None, _quantized(its)) and _quantized(its):
+                yield set_arg(a, at, its)
+
+
+def scales_scaled(s: Subject) -> Iterator[Change]:
+    """The product is twice as large."""
+    for node in _products(s):
+        scales = node.args[3]
+        if _quantized(node.args[1]) is not None:
+            yield lambda n=node, of=scales: n.update_arg(3, call(of, aten.mul.Tensor, of, 2.0))
+
+
+def scales_not_folded(s: Subject) -> Iterator[Change]:
+    """The gradient lacks the scales of the weight's rows."""
+    for node in _products(s):
+        quantized = _quantized(node.args[0])
+        folded = quantized.args[0] if quantized is not None else None
+        if isinstance(folded, fx.Node) and folded.target is aten.mul.Tensor and _quantized(node.args[3]) is None:
+            yield set_arg(quantized, 0, folded.args[0])
+
+
+def multiplied_row_major(s: Subject) -> Iterator[Change]:
+    """GPUs refuse it, and CPUs compute it."""
+    for node in _products(s):
+        if _quantized(right := node.args[1]) is not None:
+            yield lambda n=node, of=right: n.update_arg(
+                1, call(of, aten.clone.default, of, memory_format=torch.contiguous_format)
+            )
+
+
+def quantized_over_the_other_dimension(s: Subject) -> Iterator[Change]:
+    """Scales cannot be factored out of the sum."""
+    for node in _products(s):
+        if (quantized := _quantized(node.args[0])) is not None and quantized.args[1] == [1]:
+
+            def change(of: fx.Node = quantized, product: fx.Node = node) -> None:
+                of.update_arg(1, [0])
+                revalue(of)
+
+            yield change
+
+
+def not_quantized(s: Subject) -> Iterator[Change]:
+    """Values are cut off at 448."""
+    for node in _products(s):
+        if (quantized := _quantized(node.args[0])) is not None and node.args[0].target is operator.getitem:
+            source = quantized.args[0]
+            yield lambda n=node, of=source: n.update_arg(0, call(of, aten._to_copy.default, of, dtype=torch.float8_e4m3fn))
+
+
+def quantized_weight_saved(s: Subject) -> Iterator[Change]:
+    """Half of a gathered weight stays in memory until backward."""
+    for node in _products(s) if s.phase is Phase.FORWARD else ():
+        if (quantized := _quantized(node.args[1])) is not None:
+            yield lambda of=quantized: s.save(next(iter(of.users)))
+
+
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
@@ -1092,7 +1169,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     ),
     "V8": (
         *(view_saved, bucket_saved, cast_saved, transpose_saved, clone_saved, activation_replaced, gather_saved),
-        *(weight_returned, portion_not_copied, portion_of_what_is_kept, portion_returned),
+        *(weight_returned, portion_not_copied, portion_of_what_is_kept, portion_returned, quantized_weight_saved),
     ),
     "V9": (
         *(mean_for_sum, factor_lost, factor_changed, scaled_again, scaled_in_front, gradient_scaled, never_waits),
@@ -1105,5 +1182,9 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         *(another_portion_gathered, region_reads_another_bucket, another_region_called),
         *(shard_sent_for_quantized, quantized_made_in_graph, scales_of_another_bucket, scales_replaced),
         *(dequantized_otherwise, bytes_read_as_weights),
+    ),
+    "V11": (
+        *(scales_of_another_matrix, scales_scaled, scales_not_folded, multiplied_row_major, not_quantized),
+        quantized_over_the_other_dimension,
     ),
 }

@@ -45,6 +45,17 @@ class Plain(nn.Module):
         return self.head(self.norm(self.trunk(self.enter(x)))).pow(2).mean()
 
 
+class AlignedBlock(Block):
+    """Sizes that products in float8 can have."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(width, hidden=32)
+
+
+class Aligned(Plain):
+    block = AlignedBlock
+
+
 class Uneven(Plain):
     """Prime sizes, so that rows, shards and alignment do not fit together."""
 

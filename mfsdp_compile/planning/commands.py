@@ -19,6 +19,7 @@ from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
+from mfsdp_compile.runtime.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
@@ -77,6 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gather the matrices of units in float8, with a scale per row or per matrix (param_comm_dtype); for full "
         "sharding without HFSDP",
     )
+    parser.add_argument(
+        "--fp8-matmul",
+        choices=(*SCALINGS, "auto"),
+        help="compute linear layers of units in float8, as options={'fp8_matmul': ...} does",
+    )
+    parser.add_argument("--fp8-wgrad", action="store_true", help="with --fp8-matmul: gradients of weights too")
     parser.add_argument(
         "--checkpoint", choices=CHECKPOINT, default="none", help="activation checkpointing (default: %(default)s)"
     )
@@ -144,6 +151,9 @@ def _run(given: argparse.Namespace, console: Console) -> int:
             dtype=DTYPES[given.dtype],
             checkpoint=given.checkpoint,
         )
+        if given.fp8_wgrad and given.fp8_matmul is None:
+            raise ValueError("--fp8-wgrad needs --fp8-matmul")
+        work = replace(work, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
         if given.microbatches is not None and given.microbatches < 1:
             raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
@@ -233,7 +243,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {job.work.dtype}, checkpointing {job.work.checkpoint}, "
-        f"{job.optimizer.name}{_gathered_in(job)}",
+        f"{job.optimizer.name}{_in_float8(job)}",
         highlight=False,
     )
     console.print(
@@ -271,9 +281,13 @@ def _show(console: Console, forecast: Forecast) -> None:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
 
 
-def _gathered_in(job: Job) -> str:
-    precision = job.precision
-    return f", gathered in float8 ({precision.param_comm_scaling})" if precision.param_comm_dtype is not None else ""
+def _in_float8(job: Job) -> str:
+    precision, work = job.precision, job.work
+    gathered = precision.param_comm_dtype is not None
+    found = f", gathered in float8 ({precision.param_comm_scaling})" if gathered else ""
+    if work.fp8_matmul is not None:
+        found += f", multiplied in float8 ({work.fp8_matmul}{', wgrad too' if work.fp8_wgrad else ''})"
+    return found
 
 
 def _print_table(console: Console, table: Table) -> None:

@@ -110,6 +110,7 @@ class Workload:
         checkpoint: Activation checkpointing of units. ``"none"``. ``"full"``: save their inputs, and recompute
             everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
             calls selective op checkpointing.
+        fp8_matmul, fp8_wgrad: Options of the backend: whether linear layers compute in float8.
         divided: How the model is divided by expert, tensor, context and pipeline parallelism. None: it cannot be.
     """
 
@@ -122,6 +123,8 @@ class Workload:
     length: int = 2048
     dtype: torch.dtype = torch.bfloat16
     checkpoint: str = "none"
+    fp8_matmul: str | None = None
+    fp8_wgrad: bool = False
     divided: Divided | None = None
 
 

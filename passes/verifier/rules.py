@@ -665,72 +665,84 @@ def _same_value(now: str, was: str) -> bool:
 
 
 def _multiplied(found: Analysis, _: Contract | None) -> Findings:
-    """A product in float8 that a pass has made runs on a GPU, and each operand has its own scales.
+    """A product in float8 that a pass has made runs on a GPU too, and each operand is divided by its own scales.
 
-    The first operand is row-major and the second column-major, with sizes that are multiples of 16, where GPUs read
-    them so. Data and scales of an operand come from one quantization, over the dimension that is summed over. A weight
-    is quantized from its bucket in the dtype of its gather.
+    The first operand is row-major and the second column-major, and their rows are multiples of 16 bytes. Data and scales
+    of an operand come from one quantization, over the dimension that is summed over or over the whole matrix. Scales over
+    the other dimension are folded into the other operand, and ones in the product. What forward has quantized and saved
+    is not followed.
     """
     for node in found.graph.find_nodes(op="call_function", target=_SCALED_MM):
         if not (node.meta.get("custom") or {}).get(roles.FP8):
             continue  # the model's own
         given = arguments(node)
         left, right = given["self"], given["mat2"]
-        bucket, name = _weight_of(found, left, right)
-        for what, operand, scales, rows in (("left", left, given["scale_a"], 0), ("right", right, given["scale_b"], 1)):
-            value = tensor_of(operand)
-            if value is None:
+        at = (node, *_weight_of(found, left, right))
+        for side, operand, scales, summed in (("left", left, given["scale_a"], 1), ("right", right, given["scale_b"], 0)):
+            value, sizes = tensor_of(operand), tensor_of(scales)
+            if value is None or sizes is None:
                 continue
-            if any(isinstance(size, int) and size % ALIGNMENT for size in value.shape[1 - rows :]):
-                what_ = f"the {what} operand of {node} is {list(value.shape)}, and its rows no multiple of {ALIGNMENT} bytes"
-                yield what_, node, bucket, name
-            if value.stride(1 - rows) != 1:
-                order = ("row", "column")[rows]
-                yield f"the {what} operand of {node}, {operand}, is not {order}-major", node, bucket, name
-            quantized, of = _quantization(operand), _quantization(scales)
+            if isinstance(value.shape[summed], int) and value.shape[summed] % ALIGNMENT:
+                yield f"the {side} operand of {node} is {list(value.shape)}, no multiple of {ALIGNMENT} bytes", *at
+            if value.stride(summed) != 1:
+                yield f"the {side} operand of {node}, {operand}, is not {('column', 'row')[summed]}-major", *at
+            (quantized, transposed), of = _quantization(operand), _quantization(scales)[0]
             if quantized is None and _is_saved(operand):
-                continue  # an activation that forward has quantized
-            if quantized is None:
-                yield f"the {what} operand of {node}, {operand}, is not quantized", node, bucket, name
                 continue
-            if of is not quantized and not _is_folded(node, scales, quantized):
-                yield f"the scales of {node}'s {what} operand are {scales}, not those of {quantized}", node, bucket, name
-            sizes = tensor_of(scales)
-            expected = ([value.shape[0], 1], [1, value.shape[1]])[rows]
-            if sizes is not None and (list(sizes.shape) not in (expected, [1, 1]) or not sizes.is_contiguous()):
-                given_ = f"{list(sizes.shape)}, strides {list(sizes.stride())}"
-                yield f"the {what} operand's scales of {node} are {given_}, not a contiguous {expected}", node, bucket, name
+            if quantized is None:
+                yield f"the {side} operand of {node}, {operand}, is not quantized", *at
+                continue
+            over = [summed ^ transposed]
+            if of is quantized:
+                if list(quantized.args[1]) not in (over, [0, 1]):  # type: ignore[arg-type]
+                    what = f"the {side} operand of {node} is quantized over {quantized.args[1]}, and the product sums over {over}"
+                    yield what, *at
+            elif not (side == "right" and _is_folded(left, scales, quantized)):
+                yield f"the scales of {node}'s {side} operand are {scales}, not those of {quantized}", *at
+            expected = [value.shape[0], 1] if summed else [1, value.shape[1]]
+            if list(sizes.shape) not in (expected, [1, 1]) or not sizes.is_contiguous():
+                got = f"{list(sizes.shape)}, strides {list(sizes.stride())}"
+                yield f"the scales of {node}'s {side} operand are {got}, not a contiguous {expected}", *at
 
 
-def _quantization(node: Any) -> fx.Node | None:
-    """Return the quantization that data or scales come from, through views and copies in another layout."""
+def _quantization(node: Any) -> tuple[fx.Node | None, int]:
+    """Return the quantization that data or scales come from, through views and copies in another layout.
+
+    Returns:
+        The quantization, and 1 if the value is its transpose, else 0. None and 0 if there is none.
+    """
+    transposed = 0
     while isinstance(node, fx.Node) and node.target is not roles.QUANTIZE:
         if not roles.is_of_quantized(node):
-            return None
+            return None, 0
+        transposed ^= node.target in _TRANSPOSES
         node = node.args[0]
-    return node if isinstance(node, fx.Node) else None
+    return (node, transposed) if isinstance(node, fx.Node) else (None, 0)
 
 
 def _is_saved(node: Any) -> bool:
-    """Whether a value is an input of the graph, or a view of one."""
+    """Whether a value is an input of the graph, or a view or a copy of one."""
     while isinstance(node, fx.Node) and (roles.is_view(node) or node.target is _aten.clone.default):
         node = node.all_input_nodes[0]
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
-def _is_folded(product: fx.Node, scales: Any, quantized: fx.Node) -> bool:
-    """Whether a weight's scales are part of the other operand, and its own scales in the product are ones."""
-    if not isinstance(scales, fx.Node) or scales.target not in _ONES:
+def _is_folded(left: Any, scales: Any, weight: fx.Node) -> bool:
+    """Whether a weight's scales are a factor of the left operand before it was quantized, and ones in the product."""
+    if not isinstance(scales, fx.Node) or not (
+        scales.target is _aten.ones.default or (scales.target is _aten.full.default and scales.args[1] == 1)
+    ):
         return False
-    other = _quantization(arguments(product)["self"])
-    folded = other.args[0] if other is not None else None
-    return isinstance(folded, fx.Node) and any(_quantization(n) is quantized for n in folded.all_input_nodes)
+    quantized, _ = _quantization(left)
+    factors = quantized.args[0].all_input_nodes if quantized is not None else ()  # type: ignore[union-attr]
+    product = quantized is not None and quantized.args[0].target is _aten.mul.Tensor  # type: ignore[union-attr]
+    return product and any(_quantization(factor)[0] is weight for factor in factors)
 
 
 def _weight_of(found: Analysis, *operands: Any) -> tuple[int | None, str | None]:
     """Return the bucket and the name of the parameter that is an operand of a product."""
     for operand in operands:
-        quantized = _quantization(operand)
+        quantized, _ = _quantization(operand)
         source = quantized.args[0] if quantized is not None else None
         whole = found.whole_of.get(source) if isinstance(source, fx.Node) else None
         if whole is not None:
@@ -738,8 +750,8 @@ def _weight_of(found: Analysis, *operands: Any) -> tuple[int | None, str | None]
     return None, None
 
 
+_TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 _SCALED_MM = _aten._scaled_mm.default
-_ONES = (_aten.new_ones.default, _aten.ones.default, _aten.full.default)
 
 
 RULES = (
