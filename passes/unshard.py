@@ -156,28 +156,31 @@ def _hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
                 user.graph.erase_node(item)
             user.graph.erase_node(user)
             continue
-        attribute, *operands = user.args
-        body = getattr(user.graph.owning_module, str(attribute.target), None) if _is_attribute(attribute) else None
-        if not isinstance(body, fx.GraphModule) or user.kwargs:
+        bodies = [body for argument in user.args if (body := _body(argument)) is not None]
+        inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
+        if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
                 f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of {user.target}, "
                 "for which this is not implemented. Gather its unit in the model's dtype, or run this part of the model eagerly."
             )
-        places = [node for node, operand in zip(_placeholders(body), operands, strict=True) if operand is shell]
-        for place in places:
-            inside = []
-            for name in ("anchor", "data", "scale"):
-                with body.graph.inserting_before(place):
-                    inside.append(body.graph.placeholder(f"{place.name}_{name}"))
-            _hand_out(place, tuple(inside))  # type: ignore[arg-type]
-            body.graph.erase_node(place)
-        body.recompile()
+        for place in [place for place, operand in zip(inputs, operands, strict=True) if operand is shell]:
+            with place.graph.inserting_before(place):
+                anchor, data, scale = (
+                    place.graph.placeholder(f"{place.name}_{part}") for part in ("anchor", "data", "scale")
+                )
+            _hand_out(place, (anchor, data, scale))
+            place.graph.erase_node(place)
+        bodies[0].recompile()
         expanded = [part for operand in operands for part in (parts if operand is shell else (operand,))]
-        user.args = (attribute, *expanded)
+        user.args = (*user.args[: -len(inputs)], *expanded)
 
 
-def _is_attribute(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"
+def _body(argument: Any) -> fx.GraphModule | None:
+    """Return the graph that an argument of an operator is, if it is one."""
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    value = getattr(argument.graph.owning_module, str(argument.target), None)
+    return value if isinstance(value, fx.GraphModule) else None
 
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:

@@ -242,10 +242,18 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
 def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
     for name, part in module.named_modules():
         compat.transformer_engine.check_layer(part, name)
+    names: dict[int, str] = {}
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
+            )
+        other = names.setdefault(id(compat.torchao.plain(param)), name)
+        if other != name:
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} were one before torchao converted their layers: with "
+                "enable_fsdp_float8_all_gather=True it wraps each on its own, and they would be trained apart. Leave one of "
+                "the layers out with module_filter_fn, and tie the weights after the conversion."
             )
         if compat.torchao.is_weight(param):
             compat.torchao.check_weight(name, param)
