@@ -180,13 +180,13 @@ class BucketInfo:
     @property
     def fresh_bytes(self) -> int:
         """Bytes that the gathered bucket allocates: none if it stays in a communication buffer."""
-        in_buffer = self.exchange.gather_buffers.capacity and not self.exchange.is_quantized
+        in_buffer = self.exchange.gather_buffers.capacity and not self.exchange.dequantizes
         return 0 if in_buffer else self.gathered_bytes
 
     @property
     def in_flight_bytes(self) -> int:
         """Bytes that a gather in float8 allocates until they are dequantized: none in a communication buffer."""
-        allocates = self.exchange.is_quantized and not self.exchange.gather_buffers.capacity
+        allocates = self.exchange.dequantizes and not self.exchange.gather_buffers.capacity
         return self.sent_bytes if allocates else 0
 
     @property
@@ -242,7 +242,7 @@ class NodeKind(Enum):
     SHARD = "shard"  # placeholder of this rank's shard, or of its resident
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
     QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
-    SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8
+    SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8, or a view of it
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
     GATHERED = (

@@ -41,8 +41,6 @@ __all__ = ["LEAST", "RegionBody", "outline"]
 LEAST = 3
 """With ``options={"regions": "auto"}``, units become a region if at least this many of them are equal."""
 
-_MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
-
 
 @dataclass(frozen=True, eq=False)
 class RegionBody:
@@ -247,6 +245,8 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         return reason
     for bucket in run.buckets:
         name = context.buckets[bucket].name
+        if context.buckets[bucket].exchange.stays_quantized:
+            return f"its parameters in {name} are used as they are gathered in float8"
         if context.buckets[bucket].unit != run.unit:
             return f"it reads parameters of {name}"
         if not all(own.issuperset(shell.users) for shell in shells[bucket]):
@@ -313,7 +313,7 @@ def _key(run: _Run, context: Context, served: Sequence[BucketInfo]) -> Any:
 
 
 def _line(node: fx.Node, names: Mapping[fx.Node, Any]) -> Any:
-    args = node.args[:1] if node.target in _MARKERS else node.args
+    args = node.args[:1] if node.target in unshard.MARKERS else node.args
     if node.op == "output":
         return "output", _plain(args, names)
     described = _described(node.meta.get("example_value"))
@@ -418,7 +418,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         return values[source]
 
     for node in (*run.around, *run.nodes):
-        if node.target in _MARKERS:
+        if node.target in unshard.MARKERS:
             values[node] = of(node.args[0])  # type: ignore[arg-type]
             continue
         values[node] = graph.node_copy(node, of)

@@ -1,7 +1,7 @@
 """Joint graph: tag the values that the partitioner must recompute in backward instead of saving.
 
-The pass tags every gather MUST_RECOMPUTE, together with its cast, its wait, the views of the gathered bucket and the
-casts of those views. The backward then gathers again, and no gathered weight or copy of one is saved. By default
+The pass tags every gather MUST_RECOMPUTE, together with its cast, its wait, the views of the gathered bucket and what
+is computed from these elementwise. The backward then gathers again, and no gathered weight or copy of one is saved. By default
 partitioners save them (pytorch#136433). All nodes get the same, very large ``ac_graph_id``: at the border between two
 ids torch saves the values of the smaller id, so a user's own activation checkpointing, whose ids count from 1, takes
 precedence.
@@ -14,26 +14,30 @@ Needs: roles. Leaves: tags.
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from mfsdp_compile.runtime import compat
 
 from . import roles
-from .context import Context, Report
+from .context import Context, NodeKind, Report
 from .decisions import kept_by_policy
 from .phase import Phase
 
 __all__ = ["apply", "kept_buckets"]
 
 _REGION = 1_000_000_000
+_aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten.contiguous.default)
+_MAXIMA = (_aten.max.default, _aten.amax.default)  # of absolute values: layers make scales from them
 
 
 def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     lines = []
     for gather in roles.gathers(graph):
         chain = [node for node in gather.nodes if node not in gather.views]
-        derived = [*gather.views, *_casts(gather)]
+        derived = [*gather.views, *_derived(gather)]
         if gather.start is not None and gather.bucket in context.decisions.kept:
             gather.collective[1].meta["recompute"] = CheckpointPolicy.MUST_SAVE
             chain = []
@@ -47,18 +51,45 @@ def apply(graph: fx.Graph, context: Context, phase: Phase) -> Report:
     return Report("reshard", lines)
 
 
-def _casts(gather: roles.Gather) -> list[fx.Node]:
-    """Return casts of parameters (from autocast) and quantized parameters, with their views and transposed copies."""
-    casts = [use for use in gather.uses if use.target in (*roles.CASTS, roles.QUANTIZE)]
-    pending = list(casts)
+def _derived(gather: roles.Gather) -> list[fx.Node]:
+    """Return what is computed from the gathered parameters alone, elementwise, and is as large as they are.
+
+    These are casts (from autocast), weights that a layer quantizes, and transposed copies, with their views. A backward
+    that saved them would hold whole parameters.
+    """
+    own = dict.fromkeys((*((gather.whole,) if gather.whole is not None else ()), *gather.views))
+    derived: list[fx.Node] = []
+    pending = list(own)
     while pending:
-        node = pending.pop()
-        for user in node.users:
-            follows = roles.is_view(user) or user.target is roles.QUANTIZE or roles.is_of_quantized(user)
-            if follows and user not in casts:
-                casts.append(user)
+        for user in pending.pop().users:
+            if user in own or not _is_elementwise(user):
+                continue
+            if all(source in own or roles.has_kind(source, NodeKind.SCALES) for source in user.all_input_nodes):
+                own[user] = None
                 pending.append(user)
-    return casts
+                if _numel(user) >= max(_numel(source) for source in user.all_input_nodes):
+                    derived.append(user)
+    return derived
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether a node is a view, a cast, a copy, an elementwise operator, a maximum, or quantizes.
+
+    Random numbers are not: recomputed, they would be others.
+    """
+    if roles.is_view(node) or roles.is_of_quantized(node):
+        return True
+    if node.target in (*roles.CASTS, *_COPIES, *_MAXIMA, roles.QUANTIZE):
+        return True
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _numel(node: fx.Node) -> int:
+    """Return the number of elements of a node's value, or of the first of several."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) and value else value
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
@@ -77,5 +108,5 @@ def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
 
 
 def _final_uses(gather: roles.Gather) -> list[fx.Node]:
-    casts = _casts(gather)
-    return [u for u in gather.uses if u not in casts] + [u for c in casts for u in c.users if u not in casts]
+    derived = _derived(gather)
+    return [u for u in gather.uses if u not in derived] + [u for d in derived for u in d.users if u not in derived]

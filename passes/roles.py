@@ -8,6 +8,9 @@
     quantized -> all_gather -> wait_quantized -> view -> view ...     the same, in float8
                      scales ---/
 
+    quantized -> all_gather -> wait -> view -> view ...               the same, if modules take the bytes as they are
+    scales -> view ...
+
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
                                           (a second stage with outer ranks)
 
@@ -40,7 +43,9 @@ from .context import NodeKind, Role, role_of, set_role
 __all__ = [
     "FP8",
     "MARK",
+    "OF_BYTES",
     "REGION",
+    "SCALES_MARK",
     "Gather",
     "Reduction",
     "assign",
@@ -59,6 +64,10 @@ __all__ = [
 ]
 
 MARK = "mfsdp_bucket"
+OF_BYTES = "mfsdp_of_bytes"
+"""Key in ``meta["custom"]`` of gathers whose bytes modules take as they are: what is gathered is the quantized shard."""
+SCALES_MARK = "mfsdp_scales"
+"""Key in ``meta["custom"]``, like :data:`MARK`, of views of a bucket's scales."""
 REGION = "mfsdp_region_buckets"
 """Key in ``meta["custom"]`` of a region's calls: the indices of the buckets that it is called with."""
 
@@ -237,7 +246,7 @@ def assign(graph: fx.Graph) -> None:
         kind = _kind(node)
         if kind is None:
             continue
-        bucket = _mark(node)
+        bucket = _mark(node, SCALES_MARK if kind is NodeKind.SCALES else MARK)
         if bucket is None:
             source = role_of(node.all_input_nodes[0])
             assert source is not None
@@ -252,10 +261,10 @@ def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
     """Return the kind of a placeholder that a node with a role reads."""
     if kind is NodeKind.START_REDUCE:
         return NodeKind.TOKEN
-    if node.target is WAIT_QUANTIZED:
+    if node.target is WAIT_QUANTIZED or kind is NodeKind.SCALES:
         return NodeKind.SCALES
-    awaits = any(user.target is WAIT_QUANTIZED for user in node.users)
-    return NodeKind.QUANTIZED if kind is NodeKind.START_GATHER and awaits else NodeKind.SHARD
+    of_bytes = _mark(node, OF_BYTES) or any(user.target is WAIT_QUANTIZED for user in node.users)
+    return NodeKind.QUANTIZED if kind is NodeKind.START_GATHER and of_bytes else NodeKind.SHARD
 
 
 def _assign_inputs(call: fx.Node) -> None:
@@ -268,8 +277,8 @@ def _assign_inputs(call: fx.Node) -> None:
             set_role(source, Role(NodeKind.SHARD, buckets[number]))
 
 
-def _mark(node: fx.Node) -> int | None:
-    return (node.meta.get("custom") or {}).get(MARK)
+def _mark(node: fx.Node, key: str = MARK) -> int | None:
+    return (node.meta.get("custom") or {}).get(key)
 
 
 def _kind(node: fx.Node) -> NodeKind | None:
@@ -287,6 +296,8 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return NodeKind.REDUCED
     if target in WAITS and of is NodeKind.START_GATHER:
         return NodeKind.GATHERED
+    if is_view(node) and (of is NodeKind.SCALES or (_mark(node, SCALES_MARK) is not None and _is_input(source))):
+        return NodeKind.SCALES
     if is_view(node) and (of in (NodeKind.GATHERED, NodeKind.VIEW) or (_mark(node) is not None and _is_input(source))):
         return NodeKind.VIEW
     if _mark(node) is None:

@@ -8,6 +8,14 @@ Before                                              After
 
 A frozen parameter in a trainable bucket is detached, so that its gradient is not computed.
 
+A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an anchor,
+data and a scale.
+
+    parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, quantized_0, ...)
+    anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
+                                                        split = mfsdp.split_scales(scales_0, ...)
+                                                        scale = split[0]
+
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
 shards, one per bucket in the context's order, each followed by the bucket's resident, token, quantized shard and scales
@@ -26,9 +34,14 @@ from mfsdp_compile.runtime import compat
 
 from .context import Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
-from .roles import MARK, REGION, region_calls
+from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, region_calls
 
-__all__ = ["apply", "erase_markers"]
+__all__ = ["MARKERS", "apply", "erase_markers"]
+
+_UNSHARD: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+_UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
+MARKERS = (*_UNSHARD, *_UNSHARD_QUANTIZED)
+"""What stands for a parameter in Dynamo's graph."""
 
 
 def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
@@ -48,7 +61,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             beside = {
                 "resident": info.has_resident,
                 "token": info.has_token,
-                "quantized": info.exchange.is_quantized,
+                "quantized": info.exchange.takes_quantized,
                 "scales": info.exchange.is_quantized,
             }
             placeholders = [
@@ -60,6 +73,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
     calls = {bucket: call for call in region_calls(graph) for bucket in call.meta["custom"][REGION]}
     last_placeholder = [node for node in graph.nodes if node.op == "placeholder"][-1]
     gathered: list[fx.Node] = []
+    scales: dict[int, fx.Node] = {}
     at = last_placeholder
     for bucket, info in enumerate(context.buckets):
         with graph.inserting_after(at):
@@ -69,6 +83,13 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         call.meta["custom"] = {MARK: bucket}
         gathered.append(call)
         at = call
+        if info.exchange.stays_quantized:
+            call.meta["custom"][OF_BYTES] = True
+            split = torch.ops.mfsdp.split_scales.default
+            given = sources[bucket][-1], info.exchange.sizes, info.exchange.ndims, info.exchange.scaling
+            with graph.inserting_after(at):
+                scales[bucket] = at = graph.call_function(split, given)
+            at.meta["custom"] = {SCALES_MARK: bucket}
     for call in dict.fromkeys(calls.values()):
         _pass_buckets(call, gathered)
 
@@ -76,15 +97,24 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         if role.bucket in calls:
             graph.erase_node(shell)
             continue
-        call = gathered[role.bucket]
+        call, info = gathered[role.bucket], context.buckets[role.bucket]
         with graph.inserting_after(call):
             parameter = graph.call_function(operator.getitem, (call, role.index))
         parameter.meta["custom"] = {MARK: role.bucket}
-        if context.buckets[role.bucket].trainable and not compat.requires_grad(shell):
+        if info.trainable and not compat.requires_grad(shell):
             with graph.inserting_after(parameter):  # frozen since the model was sharded
                 parameter = graph.call_method("detach", (parameter,))
             parameter.meta["custom"] = {MARK: role.bucket}
-        shell.replace_all_uses_with(parameter)
+        if info.exchange.stays_quantized:
+            assert role.index is not None
+            with graph.inserting_after(call):
+                data = graph.call_function(operator.getitem, (call, len(info.layout.slots) + role.index))
+            with graph.inserting_after(scales[role.bucket]):
+                scale = graph.call_function(operator.getitem, (scales[role.bucket], role.index))
+            data.meta["custom"], scale.meta["custom"] = dict(call.meta["custom"]), {SCALES_MARK: role.bucket}
+            _hand_out(shell, (parameter, data, scale))
+        else:
+            shell.replace_all_uses_with(parameter)
         graph.erase_node(shell)
 
     markers = erase_markers(gm)
@@ -113,8 +143,54 @@ def _pass_buckets(call: fx.Node, gathered: list[fx.Node]) -> None:
     call.args = (call.args[0], *operands, *call.args[1 + len(operands) :])
 
 
+def _hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
+    """Put the three values of a parameter in place of its markers, in the graph and in the bodies that take the shell.
+
+    Raises:
+        NotImplementedError: An operator takes the shell whose bodies' arguments are not known here.
+    """
+    for user in list(shell.users):
+        if user.target in _UNSHARD_QUANTIZED:
+            for item in list(user.users):
+                item.replace_all_uses_with(parts[item.args[1]])  # type: ignore[index]
+                user.graph.erase_node(item)
+            user.graph.erase_node(user)
+            continue
+        bodies = [body for argument in user.args if (body := _body(argument)) is not None]
+        inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
+        if not inputs or shell not in (operands := user.args[-len(inputs) :]):
+            raise NotImplementedError(
+                f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of {user.target}, "
+                "for which this is not implemented. Gather its unit in the model's dtype, or run this part of the model eagerly."
+            )
+        for place in [place for place, operand in zip(inputs, operands, strict=True) if operand is shell]:
+            with place.graph.inserting_before(place):
+                anchor, data, scale = (
+                    place.graph.placeholder(f"{place.name}_{part}") for part in ("anchor", "data", "scale")
+                )
+            _hand_out(place, (anchor, data, scale))
+            place.graph.erase_node(place)
+        bodies[0].recompile()
+        expanded = [part for operand in operands for part in (parts if operand is shell else (operand,))]
+        user.args = (*user.args[: -len(inputs)], *expanded)
+
+
+def _body(argument: Any) -> fx.GraphModule | None:
+    """Return the graph that an argument of an operator is, if it is one."""
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    value = getattr(argument.graph.owning_module, str(argument.target), None)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
 def erase_markers(gm: fx.GraphModule) -> int:
     """Replace every marker in the graph, and in the bodies of its regions, by its argument.
+
+    Markers of parameters that are used as they are gathered in float8 have gone before.
 
     Returns:
         The number of markers.
@@ -123,9 +199,8 @@ def erase_markers(gm: fx.GraphModule) -> int:
     for child in gm.children():
         if isinstance(child, fx.GraphModule):
             count += erase_markers(child)
-    markers: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in markers:
+        if node.op == "call_function" and node.target in _UNSHARD:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
             count += 1

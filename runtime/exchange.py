@@ -62,6 +62,7 @@ class Exchange(NamedTuple):
             into. Capacity 0: fresh memory.
         scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
             not.
+        form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
     """
 
     sizes: list[int]
@@ -81,6 +82,7 @@ class Exchange(NamedTuple):
     inspected: bool
     buffers: Sequence[int] = (0, 0, 0, 0)
     scaling: str = ""
+    form: str = quantize.DEQUANTIZED
 
     @property
     def is_quantized(self) -> bool:
@@ -88,9 +90,29 @@ class Exchange(NamedTuple):
         return bool(self.scaling)
 
     @property
+    def stays_quantized(self) -> bool:
+        """Whether modules get the gathered bytes themselves: then the bucket is never dequantized."""
+        return self.is_quantized and self.form != quantize.DEQUANTIZED
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the bucket is dequantized when its gather is awaited."""
+        return self.is_quantized and self.form == quantize.DEQUANTIZED
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether graphs gather the bucket from its quantized shard. Otherwise it is already gathered."""
+        return self.is_quantized and bool(self.gather_group)
+
+    @property
     def sent_dtype(self) -> torch.dtype:
         """Dtype of the all-gather's tensors."""
         return quantize.SENT_DTYPE if self.is_quantized else self.dtype
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Dtype of the gathered bucket in memory."""
+        return quantize.SENT_DTYPE if self.stays_quantized else self.dtype
 
     @property
     def quantization(self) -> tuple[list[int], list[int], list[int], torch.dtype, str]:

@@ -4,11 +4,17 @@
     A marker. While a model is traced, ``module.weight`` returns ``unshard(shell)``; ``passes.unshard`` removes it
     again. If it is ever run, another backend has compiled the model and would read memory that does not exist, so it
     raises.
+``unshard_quantized(shell, layout, scaling)``
+    The same for a parameter that modules get as it was gathered in float8 (:mod:`.forms`): stands for its anchor, its
+    data and its scale.
 ``gather(shard, resident, token, quantized, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
     collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`. A bucket that is gathered in float8 is traced as
-    all-gather of its quantized shard, ``wait_quantized`` and views.
+    all-gather of its quantized shard, ``wait_quantized`` and views. If modules get it as it is, there is a plain wait, and
+    two results for each parameter: all anchors, and then all data.
+``split_scales(scales, ...)``
+    The scales of each parameter of a bucket, as views. Composite.
 ``wait_quantized(gathered, scales, ...)``
     Waits for a bucket that is gathered in float8, and dequantizes it. One operator for both, so that the gathered bytes
     are no value of the graph that anything else could read or save.
@@ -61,17 +67,21 @@ __all__ = ["gather_into_buffer", "pack", "start_collective", "start_stage", "wai
 _library = torch.library.Library("mfsdp", "DEF")
 
 _library.define("unshard(Tensor shell, str layout) -> Tensor")
+_library.define("unshard_quantized(Tensor shell, str layout, str scaling) -> (Tensor, Tensor, Tensor)")
+_library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scaling) -> Tensor[]")
 _library.define(
     "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling) -> Tensor[]"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "str form) -> Tensor[]"
 )
 _library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
-    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling) -> (Tensor, Tensor)"
+    "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
+    "str form) -> (Tensor, Tensor)"
 )
 _library.define(
     "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
@@ -105,7 +115,20 @@ def _unshard(shell: Tensor, layout: str) -> Tensor:
         # isinstance(module.weight, nn.Parameter) must hold in what Dynamo traces.
         part._is_param = True  # type: ignore[attr-defined]
         return part
-    raise RuntimeError(
+    raise _other_backend(shell)
+
+
+@torch.library.impl(_library, "unshard_quantized", "CompositeImplicitAutograd")
+def _unshard_quantized(shell: Tensor, layout: str, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
+    if compat.is_fake(shell):
+        data = shell.new_empty(shell.shape, dtype=quantize.DTYPE)
+        scale = shell.new_empty(quantize.scale_shape(shell.shape, scaling), dtype=torch.float32)
+        return shell.clone(), data, scale
+    raise _other_backend(shell)
+
+
+def _other_backend(shell: Tensor) -> RuntimeError:
+    return RuntimeError(
         "A model that mfsdp-compile has sharded was compiled with another backend, which cannot gather parameters "
         f"(here one of shape {tuple(shell.shape)}). Use torch.compile(model, backend='mfsdp'); for another compiler "
         "behind it, torch.compile(model, backend='mfsdp', options={'inner': 'aot_eager'})."
@@ -125,16 +148,21 @@ class _GatherFunction(torch.autograd.Function):
         if token is not None:
             ctx.save_for_backward(token)
         full = _whole(exchange, shard, *beside)
-        return tuple(
-            full.narrow(0, offset, math.prod(shape)).view(shape)
-            for shape, offset in zip(exchange.shapes, exchange.offsets, strict=True)
-        )
+        places = zip(exchange.shapes, exchange.offsets, strict=True)
+        parts = [full.narrow(0, offset, math.prod(shape)).view(shape) for shape, offset in places]
+        if not exchange.stays_quantized:
+            return tuple(parts)
+        nothing = shard.new_empty((), dtype=exchange.dtype)
+        data = [part.view(quantize.DTYPE) for part in parts]
+        ctx.mark_non_differentiable(*data)
+        return *(nothing.expand(shape) for shape in exchange.shapes), *data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         exchange: Exchange = ctx.exchange
         token = ctx.saved_tensors[0] if ctx.saved_tensors else None
-        return _reduced(pack(gradients, exchange), exchange, token, ctx.main_dtype), *(None,) * 5
+        of_parameters = gradients[: len(exchange.ndims)]  # data have none
+        return _reduced(pack(of_parameters, exchange), exchange, token, ctx.main_dtype), *(None,) * 5
 
 
 class _GatherWholeFunction(torch.autograd.Function):
@@ -174,10 +202,12 @@ def _whole(
 ) -> Tensor:
     if quantized is not None:
         gathered = compat.all_gather(quantized, exchange.gather_size, exchange.gather_group)
+        if exchange.stays_quantized:
+            return compat.wait_tensor(gathered)
         return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
     # The runtime gathers a resident; the first graph that uses it waits for it.
     full = shard if resident is None else compat.wait_tensor(resident)
-    full = full.to(exchange.dtype)
+    full = full.to(exchange.held_dtype)
     if exchange.gather_group:
         full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
     return full
@@ -213,6 +243,11 @@ def _gather_whole(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, quantized, scales)
+
+
+@torch.library.impl(_library, "split_scales", "CompositeImplicitAutograd")
+def _split_scales(scales: Tensor, sizes: Sequence[int], ndims: Sequence[int], scaling: str) -> list[Tensor]:
+    return quantize.split_scales(scales, split_sizes(sizes, ndims), scaling)
 
 
 @torch.library.impl(_library, "wait_quantized", "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ Values that are not finite stay visible: a NaN is sent as NaN, and the scale of 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "DEQUANTIZED",
     "DTYPE",
+    "LARGEST",
     "SENT_DTYPE",
     "amax",
     "dequantize",
@@ -32,11 +35,15 @@ __all__ = [
     "split_scales",
 ]
 
+DEQUANTIZED = "dequantized"
+"""The form of parameters that modules get as ordinary tensors; see :mod:`.forms`."""
+
 DTYPE = torch.float8_e4m3fn
 SENT_DTYPE = torch.uint8
 """Dtype of the same bytes in collectives: gloo, and NCCL before 2.24, know no float8."""
 
-_LARGEST = torch.finfo(DTYPE).max
+LARGEST = torch.finfo(DTYPE).max
+"""The largest finite value of the dtype."""
 
 
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
@@ -54,7 +61,7 @@ def amax(values: Tensor, scaling: str) -> Tensor:
     return values.abs().amax(-1 if scaling == "rowwise" else (-2, -1), keepdim=True).float()
 
 
-def scales_of(largest: Tensor, limit: float = _LARGEST) -> Tensor:
+def scales_of(largest: Tensor, limit: float = LARGEST) -> Tensor:
     """Return the scales that map these largest absolute values to ``limit``. Rows of zeros have scale 1."""
     scales = largest / limit
     return torch.where(scales == 0, torch.ones_like(scales), scales)
@@ -62,7 +69,7 @@ def scales_of(largest: Tensor, limit: float = _LARGEST) -> Tensor:
 
 def quantize(values: Tensor, scales: Tensor) -> Tensor:
     """Quantize ``values``; returns their bytes, in the same shape."""
-    return (values.float() / scales).clamp_(-_LARGEST, _LARGEST).to(DTYPE).view(SENT_DTYPE)
+    return (values.float() / scales).clamp_(-LARGEST, LARGEST).to(DTYPE).view(SENT_DTYPE)
 
 
 def dequantize(data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]], dtype: torch.dtype) -> Tensor:
@@ -84,6 +91,10 @@ def dequantize(data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]],
 
 
 def split_scales(scales: Tensor, shapes: Sequence[Sequence[int]], scaling: str) -> list[Tensor]:
-    """Return the scales of each parameter, out of those of a bucket, ``[sum of scale_count]``."""
-    parts = scales.split([scale_count(shape, scaling) for shape in shapes])
-    return [part.view(scale_shape(shape, scaling)) for part, shape in zip(parts, shapes, strict=True)]
+    """Return the scales of each parameter, views of those of a bucket, ``[sum of scale_count]``."""
+    counts = [scale_count(shape, scaling) for shape in shapes]
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        scales.narrow(0, start, count).view(scale_shape(shape, scaling))
+        for start, count, shape in zip(starts, counts, shapes, strict=False)
+    ]

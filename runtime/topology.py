@@ -29,6 +29,7 @@ from . import compat
 from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
 from .memory.comm_buffers import NO_BUFFERS, Buffers
+from .quantize import DEQUANTIZED
 from .ranks.agreement import announce
 
 __all__ = [
@@ -304,6 +305,7 @@ class Topology:
         gather_buffers: Buffers = NO_BUFFERS,
         gradient_buffers: Buffers = NO_BUFFERS,
         scaling: str = "",
+        form: str = DEQUANTIZED,
     ) -> Exchange:
         """How a bucket is gathered and its gradients are reduced over these ranks; see :class:`.Exchange`."""
         gather, stages = self.gather_group, self.stages
@@ -323,7 +325,9 @@ class Topology:
             group_sizes=[stage.group.size for stage in stages],
             groups=[stage.group.name for stage in stages],
             inspected=inspected,
-            scaling=scaling if gather is not None else "",
+            # What stays gathered between uses is dequantized, unless modules get bytes.
+            scaling=scaling if gather is not None or form != DEQUANTIZED else "",
+            form=form,
         )
         return exchange.with_buffers(gather_buffers, gradient_buffers)
 

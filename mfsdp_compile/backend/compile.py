@@ -41,6 +41,7 @@ from mfsdp_compile.passes.context import (
 from mfsdp_compile.passes.fp8_matmul import Fp8Matmul
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.regions import LEAST, outline
+from mfsdp_compile.passes.unshard import MARKERS
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.eager.engine import as_gathered, refuse_write
 from mfsdp_compile.runtime.exchange import Overlap
@@ -321,8 +322,8 @@ class _Call:
         """Convert the arguments of Dynamo's graph for a graph that is served. Gathers, and waits for it.
 
         Returns:
-            The upcoming backward through each bucket, two tensors for each bucket (see :meth:`.EagerRuntime.serve`),
-            and the other arguments.
+            The upcoming backward through each bucket, the tensors for each bucket (see :meth:`.EagerRuntime.serve`), and
+            the other arguments.
         """
         buckets = self._buckets(args)
         backwards = [gradients.Backward.through(bucket) for bucket in buckets]
@@ -397,22 +398,23 @@ def _beside_shard(bucket: Bucket) -> list[Tensor]:
     if bucket.has_token:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
-    if bucket.exchange.is_quantized:
+    if bucket.exchange.takes_quantized:
         assert bucket.quantized is not None
+        tensors.append(bucket.quantized)
+    if bucket.exchange.is_quantized:
         assert bucket.scales is not None
-        tensors += [bucket.quantized, bucket.scales]
+        tensors.append(bucket.scales)
     return tensors
 
 
-def _like_served(bucket: Bucket) -> tuple[Tensor, Tensor]:
+def _like_served(bucket: Bucket) -> tuple[Tensor, ...]:
     """Return tensors like those that :meth:`.EagerRuntime.serve` returns."""
     plan, device = bucket.plan, bucket.flat.device
     anchor = torch.empty((), dtype=plan.comm_dtype, device=device).expand(plan.layout.numel)
-    full = torch.empty(plan.layout.numel, dtype=plan.compute_dtype, device=device)
-    return anchor.detach().requires_grad_(plan.requires_grad), full
-
-
-_MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+    full = torch.empty(plan.layout.numel, dtype=plan.held_dtype, device=device)
+    count = bucket.scale_count if plan.stays_quantized else None
+    scales = [torch.empty(count, dtype=torch.float32, device=device)] if count is not None else []
+    return anchor.detach().requires_grad_(plan.requires_grad), full, *scales
 
 
 def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
@@ -423,7 +425,7 @@ def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = {}
     for position, node in enumerate(gm.graph.output_node().args[0]):
-        if isinstance(node, fx.Node) and node.target in _MARKERS:
+        if isinstance(node, fx.Node) and node.target in MARKERS:
             home = shells[placeholders.index(node.args[0])]
             found[position] = home.bucket.splits[home.index].name
     return found
@@ -431,7 +433,7 @@ def _escaped(gm: fx.GraphModule, shells: Mapping[int, Home]) -> dict[int, str]:
 
 def _refuse_writes(gm: fx.GraphModule, shells: Mapping[int, Home]) -> None:
     """Raise RuntimeError if forward writes to a parameter."""
-    if not (written := compat.written(gm, lambda node: node.target in _MARKERS)):
+    if not (written := compat.written(gm, lambda node: node.target in MARKERS)):
         return
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sources = [placeholders.index(node.args[0]) for node in written if node.args[0] in placeholders]
@@ -491,7 +493,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         main_dtype=plan.main_dtype,
         gather_stride=gathers.stride if gathers is not None else 1,
         reduce_strides=tuple(stage.group.stride for stage in topology.stages),
-        resident_bytes=resident_numel * plan.compute_dtype.itemsize,
+        resident_bytes=resident_numel * plan.held_dtype.itemsize,
         resident_size=resident.size if resident is not None else 1,
         resident_stride=resident.stride if resident is not None else 1,
         portion_size=few.size if few is not None else 0,
@@ -511,7 +513,7 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
     alone = exchange._replace(
         gather_size=1,
         gather_group="",
-        scaling="",
+        scaling=exchange.scaling if exchange.stays_quantized else "",
         scale=exchange.scale if exchange.scales_first else 1.0,
         collectives=[],
         when=[],

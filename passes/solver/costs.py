@@ -150,8 +150,8 @@ class CostModel:
         return collective_seconds("all_reduce", payload, ring, self.hardware)
 
     def dequantize(self, info: BucketInfo) -> float:
-        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not gathered in float8."""
-        if not info.exchange.is_quantized:
+        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not, or not gathered in float8."""
+        if not info.exchange.dequantizes:
             return 0.0
         # a cast of the bucket, and a product per parameter
         more = len(info.layout.slots) * self.hardware.kernel_seconds

@@ -185,7 +185,7 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
     shards = residents = state = 0
     for info in buckets:
         shard = info.layout.shard_numel
-        is_part = info.resident_bytes and info.main_dtype == info.exchange.dtype and not info.releases_resident
+        is_part = info.resident_bytes and info.main_dtype == info.exchange.held_dtype and not info.releases_resident
         if not is_part:  # a shard that is part of the resident needs no memory of its own
             shards += shard * info.main_dtype.itemsize
         if info.exchange.is_quantized:

@@ -241,6 +241,23 @@ class Analysis:
         found = ((user, _part(user)) for user in whole.node.users)
         return [(user, part) for user, part in found if part is not None]
 
+    @cached_property
+    def scale_slices(self) -> list[tuple[int, fx.Node, tuple[int, int]]]:
+        """The nodes that slice the scales of a bucket: the bucket, the node, and its range ``(start, stop)``.
+
+        A bucket of one parameter may have its scales read whole.
+        """
+        found = []
+        for node in self.graph.nodes:
+            role = role_of(node)
+            if node.op != "call_function" or role is None or role.kind is not NodeKind.SCALES:
+                continue
+            if (source := node.all_input_nodes[0]).op == "placeholder":
+                value = tensor_of(source)
+                whole = (0, value.numel() if value is not None else 0)
+                found.append((role.bucket, node, _part(node) or whole))
+        return found
+
     # -- how it is found ----------------------------------------------------------------------------------------------
 
     def _launches(self) -> Iterator[CollectiveNode]:

@@ -34,6 +34,7 @@ __all__ = [
     "gradients_of",
     "packed",
     "reads_of",
+    "scales_of",
     "set_contract",
 ]
 
@@ -92,6 +93,7 @@ class Contract:
         kept: Buckets that were chosen to stay gathered from forward to backward.
         calls: The graph that each call of a region runs, by name of the call.
         portions: Buckets of which ranks keep portions, for the backward to gather.
+        scales: How often each slice ``(start, stop)`` of a bucket's scales is read, by bucket.
     """
 
     user_outputs: int
@@ -103,6 +105,7 @@ class Contract:
     kept: frozenset[int] = frozenset()
     portions: frozenset[int] = frozenset()
     calls: Mapping[str, str] = field(default_factory=dict)
+    scales: Mapping[int, Counter[tuple[int, int]]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -121,6 +124,7 @@ class Contract:
             kept,
             portions,
             calls_of(found.graph),
+            scales_of(found),
         )
 
 
@@ -142,6 +146,13 @@ def reads_of(found: Analysis) -> dict[int, Counter[tuple[int, int]]]:
     for whole in found.wholes:
         reads.setdefault(whole.bucket, Counter()).update(part for _, part in found.slices(whole))
     return reads
+
+
+def scales_of(found: Analysis) -> dict[int, Counter[tuple[int, int]]]:
+    scales: dict[int, Counter[tuple[int, int]]] = {}
+    for bucket, _, part in found.scale_slices:
+        scales.setdefault(bucket, Counter()).update([part])
+    return scales
 
 
 def packed(pack: fx.Node, layout: BucketLayout) -> list[tuple[fx.Node, int | None]]:

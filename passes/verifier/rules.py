@@ -6,6 +6,7 @@ before and after every pass.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.exchange import When
 from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
 
@@ -22,7 +24,7 @@ from .. import roles
 from ..context import NodeKind, region_of, role_of
 from ..phase import Phase
 from .analysis import RELEASE, Analysis, CollectiveNode, ReductionFlow, StorageRange, arguments, tensor_of
-from .contract import Contract, GraphOutput, calls_of, gradients_of, packed, reads_of
+from .contract import Contract, GraphOutput, calls_of, gradients_of, packed, reads_of, scales_of
 
 __all__ = ["RULES", "Breach", "Rule"]
 
@@ -517,14 +519,15 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
     """The optimizer's shards match the graph: a shard and its gradient have the same position, elements and dtype.
 
     A bucket is gathered in the compute dtype from its own shard, or from its own portion if one was kept; or in float8
-    from its own quantized shard, and dequantized with its own scales. Parameters are read at their offsets in the
+    from its own quantized shard, and dequantized with its own scales unless modules take the bytes. They take the bucket's
+    own scales then, those of the parameters that they read. Parameters are read at their offsets in the
     bucket. Gradients are packed in the dtype of their reduction. Every output keeps its position, shape and dtype.
     """
     for launch in _gathers(found):
         info, value = found.info(launch.bucket), tensor_of(launch.node)
         role, of_portions = role_of(found.memory(_source(launch)).root), _of_portions(found, contract, launch)
         quantized = info.exchange.is_quantized and not of_portions
-        dtype = info.exchange.sent_dtype if quantized else info.exchange.dtype
+        dtype = info.exchange.sent_dtype if quantized else info.exchange.held_dtype
         if role is not None and role.kind in _SOURCES and role.bucket != launch.bucket:
             what = f"{role.kind.value} of {found.info(role.bucket).name!r}"
             yield f"it is gathered from the {what}", launch.node, launch.bucket
@@ -540,7 +543,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
             what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of {dtype}"
             yield what, launch.node, launch.bucket
         for wait in launch.waits:
-            yield from _dequantized(found, wait, launch.bucket, quantized)
+            yield from _dequantized(found, wait, launch.bucket, quantized and info.exchange.dequantizes)
     for portion in found.portions:
         if portion.whole is None or portion.whole.bucket != portion.bucket:
             of = (
@@ -553,6 +556,7 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         saved = {portion.bucket for portion in found.portions if portion.node in found.outputs}
         for bucket in contract.portions - saved:
             yield "its portion is not saved for backward", found.graph.output_node(), bucket
+    yield from _scales(found, contract)
     reads = reads_of(found) if contract is not None else {}
     for whole in found.wholes:
         slots = {(slot.offset, slot.end): slot for slot in found.info(whole.bucket).layout.slots}
@@ -613,6 +617,25 @@ def _dequantized(found: Analysis, wait: fx.Node, bucket: int, quantized: bool) -
     for name, got, its in zip(("sizes", "ndims", "offsets", "dtype", "scaling"), given, wanted, strict=True):
         if got != its:
             yield f"{wait} dequantizes it with {name} {got}, not {its}", wait, bucket
+
+
+def _scales(found: Analysis, contract: Contract | None) -> Findings:
+    """Check the scales of parameters that modules take as they were gathered."""
+    for bucket, node, part in found.scale_slices:
+        role, slots = role_of(node.all_input_nodes[0]), found.info(bucket).layout.slots
+        if role is None or role.kind is not NodeKind.SCALES:
+            yield f"{node} takes its scales from {node.all_input_nodes[0]}, which are no scales", node, bucket
+        elif role.bucket != bucket:
+            yield f"{node} takes the scales of {found.info(role.bucket).name!r}", node, bucket
+        counts = [quantize.scale_count(slot.shape, found.info(bucket).exchange.scaling) for slot in slots]
+        starts = itertools.accumulate(counts, initial=0)
+        if part not in [(start, start + count) for start, count in zip(starts, counts, strict=False)]:
+            yield f"{node}: scales {part[0]} to {part[1]} are those of no parameter", node, bucket
+    now = scales_of(found) if contract is not None else {}
+    for bucket, before in (contract.scales if contract is not None else {}).items():
+        if (its := now.get(bucket, before)) != before and its.total() == before.total():
+            first = next(node for of, node, part in found.scale_slices if of == bucket and part in its - before)
+            yield f"{first} takes the scales of another parameter", first, bucket
 
 
 def _source(launch: CollectiveNode) -> fx.Node:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from . import torchao as torchao
 from . import transformer_engine as transformer_engine
 from .version import *
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from .distributed import new_group_like
 from .version import TORCH_VERSION
@@ -28,6 +28,7 @@ __all__ = [
     "copy_each",
     "dtensor_of",
     "equal_bits",
+    "inner_tensors",
     "local_shape_and_offset",
     "references_to",
     "renew_mesh",
@@ -57,6 +58,16 @@ def storage_address(tensor: Tensor) -> int | None:
         return tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a tensor wraps, by attribute; none for an ordinary tensor."""
+    if isinstance(tensor, DTensor):
+        return {"_local_tensor": tensor._local_tensor}
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
 
 
 def references_to(storage: torch.UntypedStorage) -> int:

@@ -49,14 +49,15 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import compat, step_checks
+from .. import compat, quantize, step_checks
 from ..exchange import When
+from ..forms import Wrapper
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
@@ -117,7 +118,7 @@ class _Gathered:
     version: int  # of the shard, when it was gathered
     full: Tensor | None = None
     content: int = 0  # version of ``full`` right after the gather
-    attached: list[GatheredParameter | None] = field(default_factory=list)
+    attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
     references: int = 0  # to the storage, right after the gather
 
@@ -183,6 +184,7 @@ class _SavedView:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,20 @@ class _SavedDTensor:
 
     local: Any
     spec: compat.DTensorSpec
+
+
+@dataclass(frozen=True)
+class _SavedWrapper:
+    """A tensor saved for backward that wraps others, some of which lie in a bucket."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+_Saved: TypeAlias = "_SavedView | _SavedDTensor | _SavedWrapper | tuple[Tensor, int]"
 
 
 def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +284,7 @@ class EagerRuntime:
         self._content_checked: set[Bucket] = set()
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
         self._handed_out: list[weakref.ref[GatheredParameter]] = []
+        self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -445,29 +462,25 @@ class EagerRuntime:
 
     @_unseen
     @_as_parameters
-    def _plain(self, bucket: Bucket, state: _Gathered, index: int) -> GatheredParameter:
+    def _plain(self, bucket: Bucket, state: _Gathered, index: int) -> Tensor:
         """Return a parameter without history."""
         assert state.full is not None
-        param = as_gathered(self._whole_view(bucket, state.full, index), bucket.plan.layout.slots[index].name)
-        self.hand_out(param)
-        return param
+        return self._given(bucket, index, self._presented(bucket, state.full, index))
 
     @_unseen
-    def _attach(self, bucket: Bucket, state: _Gathered) -> list[GatheredParameter | None]:
+    def _attach(self, bucket: Bucket, state: _Gathered) -> list[Tensor | None]:
         """Connect all parameters of a bucket at once: an autograd node for each would cost more than what it computes."""
         assert state.full is not None
         with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
             *anchors, _ = self._anchors_of(bucket)
             with torch.no_grad():
-                views = [self._whole_view(bucket, state.full, index) for index in range(len(anchors))]
+                views = [self._presented(bucket, state.full, index) for index in range(len(anchors))]
             attached = _Attach.apply(views, *anchors)
-        for param, slot in zip(attached, bucket.plan.layout.slots, strict=True):
-            self.hand_out(as_gathered(param, slot.name))
-        state.attached = list(attached)
+        state.attached = [self._given(bucket, index, param) for index, param in enumerate(attached)]
         return state.attached
 
     @_unseen
-    def _attach_again(self, bucket: Bucket, state: _Gathered, index: int) -> GatheredParameter:
+    def _attach_again(self, bucket: Bucket, state: _Gathered, index: int) -> Tensor:
         """Connect a parameter that was read before.
 
         Every read has a gradient of its own. They are added in the order in which they arrive, as in the graph that
@@ -476,16 +489,28 @@ class EagerRuntime:
         assert state.full is not None
         with compat.below_function_transforms():
             with torch.no_grad():
-                view = self._whole_view(bucket, state.full, index)
+                view = self._presented(bucket, state.full, index)
             (attached,) = _Attach.apply([view], self._anchors_of(bucket)[index])
-        param: GatheredParameter = as_gathered(attached, bucket.plan.layout.slots[index].name)
-        self.hand_out(param)
-        return param
+        return self._given(bucket, index, attached)
 
-    def _whole_view(self, bucket: Bucket, full: Tensor, index: int) -> Tensor:
-        """View of a parameter in the gathered bucket. It does not keep the bucket alive if its memory is taken back."""
+    def _presented(self, bucket: Bucket, full: Tensor, index: int) -> Tensor:
+        """Return what modules get for a parameter of the gathered bucket, in the bucket's form, without history.
+
+        An ordinary parameter is a view. It does not keep the bucket alive if its memory is taken back.
+        """
         view = bucket.whole_view(full, index)
+        if (wrapper := bucket.wrappers[index]) is not None:
+            return wrapper.wrap(view.view(quantize.DTYPE), bucket.scale_of(index), bucket.plan.compute_dtype)
         return view.detach() if bucket in self._lent else view
+
+    def _given(self, bucket: Bucket, index: int, param: Tensor) -> Tensor:
+        """Record that a forward is given a parameter, which no later forward may use."""
+        name = bucket.plan.layout.slots[index].name
+        if (wrapper := bucket.wrappers[index]) is not None:
+            self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
+            return param
+        self.hand_out(as_gathered(param, name))
+        return param
 
     def hand_out(self, param: GatheredParameter) -> None:
         """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
@@ -496,6 +521,12 @@ class EagerRuntime:
             if (param := kept()) is not None:
                 param.__class__ = OutdatedParameter
         self._handed_out.clear()
+        for wrapped, wrapper, name in self._handed_out_wrapped:
+            if (tensor := wrapped()) is not None:
+                outdated = as_gathered(torch.empty(0), name)
+                outdated.__class__ = OutdatedParameter
+                wrapper.retire(tensor, outdated)
+        self._handed_out_wrapped.clear()
 
     def _anchors_of(self, bucket: Bucket) -> tuple[Tensor, ...]:
         """Return an anchor for each parameter, and one for the packed bucket."""
@@ -538,7 +569,7 @@ class EagerRuntime:
         else:
             self.leave_failed(window, error)
 
-    def serve(self, backward: gradients.Backward, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def serve(self, backward: gradients.Backward, bucket: Bucket) -> tuple[Tensor, ...]:
         """Return what served code takes for a bucket.
 
         Args:
@@ -546,7 +577,7 @@ class EagerRuntime:
 
         Returns:
             A tensor without memory that takes the packed gradient, ``[numel]`` in the communication dtype, and the
-            gathered bucket, ``[numel]`` in the compute dtype.
+            gathered bucket, ``[numel]`` in the dtype in which it is held; and its scales if modules get it quantized.
         """
         full = self._gather(bucket).full
         assert full is not None
@@ -556,7 +587,10 @@ class EagerRuntime:
             self._served[bucket].append(backward)
         else:
             anchor = _anchor_of_bucket(bucket)
-        return anchor, full
+        if not bucket.plan.stays_quantized:
+            return anchor, full
+        assert bucket.scales is not None
+        return anchor, full, bucket.scales
 
     def note_own_gathers(self, buckets: Iterable[Bucket]) -> None:
         """Record that compiled code gathers these buckets by a schedule of its own, so that nobody prefetches them."""
@@ -617,11 +651,11 @@ class EagerRuntime:
             state = self._gathered[bucket]
         if state.started is not None:
             state.full, state.started = self._await(state.started), None
-            if bucket.exchange.is_quantized:
+            if bucket.exchange.dequantizes:
                 with compat.below_autograd():
                     state.full = bucket.dequantized(state.full)
         else:
-            state.full = bucket.source().to(bucket.plan.compute_dtype)
+            state.full = bucket.source().to(bucket.plan.held_dtype)
         state.content = state.full._version
         state.references = compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
@@ -726,24 +760,36 @@ class EagerRuntime:
     # -- tensors saved for backward -----------------------------------------------------------------------------------
 
     @compat.python_only
-    def _pack(self, tensor: Tensor) -> _SavedView | _SavedDTensor | tuple[Tensor, int]:
-        if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
-            if self._by_storage.get(compat.storage_address(local) or 0) is not None:
-                return _SavedDTensor(self._pack(local), tensor._spec)
-            return tensor.detach(), tensor._version
+    def _pack(self, tensor: Tensor) -> _Saved:
+        if type(tensor) not in _ORDINARY and (inside := compat.inner_tensors(tensor)):
+            if not any(map(self._lies_in_a_bucket, inside.values())):
+                return tensor.detach(), tensor._version
+            packed = {name: self._pack(inner) for name, inner in inside.items()}
+            if isinstance(tensor, DTensor):
+                return _SavedDTensor(packed["_local_tensor"], tensor._spec)
+            _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            return _SavedWrapper(type(tensor), packed, context, tensor.size(), tensor.stride())
         bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
-        if bucket is None or tensor.dtype != bucket.plan.compute_dtype:
+        if bucket is None or tensor.dtype not in (bucket.plan.held_dtype, quantize.DTYPE):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
-        version = self._gathered[bucket].version
-        return _SavedView(bucket, version, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        version, size = self._gathered[bucket].version, tuple(tensor.shape)
+        return _SavedView(bucket, version, size, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def _lies_in_a_bucket(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or one that it wraps, is in the memory of a gathered bucket."""
+        if type(tensor) not in _ORDINARY and (inside := compat.inner_tensors(tensor)):
+            return any(map(self._lies_in_a_bucket, inside.values()))
+        return self._by_storage.get(compat.storage_address(tensor) or 0) is not None
 
     @compat.python_only
-    def _unpack(self, packed: _SavedView | _SavedDTensor | tuple[Tensor, int]) -> Tensor:
+    def _unpack(self, packed: _Saved) -> Tensor:
         if isinstance(packed, _SavedDTensor):
             return compat.dtensor_of(self._unpack(packed.local), packed.spec)
+        if isinstance(packed, _SavedWrapper):
+            inner = {name: self._unpack(each) for name, each in packed.inner.items()}
+            return packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
         if isinstance(packed, tuple):
             tensor, version = packed
             if tensor._version != version:
@@ -762,6 +808,8 @@ class EagerRuntime:
         self.owner.grad_sync.enter_backward()
         full = self._gather(bucket).full
         assert full is not None
+        if packed.dtype != full.dtype:
+            full = full.view(packed.dtype)
         return full.as_strided(packed.size, packed.stride, packed.offset)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
@@ -884,6 +932,10 @@ class GatheredParameter(nn.Parameter):
     @data.setter
     def data(self, values: Tensor) -> None:
         refuse_write(self.mfsdp_name.rpartition(".")[0], [self.mfsdp_name])
+
+
+_ORDINARY = (Tensor, nn.Parameter, GatheredParameter)
+"""Types that wrap no other tensors: most of what autograd saves."""
 
 
 class OutdatedParameter(nn.Parameter):

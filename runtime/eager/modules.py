@@ -46,10 +46,12 @@ __all__ = [
 ]
 
 _unshard = torch.ops.mfsdp.unshard.default  # bound once: Dynamo would look it up, and guard it, at each parameter
+_unshard_quantized = torch.ops.mfsdp.unshard_quantized.default
 _SHELLS = "_mfsdp_shells"
 _LAYOUT = "_mfsdp_layout"
 _HOMES = "_mfsdp_homes"
 _WINDOW = "_mfsdp_window"
+_WRAPPERS = "_mfsdp_wrappers"
 _LENT = "_mfsdp_lent"
 
 
@@ -67,6 +69,8 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
     state[_WINDOW] = window
     # Read by Dynamo: a plain dict of tensors, and a string.
     state[_SHELLS] = {attribute: home.bucket.shells[home.index] for attribute, home in homes.items()}
+    wrappers = {attribute: home.bucket.wrappers[home.index] for attribute, home in homes.items()}
+    state[_WRAPPERS] = {attribute: wrapper for attribute, wrapper in wrappers.items() if wrapper is not None}
     label_module(module)
     cls: Any = type(module)
     partitions = [home.bucket.splits[home.index].partition for home in homes.values()]
@@ -75,7 +79,8 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
     compat.transformer_engine.prepare_layer(module)
-    module.__class__ = _sharded_class(cls, tuple(homes), computed)
+    scalings = tuple(home.bucket.plan.scaling if wrappers[name] is not None else "" for name, home in homes.items())
+    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -122,10 +127,14 @@ def label_module(module: nn.Module, schedules: int = 0) -> None:
 
 @functools.cache
 def _sharded_class(
-    cls: type[nn.Module], attributes: tuple[str, ...], partitions: tuple[Partition | None, ...]
+    cls: type[nn.Module],
+    attributes: tuple[str, ...],
+    partitions: tuple[Partition | None, ...],
+    scalings: tuple[str, ...],
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {
-        name: _parameter_property(cls, name, partition) for name, partition in zip(attributes, partitions, strict=True)
+        name: _parameter_property(cls, name, partition, scaling)
+        for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
     }
     namespace["forward"] = _forward_in_window(cls)
     namespace |= compat.transformer_engine.overrides(cls)
@@ -211,12 +220,13 @@ def register_forward(module: nn.Module, name: str) -> None:
     vars(module)[name] = types.MethodType(_in_window(method), module)
 
 
-def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None) -> property:
+def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None, scaling: str) -> property:
     """Create the property of a parameter.
 
     Args:
         cls: The class that the user wrote.
         partition: Partition of a parameter that the module computes with as a DTensor; None for an ordinary tensor.
+        scaling: Scaling of a parameter that the module gets as it was gathered in float8; "" for others.
     """
 
     is_layer = compat.transformer_engine.is_layer(cls)
@@ -225,7 +235,11 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
-            part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
+            if scaling:
+                parts = _unshard_quantized(self._mfsdp_shells[name], self._mfsdp_layout, scaling)  # type: ignore[index,operator]
+                part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]
+            else:
+                part = _unshard(self._mfsdp_shells[name], self._mfsdp_layout)  # type: ignore[index,operator]
             return part if partition is None else partition.of_part(part)
         runtime = self._mfsdp_window.runtime  # type: ignore[union-attr]
         param = self._parameters.get(name)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import compat, quantize
+from .. import compat, forms, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
@@ -75,6 +75,7 @@ class BucketPlan:
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
         scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
             not.
+        form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
@@ -94,6 +95,7 @@ class BucketPlan:
     inspected: bool = False
     is_expert: bool = False
     scaling: str = ""
+    form: str = quantize.DEQUANTIZED
     gather_buffers: Buffers = NO_BUFFERS
     gradient_buffers: Buffers = NO_BUFFERS
     keeps_memory: bool = False
@@ -115,12 +117,23 @@ class BucketPlan:
             self.gather_buffers,
             self.gradient_buffers,
             self.scaling,
+            self.form,
         )
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered bucket in memory."""
-        return self.layout.numel * self.compute_dtype.itemsize
+        return self.layout.numel * self.held_dtype.itemsize
+
+    @property
+    def stays_quantized(self) -> bool:
+        """Whether modules get the gathered bytes themselves."""
+        return bool(self.scaling) and self.form != quantize.DEQUANTIZED
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Dtype of the gathered bucket in memory, also of one that stays gathered between uses."""
+        return quantize.SENT_DTYPE if self.stays_quantized else self.compute_dtype
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -184,6 +197,11 @@ class Bucket:
         layout = plan.layout
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
+        self.wrappers = tuple(
+            forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
+            for original, its in zip(originals, sites, strict=True)
+        )
+        """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         self._copy_rows([local_part(original) for original in originals], flat)
@@ -204,8 +222,8 @@ class Bucket:
         self._quantized_of = -1  # version of the shard that was quantized
         group = self.topology.resident_group
         if group is not None and not self.topology.releases_resident:
-            resident = torch.empty(flat.numel() * group.size, dtype=plan.compute_dtype, device=flat.device)
-            if plan.main_dtype == plan.compute_dtype:
+            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=flat.device)
+            if plan.main_dtype == plan.held_dtype:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
@@ -226,7 +244,8 @@ class Bucket:
             for split, original in zip(self.splits, like, strict=True)
         )
         for index, original in enumerate(like):
-            kept = {k: v for k, v in vars(original).items() if k not in _OWN_ATTRIBUTES}
+            own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
+            kept = {k: v for k, v in vars(original).items() if k not in own}
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
             vars(self.shells[index]).update(kept, mfsdp_home=home)
@@ -341,7 +360,7 @@ class Bucket:
             group = self.topology.resident_group
             assert group is not None
             numel = self.flat.numel() * group.size
-            self._hold(torch.empty(numel, dtype=self.plan.compute_dtype, device=self.flat.device))
+            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.flat.device))
         assert self.resident is not None
         return self.resident
 
@@ -374,8 +393,8 @@ class Bucket:
         assert group is not None
         resident = self.hold_resident()
         self.await_resident()
-        if self.quantized is None:
-            shard = self.flat.detach().to(self.plan.compute_dtype)
+        if self.quantized is None or self.plan.stays_quantized:
+            shard = self.flat.detach().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
             compat.all_gather_out(shard, group.size, group.name, out=resident)
             self._resident_awaited = False
         else:  # dequantized here, because graphs take residents as they are
@@ -411,10 +430,10 @@ class Bucket:
         return self.flat.detach() if self.quantized is None else self.quantized
 
     def own_part(self) -> Tensor:
-        """Return what a gather delivers of this rank's source, in the compute dtype."""
+        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket."""
         source = self.source()
-        if source is not self.quantized:
-            return source.to(self.plan.compute_dtype)
+        if source is not self.quantized or self.plan.stays_quantized:
+            return source.to(self.plan.held_dtype)
         assert self.scales is not None
         scales = self.scales_of_rows(self.scales)
         parts = ((place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True))
@@ -444,6 +463,12 @@ class Bucket:
     def mark_quantized(self, stale: bool) -> None:
         """Set whether the shard must be quantized before the bucket is gathered."""
         self._quantized_of = -1 if stale else self.flat._version
+
+    def scale_of(self, index: int) -> Tensor:
+        """Return the scales of a parameter, of the bucket that is gathered in float8."""
+        assert self.scales is not None
+        shapes = [slot.shape for slot in self.plan.layout.slots]
+        return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
 
     def dequantized(self, gathered: Tensor) -> Tensor:
         """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..quantize import SENT_DTYPE, amax, quantize, scales_of
+from ..forms import FORMS
+from ..quantize import SENT_DTYPE, amax
 
 if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
@@ -90,13 +91,14 @@ class _Group:
         if group.size > 1:
             conduct.start("reduce the scales of quantized parameters", group=group)
             largest = compat.wait_tensor(compat.all_reduce(largest, "max", group.name))
-        self._scales.copy_(scales_of(largest))
-        for bucket in self.buckets:
+        for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             assert bucket.quantized is not None
             assert bucket.scales is not None
+            form = FORMS[bucket.plan.form]
+            bucket.scales.copy_(form.scales_of(its))
             data = [data for data, _ in _rows(bucket, bucket.quantized, bucket.scales)]
             for to, (values, scales) in zip(data, _rows(bucket, bucket.flat.detach(), bucket.scales), strict=True):
-                to.copy_(quantize(values, scales))
+                to.copy_(form.quantize(values, scales))
             bucket.mark_quantized(stale=False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .. import quantize
+from .. import compat, quantize
 from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
 from ..memory.bucket import BucketPlan, Site
 from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
@@ -41,24 +41,27 @@ class BucketPlanner:
     experts: ExpertPlacement | None = None
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        """Plan the buckets of a unit: one for each dtype, ``requires_grad``, topology and whether it is quantized, or
-        more if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
-        groups: dict[tuple[torch.dtype, bool, bool, str], list[ParamSpec]] = {}
+        """Plan the buckets of a unit: one for each dtype, ``requires_grad``, topology and way to be quantized, or more if
+        padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
+        groups: dict[tuple[torch.dtype, bool, bool, str, str], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
                 sites[0].name, tuple(local_shape(param)), whole=any(site.name in self.whole for site in sites)
             )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
-            scaling = self._scaling(unit, param, sites, is_expert)
-            groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling), []).append(spec)
+            scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
+            if compat.torchao.is_weight(param):
+                scaling, form = "tensorwise", compat.torchao.FORM
+            groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
-        for (dtype, requires_grad, is_expert, scaling), specs in groups.items():
+        for (dtype, requires_grad, is_expert, scaling, form), specs in groups.items():
             itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtype.itemsize
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
                 for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self.layout_policy):
-                    plans.append(self._bucket(unit, layout, dtype, requires_grad, is_expert, scaling))
+                    bucket = self._bucket(unit, layout, dtype, requires_grad, is_expert)
+                    plans.append(replace(bucket, scaling=scaling, form=form))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
         return plans
@@ -96,7 +99,7 @@ class BucketPlanner:
         return 1.0
 
     def _bucket(
-        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool, scaling: str
+        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
         return BucketPlan(
             name=unit.name,
@@ -112,6 +115,5 @@ class BucketPlanner:
             decoupled=self.gradient_policy.decoupled,
             inspected=self.gradient_policy.report_nan,
             is_expert=is_expert,
-            scaling=scaling,
             keeps_memory=self.gradient_policy.keeps_memory,
         )

@@ -114,32 +114,41 @@ class ModelPlan:
         return lines + (_values(params, experts) if check_values else [])
 
     def _check_quantized(self, planner: BucketPlanner) -> None:
-        """Raise if ``param_comm_dtype`` is given and means nothing here, or would not be right."""
+        """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
         precision, topology = planner.precision, planner.topology
-        if precision.param_comm_dtype is None:
+        quantized = [bucket for bucket in self.buckets if bucket.scaling]
+        by_torchao = any(bucket.form == compat.torchao.FORM for bucket in quantized)
+        if precision.param_comm_dtype is None and not by_torchao:
             return
+        asked = (
+            "Float8LinearConfig(enable_fsdp_float8_all_gather=True)"
+            if by_torchao
+            else f"param_comm_dtype={precision.param_comm_dtype}"
+        )
         if not topology.gathers_shards:
             raise NotImplementedError(
-                f"param_comm_dtype={precision.param_comm_dtype} is for shards that are gathered at each use, but the model "
-                f"is sharded as {topology}, where gathered parameters stay between uses. Use "
-                "zero_dp_strategy='optim_grads_params', with outer_dp_sharding_strategy='no_shard' if there are outer "
-                "ranks, or take param_comm_dtype out."
+                f"{asked} is for shards that are gathered at each use, but the model is sharded as {topology}, where gathered "
+                "parameters stay between uses. Use zero_dp_strategy='optim_grads_params', with "
+                "outer_dp_sharding_strategy='no_shard' if there are outer ranks, or take it out."
             )
-        quantized = [bucket for bucket in self.buckets if bucket.scaling]
         if not quantized:
             raise ValueError(
                 f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
                 "matrices in units are, and only parameters of two or three dimensions can be. Pass fsdp_unit_modules, or "
                 "param_comm_filter=lambda name, parameter: ..."
             )
-        for bucket in quantized if precision.param_comm_scaling == "tensorwise" else ():
-            for slot in bucket.layout.slots:
-                if _is_cut(self.partitions[slot.name], len(slot.shape)):
-                    raise NotImplementedError(
-                        f"param_comm_scaling='tensorwise' takes one scale per matrix, but {slot.name!r} is divided over "
-                        "other ranks (tensor parallelism), which know only their part's largest value. Use "
-                        "param_comm_scaling='rowwise', or leave it out with param_comm_filter."
-                    )
+        for bucket in quantized:
+            for slot in bucket.layout.slots if bucket.scaling == "tensorwise" else ():
+                if not _is_cut(self.partitions[slot.name], len(slot.shape)):
+                    continue
+                what, instead = "param_comm_scaling='tensorwise'", "leave it out with param_comm_filter"
+                if bucket.form == compat.torchao.FORM:
+                    what, instead = asked, "leave it out with enable_fsdp_float8_all_gather=False"
+                raise NotImplementedError(
+                    f"{what} takes one scale per matrix, but {slot.name!r} is divided over other ranks (tensor "
+                    "parallelism), which know only their part's largest value. Use param_comm_scaling='rowwise', or "
+                    f"{instead}."
+                )
 
     def _check_experts(self) -> None:
         """Raise ValueError if experts are expected and not found, or found and not expected."""
@@ -221,7 +230,7 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 
 
 def _quantized(bucket: BucketPlan) -> str:
-    return f", gathered in float8, {bucket.scaling}" if bucket.scaling else ""
+    return f", gathered in float8, {bucket.scaling}, {bucket.form}" if bucket.scaling else ""
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:
@@ -233,12 +242,24 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
 def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
     for name, part in module.named_modules():
         compat.transformer_engine.check_layer(part, name)
+    names: dict[int, str] = {}
     for name, param in module.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."
             )
-        if type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param):
+        other = names.setdefault(id(compat.torchao.plain(param)), name)
+        if other != name:
+            raise ValueError(
+                f"Parameters {other!r} and {name!r} were one before torchao converted their layers: with "
+                "enable_fsdp_float8_all_gather=True it wraps each on its own, and they would be trained apart. Leave one of "
+                "the layers out with module_filter_fn, and tie the weights after the conversion."
+            )
+        if compat.torchao.is_weight(param):
+            compat.torchao.check_weight(name, param)
+        elif (
+            type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param)
+        ):
             kind = type(param.data).__name__
             sharded = " It seems to be already sharded." if kind == "RowShardedTensor" else ""
             raise ValueError(

@@ -265,8 +265,8 @@ def _named(mesh: DeviceMesh) -> str:
 
 
 def local_part(param: Tensor) -> Tensor:
-    """Return this rank's part of a parameter, without autograd."""
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+    """Return this rank's part of a parameter, an ordinary tensor without autograd."""
+    return compat.torchao.plain(param.to_local() if isinstance(param, DTensor) else param).detach()
 
 
 def local_shape(param: Tensor) -> torch.Size:

@@ -1,0 +1,71 @@
+"""Forms in which modules get parameters that are gathered in float8.
+
+A form says how parameters are quantized, and what modules get of what was gathered:
+
+``"dequantized"``
+    An ordinary tensor in the compute dtype. No module notices, and no other form works with every module.
+``"torchao"``
+    A ``Float8TrainingTensor`` of torchao: a view of the gathered bytes where they arrived, and their scale. Its
+    ``Float8Linear`` multiplies with it as it is.
+
+With any form but the first, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
+uses. A module gets what the form's wrapper makes of three tensors:
+
+    anchor      the parameter's shape in the compute dtype, without memory: what gradients go to
+    data        float8, the parameter's shape: a view of the gathered bucket
+    scale       float32, :func:`.quantize.scale_shape`: a view of the scales of the bucket
+
+Compiled code goes through the marker ``mfsdp::unshard_quantized``, which stands for the three. In the graphs that result,
+the wrapper is gone: tensor subclasses exist while graphs are traced, not in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from . import compat, quantize
+
+__all__ = ["FORMS", "Form", "Wrapper"]
+
+
+class Wrapper(Protocol):
+    """Makes the tensors that modules get for one parameter. Dynamo reads it: it is plain data, equal in equal modules."""
+
+    def wrap(self, data: Tensor, scale: Tensor, dtype: object) -> Tensor:
+        """Wrap a parameter, without history. It refers to the memory of ``data`` once."""
+
+    def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+        """Wrap a parameter whose gradient goes to ``anchor``. Dynamo traces it."""
+
+    def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
+        """Make any use of a wrapped parameter fail, by putting a tensor into it that refuses to be used."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form.
+
+    Args:
+        scales_of: Maps the largest absolute values, in float32, to scales.
+        quantize: Maps values in the main dtype, and scales that broadcast to their shape, to bytes.
+        wrapper_of: Maps a parameter as it was when the model was sharded, and the modules that hold it, to its wrapper.
+            None: modules get views of the gathered bucket.
+    """
+
+    scales_of: Callable[[Tensor], Tensor]
+    quantize: Callable[[Tensor, Tensor], Tensor]
+    wrapper_of: Callable[[nn.Parameter, Sequence[nn.Module]], Wrapper | None]
+
+
+def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
+    return None
+
+
+FORMS: Mapping[str, Form] = {
+    quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
+    compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
+}

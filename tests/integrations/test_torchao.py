@@ -1,0 +1,316 @@
+"""torchao's float8 training: gathered in float8 if torchao was asked to, and equal to torchao under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchao_models
+import zoo
+from parity import AOT_EAGER, EAGER, INDUCTOR
+from pool import on_ranks, shared_folder
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchao_models import convert, llama, loss_of, torchao, train
+
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.checkpoint import Checkpoints
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
+from mfsdp_compile.diagnostics.measure import collectives
+from mfsdp_compile.models.llama import Block, Llama
+from mfsdp_compile.passes.context import Context
+from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.runtime import compat, quantize
+
+pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
+
+BF16, F8 = torch.bfloat16, quantize.DTYPE
+ROWWISE = MixedPrecisionPolicy(param_comm_dtype=F8)
+
+
+def shard(model: nn.Module, mode: str = EAGER, **arguments: Any) -> tuple[Any, Callable[..., Tensor], Any]:
+    options = arguments.pop("options", {})
+    sharded = fully_shard_model(model, fsdp_unit_modules=arguments.pop("units", [Block]), **arguments)
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-3))
+    if mode == EAGER:
+        return sharded, sharded, optimizer
+    chosen = {"inner": mode, "verify": "each", **options}
+    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=True, options=chosen), optimizer
+
+
+def by_torchao(model: Any) -> list[Any]:
+    return [bucket for bucket in model.sharded.buckets if bucket.plan.form == compat.torchao.FORM]
+
+
+def assert_equal(mine: list[Tensor], its: list[Tensor]) -> None:
+    assert [x.item() for x in mine] == [x.item() for x in its]
+
+
+# -- the oracle -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 4)
+def test_losses_are_those_of_fsdp2() -> None:
+    """With buckets of one parameter, ranks hold the same rows as under FSDP2, and gloo sums in the same order."""
+    model = torchao_models.fsdp2(llama(torch.float32), init_device_mesh("cpu", (dist.get_world_size(),)))
+    expected = train(model, model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for mode in (EAGER, AOT_EAGER):
+        model, call, optimizer = shard(llama(), mode, disable_bucketing=True)
+        assert_equal(train(model, call, optimizer), expected)
+        names = {slot.name for bucket in by_torchao(model) for slot in bucket.plan.layout.slots}
+        assert names == {n for n, p in model.module.named_parameters() if n.startswith("layers.") and p.dim() == 2}
+
+
+@on_ranks(2, 4)
+def test_uneven_rows() -> None:
+    """Compared with FSDP2 on one rank: on several, FSDP2 gathers parts of different sizes, and fails."""
+    ranks = dist.get_world_size()
+    alone = DeviceMesh("cpu", torch.arange(ranks).view(ranks, 1), mesh_dim_names=("ranks", "one"))["one"]
+    model = torchao_models.fsdp2(llama(torch.float32, hidden=45), alone)
+    expected = train(model, model, torch.optim.AdamW(model.parameters(), lr=1e-3), own_data=False)
+    for mode in (EAGER, AOT_EAGER):
+        model, call, optimizer = shard(llama(hidden=45), mode)
+        assert_equal(train(model, call, optimizer, own_data=False), expected)
+    assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
+
+
+def test_scales_are_those_of_torchao() -> None:
+    torchao()
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    for values in (torch.randn(6, 8), torch.randn(6, 8, dtype=BF16), torch.zeros(4, 4), torch.full((2, 2), 1e-30)):
+        scales = compat.torchao.scales_of(quantize.amax(values, "tensorwise"))
+        its = hp_tensor_to_float8_dynamic(values, F8, LinearMMConfig())
+        assert torch.equal(scales.reshape(()), its._scale)
+        assert torch.equal(compat.torchao.quantize(values, scales), its._data.view(torch.uint8))
+
+
+# -- eager, compiled --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharding", "options"),
+    [
+        pytest.param("HSDP optim_grads_params", {}, {"reshard_after_forward": 2}, id="HSDP, portions"),
+        pytest.param("optim_grads_params", {"fsdp_double_buffer": True}, {"regions": True}, id="buffers, regions"),
+        pytest.param("optim_grads_params", {}, {"memory_budget": "1GiB"}, id="solved", marks=pytest.mark.long),
+        pytest.param("optim_grads_params", {"bucket_bytes": 2048}, {}, id="small buckets", marks=pytest.mark.long),
+    ],
+)
+@on_ranks(4)
+def test_compiled_equals_eager(strategy: str, sharding: dict[str, Any], options: dict[str, Any]) -> None:
+    arguments = {**mesh_arguments(strategy), **sharding}
+    found = []
+    for mode in (EAGER, AOT_EAGER):
+        model, call, optimizer = shard(llama(layers=3), mode, options=options, **arguments)
+        losses = train(model, call, optimizer, steps=2, microbatches=2)
+        found.append([*losses, *(param.to_local().detach() for param in model.parameters())])
+        assert len(by_torchao(model)) >= 3
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_ranks(2)
+def test_kept_gathered_and_served() -> None:
+    expected = train(*shard(llama()))
+    model, call, optimizer = shard(llama())
+    with model.gathered():
+        assert_equal(train(model, call, optimizer), expected)
+    model, call, optimizer = shard(llama())
+    for layer in model.module.layers:
+        layer.compile(backend="mfsdp", options={"inner": AOT_EAGER, "verify": "each"})
+    assert_equal(train(model, call, optimizer), expected)
+    copied = copy.deepcopy(shard(llama())[0])
+    assert_equal(train(copied, copied, torch.optim.AdamW(copied.parameters(), lr=1e-3)), expected)
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_inductor() -> None:
+    _, eager, _ = shard(llama())
+    _, call, _ = shard(llama(), INDUCTOR)
+    for step in range(2):
+        mine, its = loss_of(call, step), loss_of(eager, step)
+        mine.backward()
+        its.backward()
+        assert torch.allclose(mine, its, rtol=1e-3)  # products are rounded to bfloat16 elsewhere
+
+
+@pytest.mark.parametrize("factory", [zoo.FrozenUnit, zoo.FrozenParameters, zoo.Checkpointed])
+@on_ranks(2)
+def test_models(factory: type[nn.Module]) -> None:
+    found = []
+    for mode in (EAGER, AOT_EAGER):
+        torch.manual_seed(0)
+        model, call, optimizer = shard(convert(factory().bfloat16()), mode, units=[factory.block])
+        assert by_torchao(model)
+        losses = []
+        for step in range(3):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step)).to(BF16)
+            loss = call(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        found.append(losses)
+    assert_equal(*found)
+    assert len({loss.item() for loss in found[0]}) == 3
+
+
+# -- memory, collectives ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_no_weight_is_saved() -> None:
+    """Neither bytes nor what a layer makes of a weight is saved by graphs, and in eager mode none outlives its unit."""
+    saved: list[tuple[int, ...]] = []
+
+    def look(graph: fx.Graph, context: Context, phase: Phase) -> None:
+        if phase is Phase.FORWARD:
+            values = [node.meta["val"] for node in graph.output_node().args[0] if isinstance(node, fx.Node)]
+            saved.extend(tuple(value.shape) for value in values if isinstance(value, Tensor))
+
+    matrices = [
+        tuple(param.shape) for param in Llama(torchao_models.config()).layers[0].parameters() if param.dim() == 2
+    ]
+    plain = {"enable_fsdp_float8_all_gather": False}
+    for model, policy in (
+        (llama(), MixedPrecisionPolicy()),
+        (llama(**plain), MixedPrecisionPolicy(param_comm_dtype=F8, param_comm_scaling="tensorwise")),
+        (llama(**plain), MixedPrecisionPolicy()),
+        (llama(recipe="rowwise"), ROWWISE),
+        (llama(recipe="rowwise_with_gw_hp"), ROWWISE),
+    ):
+        saved.clear()
+        call = shard(model, AOT_EAGER, options={"passes": [look]}, mixed_precision_policy=policy)[1]
+        loss_of(call, 0).backward()
+        assert saved
+        assert not {shape for shape in saved if shape in matrices or shape[::-1] in matrices}
+
+
+@on_ranks(2)
+def test_no_weight_outlives_its_unit() -> None:
+    model, call, _ = shard(llama())
+    eager, gathered = model.sharded.eager, []
+    read = eager.read
+
+    def record(home: Any) -> Any:
+        param = read(home)
+        if home.bucket in by_torchao(model):
+            gathered.append((home.bucket, weakref.ref(param._data.untyped_storage())))
+        return param
+
+    eager.read = record
+    loss = loss_of(call, 0)
+    last = model.module.layers[-1].attention.out.weight.mfsdp_home.bucket
+    assert len({bucket for bucket, _ in gathered}) == 2
+    assert all(bucket is last for bucket, storage in gathered if storage() is not None)
+    loss.backward()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_one_collective_of_scales_per_step(mode: str, microbatches: int) -> None:
+    def counted(model: Any, call: Callable[..., Tensor], optimizer: Any) -> Any:
+        train(model, call, optimizer, steps=1, microbatches=microbatches)
+        return collectives(lambda: train(model, call, optimizer, steps=1, microbatches=microbatches))
+
+    plain = counted(*shard(llama(enable_fsdp_float8_all_gather=False), mode))
+    assert counted(*shard(llama(), mode))["all_reduce"] == plain["all_reduce"] + 1
+
+
+@on_ranks(2)
+def test_a_weight_is_for_one_forward() -> None:
+    model, call, _ = shard(llama())
+    kept = []
+    model.module.layers[0].attention.q.register_forward_hook(lambda module, *_: kept.append(module.weight))
+    loss_of(call, 0)
+    assert type(kept[0]).__name__ == "Float8TrainingTensor"
+    kept[0].t()
+    loss_of(call, 1)
+    with pytest.raises(RuntimeError, match=r"'layers.0.attention.q.weight' was gathered for an earlier forward"):
+        kept[0].t()
+
+
+# -- rowwise ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@on_ranks(2)
+def test_rowwise_recipes(recipe: str) -> None:
+    """They get dequantized weights, gathered in float8."""
+    found = []
+    for mode in (EAGER, AOT_EAGER):
+        model, call, optimizer = shard(llama(recipe=recipe), mode, mixed_precision_policy=ROWWISE)
+        assert sum(bucket.quantized is not None for bucket in model.sharded.buckets) == 2
+        found.append(train(model, call, optimizer))
+    assert_equal(*found)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_checkpoints_hold_main_weights() -> None:
+    folder = shared_folder()
+    model, call, optimizer = shard(llama())
+    train(model, call, optimizer, steps=2)
+    state = model.state_dict()
+    assert all(value.dtype == torch.float32 for value in state.values())
+    Checkpoints(folder).save(1, model, optimizer)
+    expected = [param.full_tensor().detach() for param in model.parameters()]
+    losses = train(model, call, optimizer, steps=2)
+    torch.manual_seed(1)
+    for other, is_same in ((llama(), True), (Llama(torchao_models.config()).to(BF16), False)):
+        loaded, call, optimizer = shard(other)
+        Checkpoints(folder).load(loaded, optimizer)
+        for mine, its in zip(loaded.parameters(), expected, strict=True):
+            assert torch.equal(mine.full_tensor(), its)
+        loaded.load_state_dict(state)
+        if is_same:
+            again, call, optimizer = shard(llama())
+            Checkpoints(folder).load(again, optimizer)
+            assert_equal(train(again, call, optimizer, steps=2), losses)
+
+
+# -- refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HFSDP"])
+def test_other_strategies_are_refused(strategy: str) -> None:
+    with pytest.raises(
+        NotImplementedError, match=r"enable_fsdp_float8_all_gather=True\) is for shards that are gathered"
+    ):
+        shard(llama(), **mesh_arguments(strategy))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_other_dtypes_are_refused() -> None:
+    weights = torchao().CastConfig(target_dtype=torch.float8_e5m2)
+    with pytest.raises(NotImplementedError, match=r"is to be gathered in torch\.float8_e5m2"):
+        shard(llama(cast_config_weight=weights))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_weights_that_torchao_has_untied_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'blocks.0.up.weight' and 'blocks.2.up.weight' were one before"):
+        fully_shard_model(convert(zoo.Tied().bfloat16()), fsdp_unit_modules=[zoo.Block])
+
+
+@on_ranks(4)
+def test_tensor_parallel_weights_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = llama()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {"feed_forward.up": ColwiseParallel()})
+    with pytest.raises(NotImplementedError, match=r"but 'layers.0.feed_forward.up.weight' is divided over other ranks"):
+        shard(model, device_mesh=mesh, dp_shard_dim="dp")
