@@ -95,7 +95,12 @@ def main() -> None:
             if dist.get_rank() == 0:
                 _print(curves)
                 if given.write:
-                    found = {"steps": given.steps, "lr": given.lr, "ranks": dist.get_world_size(), "torch": torch.__version__}
+                    found = {
+                        "steps": given.steps,
+                        "lr": given.lr,
+                        "ranks": dist.get_world_size(),
+                        "torch": torch.__version__,
+                    }
                     Path(given.write).write_text(json.dumps(found | {"losses": curves}) + "\n", encoding="utf-8")
     dist.destroy_process_group()
 

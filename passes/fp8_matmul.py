@@ -139,7 +139,7 @@ def _reason(linear: fx.Node, is_candidate: bool, asked: Fp8Matmul, costs: CostMo
     """Return why a linear layer is left as it is; an empty string if it is not."""
     if not is_candidate:
         return "outside of FSDP units, or left out by fp8_filter"
-    input, weight, _ = (node.meta["example_value"] if isinstance(node, fx.Node) else None for node in _operands(linear))
+    input, weight = (operand.meta["example_value"] for operand in _operands(linear)[:2])
     result = linear.meta["example_value"]
     if result.dtype != torch.bfloat16:
         return f"it computes in {result.dtype}"

@@ -439,8 +439,9 @@ def _apply_passes(graph: fx.Graph, phase: Phase, record: CompileRecord) -> None:
         record.transform(phase, apply, graph, verified_as=name if record.verify_each else None)
 
 
-def name_of(user_pass: UserPass) -> str:
-    name = getattr(user_pass, "__qualname__", None) or type(user_pass).__qualname__
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the name of a user's function, or of the class of a callable."""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return name.rpartition("<locals>.")[2]
 
 

@@ -63,9 +63,7 @@ def _quantize_fake(values: Tensor, dims: Sequence[int], dtype: torch.dtype) -> t
 
 class _LinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, wgrad: bool
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, wgrad: bool) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.scaling, ctx.wgrad, ctx.shape, ctx.has_bias = scaling, wgrad, input.shape, bias is not None
@@ -91,7 +89,9 @@ class _LinearFunction(torch.autograd.Function):
             of_input = of_input.view(ctx.shape)
         if ctx.needs_input_grad[1] and ctx.wgrad and compat.is_multiple(rows.shape[0], ALIGNMENT):
             data, scales = _quantize(gradients, 0, ctx.scaling, _GRADIENTS[ctx.scaling])
-            of_weight = _product(data.t().contiguous(), scales.view(-1, 1), *_quantize(rows, 0, ctx.scaling, _VALUES), rows.dtype)
+            of_weight = _product(
+                data.t().contiguous(), scales.view(-1, 1), *_quantize(rows, 0, ctx.scaling, _VALUES), rows.dtype
+            )
         elif ctx.needs_input_grad[1]:
             of_weight = gradients.t() @ rows
         if ctx.has_bias and ctx.needs_input_grad[2]:

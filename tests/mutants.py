@@ -1128,7 +1128,9 @@ def not_quantized(s: Subject) -> Iterator[Change]:
     for node in _products(s):
         if (quantized := _quantized(node.args[0])) is not None and node.args[0].target is operator.getitem:
             source = quantized.args[0]
-            yield lambda n=node, of=source: n.update_arg(0, call(of, aten._to_copy.default, of, dtype=torch.float8_e4m3fn))
+            yield lambda n=node, of=source: n.update_arg(
+                0, call(of, aten._to_copy.default, of, dtype=torch.float8_e4m3fn)
+            )
 
 
 def quantized_weight_saved(s: Subject) -> Iterator[Change]:

@@ -319,9 +319,7 @@ def _outlines(
     outputs: list[Tensor] = []
     found: list[pipeline.CompileRecord] = []
     costs = CostModel(hardware, fused, groups=known_rings())
-    options = CompileOptions(
-        hardware=hardware, regions=False, fp8_matmul=work.fp8_matmul, fp8_wgrad=work.fp8_wgrad
-    )
+    options = CompileOptions(hardware=hardware, regions=False, fp8_matmul=work.fp8_matmul, fp8_wgrad=work.fp8_wgrad)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         gm = compat.copy_graph_module(gm)

@@ -701,7 +701,10 @@ def _multiplied(found: Analysis, _: Contract | None) -> Findings:
         given = arguments(node)
         left, right = given["self"], given["mat2"]
         at = (node, *_weight_of(found, left, right))
-        for side, operand, scales, summed in (("left", left, given["scale_a"], 1), ("right", right, given["scale_b"], 0)):
+        for side, operand, scales, summed in (
+            ("left", left, given["scale_a"], 1),
+            ("right", right, given["scale_b"], 0),
+        ):
             value, sizes = tensor_of(operand), tensor_of(scales)
             if value is None or sizes is None:
                 continue
@@ -757,9 +760,10 @@ def _is_folded(left: Any, scales: Any, weight: fx.Node) -> bool:
     ):
         return False
     quantized, _ = _quantization(left)
-    factors = quantized.args[0].all_input_nodes if quantized is not None else ()  # type: ignore[union-attr]
-    product = quantized is not None and quantized.args[0].target is _aten.mul.Tensor  # type: ignore[union-attr]
-    return product and any(_quantization(factor)[0] is weight for factor in factors)
+    product = quantized.args[0] if quantized is not None else None
+    if not isinstance(product, fx.Node) or product.target is not _aten.mul.Tensor:
+        return False
+    return any(_quantization(factor)[0] is weight for factor in product.all_input_nodes)
 
 
 def _weight_of(found: Analysis, *operands: Any) -> tuple[int | None, str | None]:

@@ -24,6 +24,8 @@ V9    scaled right           The operations of the stages, the factor, and the s
                              bucket's exchange.
 V10   shards match           The gradient returned for a shard has the shard's position, elements and dtype. Parameters
                              are read, and gradients packed, at their offsets in the bucket.
+V11   products in float8     Operands are quantized over the dimension that is summed over, each is divided by its own
+                             scales, and sizes and layouts are those that GPUs take.
 ====  =====================  ===========================================================================================
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
@@ -76,7 +78,7 @@ class ScheduleError(RuntimeError):
 
 
 def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") -> Report:
-    """Check a graph with sharded parameters against the rules V1 to V10, without changing it.
+    """Check a graph with sharded parameters against the rules V1 to V11, without changing it.
 
     It takes the arguments of a pass, so a user pass can call it. It also runs after every user pass.
 

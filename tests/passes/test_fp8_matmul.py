@@ -61,7 +61,10 @@ def test_values_are_divided_by_the_scales_of_their_rows(dims: list[int], dtype: 
     values = torch.randn(32, 48) * torch.logspace(-4, 4, 32).unsqueeze(-1)
     values[3], values[:, 5] = 0, 0
     data, scales = quantize_over(values, dims, dtype)
-    assert (data.dtype, scales.shape) == (dtype, torch.Size([1 if dim in dims else n for dim, n in enumerate((32, 48))]))
+    assert (data.dtype, scales.shape) == (
+        dtype,
+        torch.Size([1 if dim in dims else n for dim, n in enumerate((32, 48))]),
+    )
     largest = (data.float() * scales).abs().amax(dims, keepdim=True)
     torch.testing.assert_close(largest, values.abs().amax(dims, keepdim=True), rtol=1e-6, atol=0)
     rounding = ROUNDING if dtype is E4M3 else 2 * ROUNDING  # 3 and 2 bits of mantissa
@@ -85,7 +88,9 @@ def test_values_that_are_not_finite_stay_visible() -> None:
 def test_products_and_gradients(scaling: str, wgrad: bool, bias: bool) -> None:
     """Each product is that of the exact values, within the rounding of its operands."""
     generator = torch.Generator().manual_seed(1)
-    x, w, b, g = (torch.randn(size, generator=generator).to(BF16) for size in ((2, 16, 32), (48, 32), (48,), (2, 16, 48)))
+    x, w, b, g = (
+        torch.randn(size, generator=generator).to(BF16) for size in ((2, 16, 32), (48, 32), (48,), (2, 16, 48))
+    )
     for value in (x, w, b):
         value.requires_grad_()
     result = torch.ops.mfsdp.fp8_linear(x, w, b if bias else None, scaling, wgrad)
@@ -196,9 +201,13 @@ def test_auto_wants_a_gain() -> None:
     costs = CostModel(hardware("h100-ib"), fused=True)
     large, small = torch.empty(4096, 4096, device="meta"), torch.empty(256, 256, device="meta")
     assert _gains(torch.empty(2, 4096, 4096, device="meta"), large, False, costs)
-    assert not _gains(torch.empty(2, 64, 4096, device="meta"), large, False, costs)  # memory, not products, takes the time
+    assert not _gains(
+        torch.empty(2, 64, 4096, device="meta"), large, False, costs
+    )  # memory, not products, takes the time
     assert not _gains(torch.empty(2, 4096, 256, device="meta"), small, True, costs)
-    assert not _gains(torch.empty(2, 4096, 4096, device="meta"), large, True, CostModel(hardware("a100-ib"), fused=True))
+    assert not _gains(
+        torch.empty(2, 4096, 4096, device="meta"), large, True, CostModel(hardware("a100-ib"), fused=True)
+    )
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -307,7 +316,9 @@ def _frozen(model: Llama) -> Llama:
     return model
 
 
-@pytest.mark.parametrize("case", ["gathered", "checkpointed", "frozen", "portions", "buffers", "HSDP", "optim", "no_shard"])
+@pytest.mark.parametrize(
+    "case", ["gathered", "checkpointed", "frozen", "portions", "buffers", "HSDP", "optim", "no_shard"]
+)
 @on_ranks(4, timeout=300)
 def test_parity_with_other_features(case: str) -> None:
     for wgrad in (False, True):
@@ -357,7 +368,11 @@ def test_verify_step_allows_for_rounding_and_no_more() -> None:
     [
         ({"fp8_matmul": "blockwise"}, ValueError, r"must be one of \('rowwise', 'tensorwise', 'auto', None\)"),
         ({"fp8_matmul": "auto", "fp8_wgrad": 1}, TypeError, "takes True or False, got 1"),
-        ({"fp8_matmul": "auto", "fp8_filter": "mlp"}, TypeError, r"takes a function \(name, shape\) -> bool, got 'mlp'"),
+        (
+            {"fp8_matmul": "auto", "fp8_filter": "mlp"},
+            TypeError,
+            r"takes a function \(name, shape\) -> bool, got 'mlp'",
+        ),
         ({"fp8_wgrad": True}, ValueError, "'fp8_matmul'.* is not given, so nothing is"),
     ],
 )
@@ -372,5 +387,5 @@ def test_code_is_not_shared_between_blocks_that_the_filter_tells_apart() -> None
     options = {"inner": "aot_eager", "fp8_matmul": "rowwise", "fp8_filter": lambda name, shape: "layers.0" in name}
     for layer in model.module.layers:
         layer.compile(backend="mfsdp", options=options)
-    with pytest.raises(RuntimeError, match="'layers.1', of which options.*chooses other weights"):
+    with pytest.raises(RuntimeError, match=r"'layers\.1', of which options.*chooses other weights"):
         model(*tokens(0))
