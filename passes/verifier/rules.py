@@ -713,15 +713,14 @@ def _multiplied(found: Analysis, _: Contract | None) -> Findings:
             if value.stride(summed) != 1:
                 yield f"the {side} operand of {node}, {operand}, is not {('column', 'row')[summed]}-major", *at
             (quantized, transposed), of = _quantization(operand), _quantization(scales)[0]
-            if quantized is None and _is_saved(operand):
-                continue
             if quantized is None:
-                yield f"the {side} operand of {node}, {operand}, is not quantized", *at
+                if not _is_saved(operand):
+                    yield f"the {side} operand of {node}, {operand}, is not quantized", *at
                 continue
-            over = [summed ^ transposed]
+            over, dims = [summed ^ transposed], quantized.args[1]
             if of is quantized:
-                if list(quantized.args[1]) not in (over, [0, 1]):  # type: ignore[arg-type]
-                    what = f"the {side} operand of {node} is quantized over {quantized.args[1]}, and the product sums over {over}"
+                if dims not in (over, [0, 1]):
+                    what = f"the {side} operand of {node} is quantized over {dims}, and the product sums over {over}"
                     yield what, *at
             elif not (side == "right" and _is_folded(left, scales, quantized)):
                 yield f"the scales of {node}'s {side} operand are {scales}, not those of {quantized}", *at
