@@ -35,13 +35,13 @@ ROWWISE = MixedPrecisionPolicy(param_comm_dtype=F8)
 
 
 def shard(model: nn.Module, mode: str = EAGER, **arguments: Any) -> tuple[Any, Callable[..., Tensor], Any]:
-    options = arguments.pop("options", {})
+    options, fullgraph = arguments.pop("options", {}), arguments.pop("fullgraph", True)
     sharded = fully_shard_model(model, fsdp_unit_modules=arguments.pop("units", [Block]), **arguments)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-3))
     if mode == EAGER:
         return sharded, sharded, optimizer
     chosen = {"inner": mode, "verify": "each", **options}
-    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=True, options=chosen), optimizer
+    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=fullgraph, options=chosen), optimizer
 
 
 def by_torchao(model: Any) -> list[Any]:
@@ -246,13 +246,45 @@ def test_a_weight_is_for_one_forward() -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 @on_ranks(2)
 def test_rowwise_recipes(recipe: str) -> None:
-    """They get dequantized weights, gathered in float8."""
+    """They get dequantized weights, gathered in float8 with scales like their own."""
     found = []
     for mode in (EAGER, AOT_EAGER):
         model, call, optimizer = shard(llama(recipe=recipe), mode, mixed_precision_policy=ROWWISE)
-        assert sum(bucket.quantized is not None for bucket in model.sharded.buckets) == 2
+        quantized = [bucket for bucket in model.sharded.buckets if bucket.quantized is not None]
+        assert [bucket.plan.form for bucket in quantized] == [quantize.ROUNDED] * 2
         found.append(train(model, call, optimizer))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, None])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_weights_are_quantized_again_without_an_error(rounds: bool, axis: int | None) -> None:
+    """By rows as they were gathered, and if scales are powers of two also by columns and as a whole."""
+    torchao()
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    granularity = torchao().ScalingGranularity
+    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 64).unsqueeze(-1)
+    if axis != -1:
+        values = values.sign() * values.abs().clamp(min=values.abs().max() / 2**12)  # what one scale can hold of several rows
+    of_rows = quantize.rounded_scales_of if rounds else quantize.scales_of
+    scales = of_rows(quantize.amax(values, "rowwise"))
+    data = quantize.quantize(values, scales)
+    got = quantize.dequantize(data.flatten(), [(0, values.shape, scales)], BF16).view(values.shape)
+    kind = granularity.TENSORWISE if axis is None else granularity.AXISWISE
+    again = hp_tensor_to_float8_dynamic(
+        got, F8, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=axis, round_scales_to_power_of_2=rounds
+    )
+    its = again._data.float() / again._scale
+    normal = (its.abs() * again._scale >= 2**-6) | (got == 0)  # where float8 has all bits of its mantissa
+    if rounds:
+        assert torch.equal(its[normal], got.float()[normal])
+        assert normal.float().mean() > 0.5
+    elif axis == -1:
+        assert torch.equal(again._data.view(torch.uint8), data)
+    else:
+        assert not torch.equal(its[normal], got.float()[normal])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -314,3 +346,43 @@ def test_tensor_parallel_weights_are_refused() -> None:
         parallelize_module(layer, mesh["tp"], {"feed_forward.up": ColwiseParallel()})
     with pytest.raises(NotImplementedError, match=r"but 'layers.0.feed_forward.up.weight' is divided over other ranks"):
         shard(model, device_mesh=mesh, dp_shard_dim="dp")
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_weights_that_torchao_wraps_otherwise_are_refused() -> None:
+    torchao()
+    from torchao.prototype import quantized_training as training
+    from torchao.quantization import quantize_
+
+    for config, instead in (
+        (training.int8_mixed_precision_training(), "TrainingLinearWeight; .*Use int8_mixed_.*module_swap=True"),
+        (training.int8_weight_only_quantized_training(), "Int8QuantizedTrainingLinearWeight; .*no main weights"),
+        (training.bitnet_training(), "BitNetTrainingLinearWeight; .*Use ordinary parameters"),
+    ):
+        model = Llama(torchao_models.config()).to(BF16)
+        quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and "layers" in name)
+        with pytest.raises(ValueError, match=instead):
+            shard(model)
+
+
+# -- other training of torchao ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "mx"])
+@on_ranks(2)
+def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
+    """Layers that quantize ordinary parameters as they compute. torch puts those for MX into graphs, not those for int8."""
+    found = []
+    for mode in (None, EAGER, AOT_EAGER):
+        torch.manual_seed(0)
+        model = Llama(torchao_models.config(hidden=64)).to(BF16)
+        torchao_models.swap(model, kind)
+        if mode is None:
+            call, optimizer = model, torch.optim.SGD(model.parameters(), lr=1e-2)
+        else:
+            main = MixedPrecisionPolicy(main_params_dtype=BF16)
+            model, call, _ = shard(model, mode, mixed_precision_policy=main, fullgraph=kind == "mx")
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+        found.append(train(model, call, optimizer, own_data=False, steps=3, shape=(2, 17)))
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
