@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import mutants
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +27,10 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.verifier.verify import breaches
 from mfsdp_compile.runtime import compat, quantize
 
 pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
@@ -164,6 +169,61 @@ def test_models(factory: type[nn.Module]) -> None:
     assert len({loss.item() for loss in found[0]}) == 3
 
 
+class WithExperts(nn.Module):
+    """A linear layer of all ranks, and an expert of this expert-parallel rank, which gets all of the rank's tokens."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(32, 48)
+        torch.manual_seed(rank)
+        self.experts = nn.ModuleList([nn.Linear(48, 32, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](self.up(x).relu())
+
+
+@on_ranks(4)
+def test_expert_parallel() -> None:
+    """Scales are those of this rank's experts, over the ranks that share them."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep")), []
+    for mode in (EAGER, AOT_EAGER):
+        model = convert(nn.Sequential(*(WithExperts(mesh["ep"].get_local_rank()) for _ in range(2))).to(BF16))
+        arguments = {"units": [WithExperts], "expt_device_mesh": mesh, "dp_shard_dim": "fsdp"}
+        model, call, optimizer = shard(model, mode, **arguments)
+        for step in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(BF16)
+            loss = call(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        with torch.no_grad():
+            call(x)
+        assert {bucket.plan.is_expert for bucket in by_torchao(model)} == {True, False}
+        for bucket in by_torchao(model):
+            for index, whole in enumerate(bucket.gather_shards()):
+                assert torch.equal(bucket.scale_of(index), compat.torchao.scales_of(quantize.amax(whole, "tensorwise")))
+    assert_equal(found[3:], found[:3])
+
+
+@on_ranks(2)
+def test_meta_device() -> None:
+    values = []
+    for converted in (True, False):
+        with torch.device("meta"):
+            model = Llama(torchao_models.config()).to(BF16)
+        if converted:
+            model = convert(model, where="layers")
+        torch.manual_seed(0)
+        sharded, call, _ = shard(model, init_model_with_meta_device=True)
+        assert bool(by_torchao(sharded)) == converted
+        assert loss_of(call, 0).isfinite()
+        values.append([param.full_tensor() for param in sharded.parameters()])
+    for mine, its in zip(*values, strict=True):
+        assert torch.equal(mine, its)
+
+
 # -- memory, collectives ----------------------------------------------------------------------------------------------
 
 
@@ -267,7 +327,9 @@ def test_weights_are_quantized_again_without_an_error(rounds: bool, axis: int | 
     granularity = torchao().ScalingGranularity
     values = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 64).unsqueeze(-1)
     if axis != -1:
-        values = values.sign() * values.abs().clamp(min=values.abs().max() / 2**12)  # what one scale can hold of several rows
+        values = values.sign() * values.abs().clamp(
+            min=values.abs().max() / 2**12
+        )  # what one scale can hold of several rows
     of_rows = quantize.rounded_scales_of if rounds else quantize.scales_of
     scales = of_rows(quantize.amax(values, "rowwise"))
     data = quantize.quantize(values, scales)
@@ -311,6 +373,102 @@ def test_checkpoints_hold_main_weights() -> None:
             again, call, optimizer = shard(llama())
             Checkpoints(folder).load(again, optimizer)
             assert_equal(train(again, call, optimizer, steps=2), losses)
+
+
+# -- the verifier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_broken_graphs_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, scales and saved values of another bucket or parameter, or of none."""
+    graphs: list[tuple[fx.Graph, Context, Phase]] = []
+    finish = pipeline.finish_graph
+
+    def spy(graph: fx.Graph, phase: Phase, record: pipeline.CompileRecord) -> None:
+        finish(graph, phase, record)
+        graphs.append((copy.deepcopy(graph), record.context, phase))
+
+    monkeypatch.setattr(pipeline, "finish_graph", spy)
+    _, call, _ = shard(llama(), AOT_EAGER)
+    loss_of(call, 0).backward()
+    tried: Counter[str] = Counter()
+    for graph, context, phase in graphs:
+        assert not breaches(graph, context, phase)
+        for name, rule, breaks in _MUTANTS:
+            places = sum(1 for _ in breaks(mutants.Subject(copy.deepcopy(graph), context, phase)))
+            for number in range(0, places, max(1, places // 3)):
+                subject = mutants.Subject(copy.deepcopy(graph), context, phase)
+                next(itertools.islice(breaks(subject), number, None))()
+                found = {breach.rule for breach in breaches(subject.graph, context, phase)}
+                assert rule in found, (name, phase, number)
+                tried[name] += 1
+    assert all(tried[name] >= 2 for name, *_ in _MUTANTS)
+
+
+def _quantized_gathers(s: mutants.Subject) -> list[Any]:
+    return [launch for launch in s.gathers if s.info(launch.bucket).exchange.stays_quantized]
+
+
+def _of_another_shard(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for launch, other in itertools.permutations(_quantized_gathers(s), 2):
+        yield mutants.set_arg(launch.node, 0, other.input)
+
+
+def _of_main_weights(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for launch in _quantized_gathers(s):
+
+        def change(launch: Any = launch) -> None:
+            launch.node.update_arg(0, mutants.call(launch.input, torch.ops.aten.clone.default, launch.input))
+
+        yield change
+
+
+def _dequantized_too(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    scales_of = {bucket: node.all_input_nodes[0] for bucket, node, _ in s.scale_slices}
+    for launch in _quantized_gathers(s):
+        if launch.bucket not in scales_of:
+            continue
+
+        def change(launch: Any = launch, scales: fx.Node = scales_of[launch.bucket]) -> None:
+            launch.waits[0].target = roles.WAIT_QUANTIZED
+            launch.waits[0].args = (launch.node, scales, *s.info(launch.bucket).exchange.quantization)
+
+        yield change
+
+
+def _scales_of_another_bucket(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for (bucket, node, _), (other, its, _) in itertools.permutations(s.scale_slices, 2):
+        if bucket != other:
+            yield mutants.set_arg(node, 0, its.args[0])
+
+
+def _scales_of_another_parameter(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for (bucket, node, part), (other, its, its_part) in itertools.permutations(s.scale_slices, 2):
+        if bucket == other and part != its_part:
+            yield lambda node=node, its=its: setattr(node, "args", its.args)
+
+
+def _scales_of_no_parameter(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for _, node, (start, stop) in s.scale_slices:
+        yield lambda node=node, start=start, stop=stop: setattr(node, "args", (node.args[0], 0, start, stop + 1))
+
+
+def _saved(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for whole in s.gathered if s.phase is Phase.FORWARD else ():
+        for alias in whole.aliases if s.info(whole.bucket).exchange.stays_quantized else ():
+            yield lambda alias=alias: s.save(alias)
+            yield lambda alias=alias: s.save(mutants.call(alias, torch.ops.aten.clone.default, alias))
+
+
+_MUTANTS = (
+    ("bytes of another bucket", "V10", _of_another_shard),
+    ("other bytes", "V10", _of_main_weights),
+    ("dequantized", "V10", _dequantized_too),
+    ("scales of another bucket", "V10", _scales_of_another_bucket),
+    ("scales of another parameter", "V10", _scales_of_another_parameter),
+    ("scales of no parameter", "V10", _scales_of_no_parameter),
+    ("a weight saved", "V8", _saved),
+)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
