@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torchao_models
 import zoo
+from documents import ROOT
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks, shared_folder
 from torch import Tensor, fx, nn
@@ -83,6 +84,18 @@ def test_uneven_rows() -> None:
         model, call, optimizer = shard(llama(hidden=45), mode)
         assert_equal(train(model, call, optimizer, own_data=False), expected)
     assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
+
+
+@on_ranks(2)
+def test_the_program_of_the_page() -> None:
+    page = (ROOT / "docs" / "fp8.md").read_text()
+    (program,) = [block for block in page.split("```python\n") if "import Float8LinearConfig" in block]
+    program = program.partition("```")[0].replace('backend="mfsdp"', 'backend="mfsdp", options={"inner": "aot_eager"}')
+    torchao()
+    variables: dict[str, Any] = {}
+    exec(compile(program, "docs/fp8.md", "exec"), variables)
+    assert len(by_torchao(variables["model"])) == 4
+    assert variables["loss"].isfinite()
 
 
 def test_scales_are_those_of_torchao() -> None:
