@@ -86,7 +86,8 @@ gpu:
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) tests/gpu/run.py --out $(OUT) $(if $(RANKS),--ranks $(RANKS))
 
 # Transformer Engine's layers, without the extension for CUDA: tests/te has a reference in its place. They are in a folder
-# of their own, because peft takes them for a whole installation and fails to import them.
+# of their own, because peft takes them for a whole installation and fails to import them. torchao is in one too, because
+# transformers and peft use it where they find it, and most users have none.
 $(READY): pyproject.toml Makefile
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; \
 	then echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
@@ -94,6 +95,8 @@ $(READY): pyproject.toml Makefile
 	$(BIN)/pip install -q -e ".[test,models,docs]"
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/transformer_engine "transformer_engine==2.20.2" || \
 	echo "Transformer Engine could not be installed: its tests are skipped"
+	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/torchao "torchao==0.18.0" || \
+	echo "torchao could not be installed: its tests are skipped"
 	@touch $@
 
 clean:

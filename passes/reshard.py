@@ -57,17 +57,20 @@ def _derived(gather: roles.Gather) -> list[fx.Node]:
     These are casts (from autocast), weights that a layer quantizes, and transposed copies, with their views. A backward
     that saved them would hold whole parameters.
     """
-    own = dict.fromkeys((*((gather.whole,) if gather.whole is not None else ()), *gather.views))
+    pending = [*([gather.whole] if gather.whole is not None else []), *gather.views]
+    large, small = set(pending), set[fx.Node]()  # what is computed from them alone
     derived: list[fx.Node] = []
-    pending = list(own)
     while pending:
         for user in pending.pop().users:
-            if user in own or not _is_elementwise(user):
+            sources = user.all_input_nodes
+            if user in large or user in small or not _is_elementwise(user):
                 continue
-            if all(source in own or roles.has_kind(source, NodeKind.SCALES) for source in user.all_input_nodes):
-                own[user] = None
+            if all(s in large or s in small or roles.has_kind(s, NodeKind.SCALES) for s in sources):
                 pending.append(user)
-                if _numel(user) >= max(_numel(source) for source in user.all_input_nodes):
+                if large.isdisjoint(sources) or _numel(user) < max(map(_numel, sources)):
+                    small.add(user)
+                else:
+                    large.add(user)
                     derived.append(user)
     return derived
 

@@ -161,7 +161,7 @@ def _hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
                 f"{user.format_node()}: a parameter that is used as it is gathered in float8 is read inside of {user.target}, "
-                "for which this is not implemented. Gather its unit in the model's dtype, or run this part of the model eagerly."
+                "for which this is not implemented. Gather it in the model's dtype, or leave this part of the model uncompiled."
             )
         for place in [place for place, operand in zip(inputs, operands, strict=True) if operand is shell]:
             with place.graph.inserting_before(place):

@@ -92,12 +92,12 @@ class Exchange(NamedTuple):
     @property
     def stays_quantized(self) -> bool:
         """Whether modules get the gathered bytes themselves: then the bucket is never dequantized."""
-        return self.is_quantized and self.form != quantize.DEQUANTIZED
+        return self.is_quantized and self.form not in quantize.DEQUANTIZING
 
     @property
     def dequantizes(self) -> bool:
         """Whether the bucket is dequantized when its gather is awaited."""
-        return self.is_quantized and self.form == quantize.DEQUANTIZED
+        return self.is_quantized and self.form in quantize.DEQUANTIZING
 
     @property
     def takes_quantized(self) -> bool:

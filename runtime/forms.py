@@ -3,12 +3,16 @@
 A form says how parameters are quantized, and what modules get of what was gathered:
 
 ``"dequantized"``
-    An ordinary tensor in the compute dtype. No module notices, and no other form works with every module.
+    An ordinary tensor in the compute dtype, for every module.
+``"dequantized, with powers of two as scales"``
+    The same, for modules that quantize their weights again with powers of two as scales, as ``Float8Linear`` does with
+    torchao's rowwise recipes. What they get is then exact in their float8 too, by rows, columns or matrices; otherwise
+    it would be rounded twice, to another grid each time.
 ``"torchao"``
     A ``Float8TrainingTensor`` of torchao: a view of the gathered bytes where they arrived, and their scale. Its
     ``Float8Linear`` multiplies with it as it is.
 
-With any form but the first, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
+With other forms, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
 uses. A module gets what the form's wrapper makes of three tensors:
 
     anchor      the parameter's shape in the compute dtype, without memory: what gradients go to
@@ -67,5 +71,6 @@ def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
 
 FORMS: Mapping[str, Form] = {
     quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
+    quantize.ROUNDED: Form(quantize.rounded_scales_of, quantize.quantize, _no_wrapper),
     compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
 }

@@ -23,12 +23,15 @@ from torch import Tensor
 
 __all__ = [
     "DEQUANTIZED",
+    "DEQUANTIZING",
     "DTYPE",
     "LARGEST",
+    "ROUNDED",
     "SENT_DTYPE",
     "amax",
     "dequantize",
     "quantize",
+    "rounded_scales_of",
     "scale_count",
     "scale_shape",
     "scales_of",
@@ -36,7 +39,9 @@ __all__ = [
 ]
 
 DEQUANTIZED = "dequantized"
-"""The form of parameters that modules get as ordinary tensors; see :mod:`.forms`."""
+ROUNDED = "dequantized, with powers of two as scales"
+DEQUANTIZING = (DEQUANTIZED, ROUNDED)
+"""The forms of parameters that modules get as ordinary tensors; see :mod:`.forms`."""
 
 DTYPE = torch.float8_e4m3fn
 SENT_DTYPE = torch.uint8
@@ -65,6 +70,14 @@ def scales_of(largest: Tensor, limit: float = LARGEST) -> Tensor:
     """Return the scales that map these largest absolute values to ``limit``. Rows of zeros have scale 1."""
     scales = largest / limit
     return torch.where(scales == 0, torch.ones_like(scales), scales)
+
+
+def rounded_scales_of(largest: Tensor) -> Tensor:
+    """Return the smallest powers of two that are no smaller than :func:`scales_of`."""
+    scales = scales_of(largest)
+    mantissa, exponent = torch.frexp(scales)
+    rounded = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    return torch.where(scales.isfinite(), rounded, scales)
 
 
 def quantize(values: Tensor, scales: Tensor) -> Tensor:

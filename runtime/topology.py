@@ -29,7 +29,7 @@ from . import compat
 from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
 from .memory.comm_buffers import NO_BUFFERS, Buffers
-from .quantize import DEQUANTIZED
+from .quantize import DEQUANTIZED, DEQUANTIZING
 from .ranks.agreement import announce
 
 __all__ = [
@@ -326,7 +326,7 @@ class Topology:
             groups=[stage.group.name for stage in stages],
             inspected=inspected,
             # What stays gathered between uses is dequantized, unless modules get bytes.
-            scaling=scaling if gather is not None or form != DEQUANTIZED else "",
+            scaling=scaling if gather is not None or form not in DEQUANTIZING else "",
             form=form,
         )
         return exchange.with_buffers(gather_buffers, gradient_buffers)

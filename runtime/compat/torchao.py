@@ -6,6 +6,8 @@ Tested with torchao 0.18. Nothing here imports it: a model with its modules has 
     What ``convert_to_float8_training`` makes of the weights if the config has ``enable_fsdp_float8_all_gather=True``: a
     tensor around the ordinary one, ``_tensor``, with what FSDP2 needs to gather it in float8: ``_dtype``, and
     ``_linear_mm_config`` for the result. Main weights are the ordinary tensors.
+``Float8Linear.config.round_scales_to_power_of_2``
+    Whether it quantizes the weights that it gets with powers of two as scales.
 ``Float8TrainingTensor(data, scale, orig_dtype, linear_mm_config, gemm_input_role)``
     What ``Float8Linear`` multiplies with as it is. Values are ``data / scale``: torchao's scales are the reciprocals of
     ours.
@@ -30,6 +32,8 @@ __all__ = [
     "is_weight",
     "plain",
     "quantize",
+    "refusal",
+    "rounds_scales",
     "scales_of",
     "wrapper_of",
 ]
@@ -49,9 +53,19 @@ class _Nothing:
     pass
 
 
+def _class(module: str, name: str) -> type:
+    """Return a class of torchao; a class that nothing is an instance of if that was not imported."""
+    return getattr(sys.modules.get(f"torchao.float8.{module}"), name, _Nothing)
+
+
 def _weight_class() -> type:
-    """Return torchao's class; a class that nothing is an instance of if it was not imported."""
-    return getattr(sys.modules.get("torchao.float8.fsdp_utils"), "WeightWithDynamicFloat8CastTensor", _Nothing)
+    return _class("fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+
+
+def rounds_scales(module: nn.Module) -> bool:
+    """Whether a module quantizes its weight with powers of two as scales."""
+    config = getattr(module, "config", None)
+    return isinstance(module, _class("float8_linear", "Float8Linear")) and config.round_scales_to_power_of_2  # type: ignore[union-attr]
 
 
 def is_weight(tensor: Tensor) -> bool:
@@ -81,6 +95,24 @@ def check_weight(name: str, tensor: Tensor) -> None:
             f"Parameter {name!r} is to be gathered in {weight._dtype}, by enable_fsdp_float8_all_gather=True and "
             f"cast_config_weight; only {_DTYPE} is implemented. Take one of them out."
         )
+
+
+def refusal(kind: type) -> str:
+    """Return what to do in place of giving a parameter of this class to ``fully_shard_model``; "" if it is not torchao's."""
+    if not kind.__module__.startswith("torchao."):
+        return ""
+    instead = _INSTEAD.get(kind.__name__, "Use ordinary parameters, which its layers quantize as they compute")
+    return f" torchao has put it there. {instead}."
+
+
+_INSTEAD = {
+    "Int8MixedPrecisionTrainingLinearWeight": "Use int8_mixed_precision_training(module_swap=True)",
+    "MXFP8TrainingWeightWrapperTensor": "Use torchao.prototype.moe_training.mxfp8_linear.MXFP8Linear",
+    "Int8QuantizedTrainingLinearWeight": (
+        "It has no main weights, only int8, which are rounded at random. Use "
+        "int8_mixed_precision_training(module_swap=True)"
+    ),
+}
 
 
 def scales_of(largest: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class BucketPlan:
     @property
     def stays_quantized(self) -> bool:
         """Whether modules get the gathered bytes themselves."""
-        return bool(self.scaling) and self.form != quantize.DEQUANTIZED
+        return bool(self.scaling) and self.form not in quantize.DEQUANTIZING
 
     @property
     def held_dtype(self) -> torch.dtype:

@@ -52,6 +52,8 @@ class BucketPlanner:
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
+            elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
+                form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtype, requires_grad, is_expert, scaling, form), specs in groups.items():

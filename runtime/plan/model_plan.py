@@ -262,6 +262,7 @@ def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
         ):
             kind = type(param.data).__name__
             sharded = " It seems to be already sharded." if kind == "RowShardedTensor" else ""
+            sharded += compat.torchao.refusal(type(param.data))
             raise ValueError(
                 f"Parameter {name!r} is a {kind}; fully_shard_model takes ordinary parameters, and DTensors.{sharded}"
             )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import mutants
 import pytest
 import torch
 import torch.distributed as dist
 import torchao_models
 import zoo
+from documents import ROOT
 from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks, shared_folder
 from torch import Tensor, fx, nn
@@ -24,8 +28,10 @@ from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import collectives
 from mfsdp_compile.models.llama import Block, Llama
+from mfsdp_compile.passes import pipeline, roles
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
+from mfsdp_compile.passes.verifier.verify import breaches
 from mfsdp_compile.runtime import compat, quantize
 
 pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
@@ -35,13 +41,13 @@ ROWWISE = MixedPrecisionPolicy(param_comm_dtype=F8)
 
 
 def shard(model: nn.Module, mode: str = EAGER, **arguments: Any) -> tuple[Any, Callable[..., Tensor], Any]:
-    options = arguments.pop("options", {})
+    options, fullgraph = arguments.pop("options", {}), arguments.pop("fullgraph", True)
     sharded = fully_shard_model(model, fsdp_unit_modules=arguments.pop("units", [Block]), **arguments)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-3))
     if mode == EAGER:
         return sharded, sharded, optimizer
     chosen = {"inner": mode, "verify": "each", **options}
-    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=True, options=chosen), optimizer
+    return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=fullgraph, options=chosen), optimizer
 
 
 def by_torchao(model: Any) -> list[Any]:
@@ -78,6 +84,18 @@ def test_uneven_rows() -> None:
         model, call, optimizer = shard(llama(hidden=45), mode)
         assert_equal(train(model, call, optimizer, own_data=False), expected)
     assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
+
+
+@on_ranks(2)
+def test_the_program_of_the_page() -> None:
+    page = (ROOT / "docs" / "fp8.md").read_text()
+    (program,) = [block for block in page.split("```python\n") if "import Float8LinearConfig" in block]
+    program = program.partition("```")[0].replace('backend="mfsdp"', 'backend="mfsdp", options={"inner": "aot_eager"}')
+    torchao()
+    variables: dict[str, Any] = {}
+    exec(compile(program, "docs/fp8.md", "exec"), variables)
+    assert len(by_torchao(variables["model"])) == 4
+    assert variables["loss"].isfinite()
 
 
 def test_scales_are_those_of_torchao() -> None:
@@ -164,6 +182,61 @@ def test_models(factory: type[nn.Module]) -> None:
     assert len({loss.item() for loss in found[0]}) == 3
 
 
+class WithExperts(nn.Module):
+    """A linear layer of all ranks, and an expert of this expert-parallel rank, which gets all of the rank's tokens."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(32, 48)
+        torch.manual_seed(rank)
+        self.experts = nn.ModuleList([nn.Linear(48, 32, bias=False)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](self.up(x).relu())
+
+
+@on_ranks(4)
+def test_expert_parallel() -> None:
+    """Scales are those of this rank's experts, over the ranks that share them."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep")), []
+    for mode in (EAGER, AOT_EAGER):
+        model = convert(nn.Sequential(*(WithExperts(mesh["ep"].get_local_rank()) for _ in range(2))).to(BF16))
+        arguments = {"units": [WithExperts], "expt_device_mesh": mesh, "dp_shard_dim": "fsdp"}
+        model, call, optimizer = shard(model, mode, **arguments)
+        for step in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(BF16)
+            loss = call(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        with torch.no_grad():
+            call(x)
+        assert {bucket.plan.is_expert for bucket in by_torchao(model)} == {True, False}
+        for bucket in by_torchao(model):
+            for index, whole in enumerate(bucket.gather_shards()):
+                assert torch.equal(bucket.scale_of(index), compat.torchao.scales_of(quantize.amax(whole, "tensorwise")))
+    assert_equal(found[3:], found[:3])
+
+
+@on_ranks(2)
+def test_meta_device() -> None:
+    values = []
+    for converted in (True, False):
+        with torch.device("meta"):
+            model = Llama(torchao_models.config()).to(BF16)
+        if converted:
+            model = convert(model, where="layers")
+        torch.manual_seed(0)
+        sharded, call, _ = shard(model, init_model_with_meta_device=True)
+        assert bool(by_torchao(sharded)) == converted
+        assert loss_of(call, 0).isfinite()
+        values.append([param.full_tensor() for param in sharded.parameters()])
+    for mine, its in zip(*values, strict=True):
+        assert torch.equal(mine, its)
+
+
 # -- memory, collectives ----------------------------------------------------------------------------------------------
 
 
@@ -246,13 +319,47 @@ def test_a_weight_is_for_one_forward() -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 @on_ranks(2)
 def test_rowwise_recipes(recipe: str) -> None:
-    """They get dequantized weights, gathered in float8."""
+    """They get dequantized weights, gathered in float8 with scales like their own."""
     found = []
     for mode in (EAGER, AOT_EAGER):
         model, call, optimizer = shard(llama(recipe=recipe), mode, mixed_precision_policy=ROWWISE)
-        assert sum(bucket.quantized is not None for bucket in model.sharded.buckets) == 2
+        quantized = [bucket for bucket in model.sharded.buckets if bucket.quantized is not None]
+        assert [bucket.plan.form for bucket in quantized] == [quantize.ROUNDED] * 2
         found.append(train(model, call, optimizer))
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, None])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_weights_are_quantized_again_without_an_error(rounds: bool, axis: int | None) -> None:
+    """By rows as they were gathered, and if scales are powers of two also by columns and as a whole."""
+    torchao()
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+
+    granularity = torchao().ScalingGranularity
+    values = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 64).unsqueeze(-1)
+    if axis != -1:
+        values = values.sign() * values.abs().clamp(
+            min=values.abs().max() / 2**12
+        )  # what one scale can hold of several rows
+    of_rows = quantize.rounded_scales_of if rounds else quantize.scales_of
+    scales = of_rows(quantize.amax(values, "rowwise"))
+    data = quantize.quantize(values, scales)
+    got = quantize.dequantize(data.flatten(), [(0, values.shape, scales)], BF16).view(values.shape)
+    kind = granularity.TENSORWISE if axis is None else granularity.AXISWISE
+    again = hp_tensor_to_float8_dynamic(
+        got, F8, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=axis, round_scales_to_power_of_2=rounds
+    )
+    its = again._data.float() / again._scale
+    normal = (its.abs() * again._scale >= 2**-6) | (got == 0)  # where float8 has all bits of its mantissa
+    if rounds:
+        assert torch.equal(its[normal], got.float()[normal])
+        assert normal.float().mean() > 0.5
+    elif axis == -1:
+        assert torch.equal(again._data.view(torch.uint8), data)
+    else:
+        assert not torch.equal(its[normal], got.float()[normal])
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -279,6 +386,102 @@ def test_checkpoints_hold_main_weights() -> None:
             again, call, optimizer = shard(llama())
             Checkpoints(folder).load(again, optimizer)
             assert_equal(train(again, call, optimizer, steps=2), losses)
+
+
+# -- the verifier -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_broken_graphs_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, scales and saved values of another bucket or parameter, or of none."""
+    graphs: list[tuple[fx.Graph, Context, Phase]] = []
+    finish = pipeline.finish_graph
+
+    def spy(graph: fx.Graph, phase: Phase, record: pipeline.CompileRecord) -> None:
+        finish(graph, phase, record)
+        graphs.append((copy.deepcopy(graph), record.context, phase))
+
+    monkeypatch.setattr(pipeline, "finish_graph", spy)
+    _, call, _ = shard(llama(), AOT_EAGER)
+    loss_of(call, 0).backward()
+    tried: Counter[str] = Counter()
+    for graph, context, phase in graphs:
+        assert not breaches(graph, context, phase)
+        for name, rule, breaks in _MUTANTS:
+            places = sum(1 for _ in breaks(mutants.Subject(copy.deepcopy(graph), context, phase)))
+            for number in range(0, places, max(1, places // 3)):
+                subject = mutants.Subject(copy.deepcopy(graph), context, phase)
+                next(itertools.islice(breaks(subject), number, None))()
+                found = {breach.rule for breach in breaches(subject.graph, context, phase)}
+                assert rule in found, (name, phase, number)
+                tried[name] += 1
+    assert all(tried[name] >= 2 for name, *_ in _MUTANTS)
+
+
+def _quantized_gathers(s: mutants.Subject) -> list[Any]:
+    return [launch for launch in s.gathers if s.info(launch.bucket).exchange.stays_quantized]
+
+
+def _of_another_shard(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for launch, other in itertools.permutations(_quantized_gathers(s), 2):
+        yield mutants.set_arg(launch.node, 0, other.input)
+
+
+def _of_main_weights(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for launch in _quantized_gathers(s):
+
+        def change(launch: Any = launch) -> None:
+            launch.node.update_arg(0, mutants.call(launch.input, torch.ops.aten.clone.default, launch.input))
+
+        yield change
+
+
+def _dequantized_too(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    scales_of = {bucket: node.all_input_nodes[0] for bucket, node, _ in s.scale_slices}
+    for launch in _quantized_gathers(s):
+        if launch.bucket not in scales_of:
+            continue
+
+        def change(launch: Any = launch, scales: fx.Node = scales_of[launch.bucket]) -> None:
+            launch.waits[0].target = roles.WAIT_QUANTIZED
+            launch.waits[0].args = (launch.node, scales, *s.info(launch.bucket).exchange.quantization)
+
+        yield change
+
+
+def _scales_of_another_bucket(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for (bucket, node, _), (other, its, _) in itertools.permutations(s.scale_slices, 2):
+        if bucket != other:
+            yield mutants.set_arg(node, 0, its.args[0])
+
+
+def _scales_of_another_parameter(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for (bucket, node, part), (other, its, its_part) in itertools.permutations(s.scale_slices, 2):
+        if bucket == other and part != its_part:
+            yield lambda node=node, its=its: setattr(node, "args", its.args)
+
+
+def _scales_of_no_parameter(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for _, node, (start, stop) in s.scale_slices:
+        yield lambda node=node, start=start, stop=stop: setattr(node, "args", (node.args[0], 0, start, stop + 1))
+
+
+def _saved(s: mutants.Subject) -> Iterator[Callable[[], Any]]:
+    for whole in s.gathered if s.phase is Phase.FORWARD else ():
+        for alias in whole.aliases if s.info(whole.bucket).exchange.stays_quantized else ():
+            yield lambda alias=alias: s.save(alias)
+            yield lambda alias=alias: s.save(mutants.call(alias, torch.ops.aten.clone.default, alias))
+
+
+_MUTANTS = (
+    ("bytes of another bucket", "V10", _of_another_shard),
+    ("other bytes", "V10", _of_main_weights),
+    ("dequantized", "V10", _dequantized_too),
+    ("scales of another bucket", "V10", _scales_of_another_bucket),
+    ("scales of another parameter", "V10", _scales_of_another_parameter),
+    ("scales of no parameter", "V10", _scales_of_no_parameter),
+    ("a weight saved", "V8", _saved),
+)
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -314,3 +517,43 @@ def test_tensor_parallel_weights_are_refused() -> None:
         parallelize_module(layer, mesh["tp"], {"feed_forward.up": ColwiseParallel()})
     with pytest.raises(NotImplementedError, match=r"but 'layers.0.feed_forward.up.weight' is divided over other ranks"):
         shard(model, device_mesh=mesh, dp_shard_dim="dp")
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_weights_that_torchao_wraps_otherwise_are_refused() -> None:
+    torchao()
+    from torchao.prototype import quantized_training as training
+    from torchao.quantization import quantize_
+
+    for config, instead in (
+        (training.int8_mixed_precision_training(), "TrainingLinearWeight; .*Use int8_mixed_.*module_swap=True"),
+        (training.int8_weight_only_quantized_training(), "Int8QuantizedTrainingLinearWeight; .*no main weights"),
+        (training.bitnet_training(), "BitNetTrainingLinearWeight; .*Use ordinary parameters"),
+    ):
+        model = Llama(torchao_models.config()).to(BF16)
+        quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and "layers" in name)
+        with pytest.raises(ValueError, match=instead):
+            shard(model)
+
+
+# -- other training of torchao ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["int8", "mx"])
+@on_ranks(2)
+def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
+    """Layers that quantize ordinary parameters as they compute. torch puts those for MX into graphs, not those for int8."""
+    found = []
+    for mode in (None, EAGER, AOT_EAGER):
+        torch.manual_seed(0)
+        model = Llama(torchao_models.config(hidden=64)).to(BF16)
+        torchao_models.swap(model, kind)
+        if mode is None:
+            call, optimizer = model, torch.optim.SGD(model.parameters(), lr=1e-2)
+        else:
+            main = MixedPrecisionPolicy(main_params_dtype=BF16)
+            model, call, _ = shard(model, mode, mixed_precision_policy=main, fullgraph=kind == "mx")
+            optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
+        found.append(train(model, call, optimizer, own_data=False, steps=3, shape=(2, 17)))
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])

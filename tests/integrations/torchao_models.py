@@ -48,14 +48,37 @@ def convert(model: nn.Module, recipe: str = "tensorwise", where: str = "", **opt
     return float8.convert_to_float8_training(model, config=given, module_filter_fn=lambda module, name: where in name)
 
 
+def swap(model: nn.Module, kind: str) -> None:
+    """Replace the linear layers of MLPs by those of torchao's prototypes: ``"int8"`` or ``"mx"``, emulated."""
+    torchao()
+    if kind == "int8":
+        from torchao.prototype.quantized_training import int8_mixed_precision_training
+        from torchao.quantization import quantize_
+
+        chosen = int8_mixed_precision_training(module_swap=True)
+        quantize_(model, chosen, lambda module, name: isinstance(module, nn.Linear) and "feed_forward" in name)
+        return
+    from torchao.prototype.moe_training.config import KernelPreference
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+
+    for module in [layer.feed_forward for layer in model.layers]:
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, nn.Linear):
+                new = MXFP8Linear(
+                    linear.in_features, linear.out_features, False, kernel_preference=KernelPreference.EMULATED
+                )
+                new.weight = linear.weight
+                setattr(module, name, new)
+
+
 def llama(dtype: torch.dtype = torch.bfloat16, hidden: int = 48, layers: int = 2, **options: Any) -> nn.Module:
     """A model of equal values, rounded to bfloat16, whose blocks are converted. 51 tokens occur nowhere as a size."""
     torch.manual_seed(0)
     return convert(Llama(config(hidden, layers)).bfloat16().to(dtype), where="layers", **options)
 
 
-def loss_of(call: Callable[..., Tensor], number: int, rank: int = 0) -> Tensor:
-    tokens = torch.randint(0, 50, (3, 18), generator=torch.Generator().manual_seed(100 * number + rank))
+def loss_of(call: Callable[..., Tensor], number: int, rank: int = 0, shape: tuple[int, int] = (3, 18)) -> Tensor:
+    tokens = torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(100 * number + rank))
     return F.cross_entropy(call(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
@@ -66,12 +89,13 @@ def train(
     own_data: bool = True,
     steps: int = 4,
     microbatches: int = 1,
+    **batch: Any,
 ) -> list[Tensor]:
     """Train as torchao's documentation says, with its scales computed after each step. Return losses."""
     rank, losses = dist.get_rank() if own_data else 0, []
     for step in range(steps):
         for micro in range(microbatches):
-            loss = loss_of(call, microbatches * step + micro, rank)
+            loss = loss_of(call, microbatches * step + micro, rank, **batch)
             loss.backward()
             losses.append(loss.detach())
         optimizer.step()

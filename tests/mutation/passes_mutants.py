@@ -131,7 +131,7 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/reshard.py",
         "casts of weights are saved for backward",
-        "        derived = [*gather.views, *_casts(gather)]",
+        "        derived = [*gather.views, *_derived(gather)]",
         "        derived = [*gather.views]",
         ("passes/test_passes.py",),
     ),
@@ -152,7 +152,7 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/unshard.py",
         "frozen parameters of a bucket that trains get gradients",
-        "        if context.buckets[role.bucket].trainable and not compat.requires_grad(shell):",
+        "        if info.trainable and not compat.requires_grad(shell):",
         "        if False:",
         ("passes/test_passes.py -k frozen_since",),
     ),
@@ -496,6 +496,27 @@ PASSES_MUTANTS = (
         "    if (wait.target is roles.WAIT_QUANTIZED) != quantized:",
         "    if False:",
         ("passes/test_verify.py -k test_every_mutant_is_rejected",),
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "scales of another bucket pass, of weights that stay quantized",
+        """            yield f"{node} takes the scales of {found.info(role.bucket).name!r}", node, bucket""",
+        "            pass",
+        ("integrations/test_torchao.py -k broken_graphs",),
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "scales of another parameter pass",
+        """            yield f"{first} takes the scales of another parameter", first, bucket""",
+        "            pass",
+        ("integrations/test_torchao.py -k broken_graphs",),
+    ),
+    Mutant(
+        "passes/reshard.py",
+        "what is computed from weights and activations is computed again",
+        "            if all(s in large or s in small or",
+        "            if any(s in large or s in small or",
+        ("passes/test_passes.py -k computed_again",),
     ),
     Mutant(
         "passes/verifier/rules.py",

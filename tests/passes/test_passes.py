@@ -399,6 +399,28 @@ def test_copies_of_weights_are_computed_again() -> None:
     assert "recompute" not in product.meta
 
 
+def test_quantized_weights_are_computed_again() -> None:
+    """A layer that quantizes its weight: what is as large as the weight is recomputed, what is made of inputs is not."""
+    graph = fx.Graph()
+    shard, x = graph.placeholder("shard_0"), graph.placeholder("x")
+    weight = gather(graph, shard, 0)
+    absolute = graph.call_function(aten.abs.default, (weight,))
+    largest = graph.call_function(aten.amax.default, (absolute,))
+    scale = graph.call_function(aten.reciprocal.default, (largest,))
+    scaled = graph.call_function(aten.mul.Tensor, (weight, scale))
+    data = graph.call_function(aten._to_copy.default, (scaled,), {"dtype": torch.float8_e4m3fn})
+    copied = graph.call_function(aten.clone.default, (data,))
+    mixed = graph.call_function(aten.mul.Tensor, (weight, x))
+    for node in (weight, absolute, largest, scale, scaled, data, copied, mixed):
+        node.meta["val"] = torch.empty(1 if node in (largest, scale) else 16)
+    set_phase_of(graph, (copied, mixed), Phase.JOINT)
+    reshard.apply(graph, context(["a"]), Phase.JOINT)
+    assert all(
+        node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE for node in (weight, absolute, scaled, data, copied)
+    )
+    assert not any("recompute" in node.meta for node in (largest, scale, mixed))
+
+
 def test_only_whole_models_keep_what_forward_used_last() -> None:
     """Only graphs of whole models keep the last bucket. A block compiled alone does not know what runs in between."""
     graph = fx.Graph()

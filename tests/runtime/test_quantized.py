@@ -133,6 +133,15 @@ def test_what_is_not_finite_stays_visible(bad: float, scaling: str) -> None:
     assert scaling == "tensorwise" or torch.equal(result[0], torch.ones(4, dtype=BF16))
 
 
+def test_scales_that_are_powers_of_two() -> None:
+    """They are the smallest that hold the largest value; what is not finite stays visible."""
+    largest = torch.tensor([448.0, 448.1, 447.9, 896.0, 3.0, 1e-30, 0.0, math.inf])
+    scales = quantize.rounded_scales_of(largest)
+    expected = [1.0, 2.0, 1.0, 2.0, 2**-7, 2.0 ** math.ceil(math.log2(1e-30 / 448)), 1.0, math.inf]
+    assert scales.tolist() == expected
+    assert quantize.rounded_scales_of(torch.tensor([math.nan])).isnan().all()
+
+
 LLAMA_8B = {
     "attention.q": (4096, 4096),
     "attention.k": (1024, 4096),
