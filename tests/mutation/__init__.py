@@ -4,8 +4,9 @@
 """
 
 from .checkpoint_mutants import CHECKPOINT
+from .fp8_mutants import FP8
 from .more_runtime_mutants import MORE_RUNTIME
 from .passes_mutants import PASSES_MUTANTS
 from .runtime_mutants import RUNTIME
 
-MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT)
+MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT, *FP8)

@@ -341,8 +341,8 @@ RUNTIME = (
     Mutant(
         "runtime/quantize.py",
         "scales are twice as large as they need to be",
-        "    scales = largest / LARGEST",
-        "    scales = largest / (LARGEST / 2)",
+        "    scales = largest / limit",
+        "    scales = largest / (limit / 2)",
         ("runtime/test_quantized.py -k rounded_once",),
     ),
     Mutant(
