@@ -8,6 +8,14 @@ The operator is composite; see :mod:`mfsdp_compile.runtime.fp8_linear`. In the j
 products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what computes
 them, weights are quantized after their gather, again in backward, and :mod:`.reshard` lets none of that be saved.
 
+A bucket that is gathered in float8 with the same scaling, and whose parameters are only such weights, is not dequantized:
+
+    parts = mfsdp.unshard_quantized(L_q_weight, ...)
+    fp8_linear = mfsdp.fp8_linear_quantized(x, parts[0], parts[1], parts[2], bias, "rowwise", False)
+
+The products read the gathered bytes where they arrived, and no weight is ever whole in another dtype. Other quantized
+buckets are dequantized, and their weights quantized again: to the values that were sent.
+
 A layer is left as it is if
 
 - its weight is not among the candidates: by default, the weights of FSDP units. The embedding and the output layer of a
@@ -22,8 +30,9 @@ Needs: shell placeholders with their roles. Leaves: the same graph with other op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,15 +40,16 @@ from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.fp8_linear import ALIGNMENT
+from mfsdp_compile.runtime.quantize import MULTIPLIED
 
 from .context import Context, NodeKind, Report, role_of
 from .roles import FP8
 from .solver.costs import CostModel
+from .unshard import PLAIN_MARKERS
 
 __all__ = ["Fp8Matmul", "apply"]
 
 _LINEAR = torch._C._nn.linear
-_MARKERS = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _SHOWN = 3
 
 
@@ -57,37 +67,98 @@ class Fp8Matmul:
     wgrad: bool
     candidates: tuple[frozenset[int], ...]
 
+    @property
+    def used(self) -> str:
+        """The scaling of layers that are rewritten."""
+        return "rowwise" if self.scaling == "auto" else self.scaling
 
-def apply(graph: fx.Graph, context: Context, asked: Fp8Matmul, costs: CostModel | None) -> Report:
+
+def apply(graph: fx.Graph, context: Context, asked: Fp8Matmul, costs: CostModel | None) -> tuple[Report, Context]:
     """Rewrite the linear layers of a graph and of the bodies of its checkpoints.
 
     Args:
         costs: Costs on the machine, for ``"auto"``.
+
+    Returns:
+        The report, and the context with buckets that stay in float8.
     """
     shells = {
         node: (role.bucket, role.index)
         for node in graph.find_nodes(op="placeholder")
         if (role := role_of(node)) is not None and role.kind is NodeKind.SHELL and role.index is not None
     }
-    rewritten: list[str] = []
+    rewritten: dict[fx.Node, tuple[int, int]] = {}
     left: dict[str, list[str]] = {}
-    for linear, of in _linears(graph, shells):
+    for linear, of in list(_linears(graph, shells)):
         if of is None:
             left.setdefault("its weight is not a parameter as it is", []).append(linear.name)
             continue
         bucket, index = of
-        name = context.buckets[bucket].layout.slots[index].name
         reason = _reason(linear, index in asked.candidates[bucket], asked, costs)
         if reason:
-            left.setdefault(reason, []).append(name)
+            left.setdefault(reason, []).append(context.buckets[bucket].layout.slots[index].name)
         else:
-            _rewrite(linear, asked)
-            rewritten.append(name)
+            rewritten[_rewrite(linear, asked)] = of
+    names = [context.buckets[bucket].layout.slots[index].name for bucket, index in rewritten.values()]
     products = "forward, dgrad and wgrad" if asked.wgrad else "forward and dgrad"
-    scaling = "rowwise" if asked.scaling == "auto" else asked.scaling
-    lines = [f"{_count(rewritten)} in float8, {scaling}: {products}"] if rewritten else ["no linear layer in float8"]
+    lines = [f"{_count(names)} in float8, {asked.used}: {products}"] if names else ["no linear layer in float8"]
     lines += [f"{_count(names)} left: {reason}" for reason, names in left.items()]
-    return Report("fp8_matmul", lines)
+    stay = _stay_quantized(graph, context, shells, rewritten, asked)
+    for linear, (bucket, _) in rewritten.items():
+        if bucket in stay:
+            _take_quantized(linear, asked)
+    if stay:
+        lines.append(f"{len(stay)} of {len(context.buckets)} buckets stay in float8")
+    buckets = tuple(
+        replace(info, exchange=info.exchange._replace(form=MULTIPLIED), gathered_bytes=info.sent_bytes)
+        if bucket in stay
+        else info
+        for bucket, info in enumerate(context.buckets)
+    )
+    return Report("fp8_matmul", lines), replace(context, buckets=buckets)
+
+
+def _stay_quantized(
+    graph: fx.Graph,
+    context: Context,
+    shells: Mapping[fx.Node, tuple[int, int]],
+    rewritten: Mapping[fx.Node, tuple[int, int]],
+    asked: Fp8Matmul,
+) -> set[int]:
+    """Return the buckets that are gathered in float8 as the products need it, and read by nothing else."""
+    exchanges = [info.exchange for info in context.buckets]
+    stay = {
+        bucket
+        for bucket in {bucket for bucket, _ in rewritten.values()}
+        if exchanges[bucket].dequantizes
+        and exchanges[bucket].takes_quantized
+        and exchanges[bucket].scaling == asked.used
+    }
+    for reader, bucket in _readers(graph, shells):
+        if reader not in rewritten:
+            stay.discard(bucket)
+    return stay
+
+
+def _readers(graph: fx.Graph, shells: Mapping[fx.Node, tuple[int, int]]) -> Iterator[tuple[fx.Node, int]]:
+    """Yield what reads parameters, here and in nested graphs, each with the bucket."""
+    for shell, (bucket, _) in shells.items():
+        for user in shell.users:
+            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := _graph_of(argument)) is not None]
+            if user.target in PLAIN_MARKERS:
+                yield from ((reader, bucket) for reader in user.users)
+            elif len(bodies) != 1:
+                yield user, bucket
+            for position, body in bodies if len(bodies) == 1 else ():
+                yield from _readers(body.graph, _inputs(body, user.args[position + 1 :], shells))
+
+
+def _inputs(
+    body: fx.GraphModule, operands: Sequence[Any], shells: Mapping[fx.Node, tuple[int, int]]
+) -> dict[fx.Node, tuple[int, int]]:
+    """Return the placeholders of a nested graph that are shells."""
+    pairs = zip(body.graph.find_nodes(op="placeholder"), operands, strict=False)
+    return {placeholder: shells[value] for placeholder, value in pairs if value in shells}
 
 
 def _count(names: list[str]) -> str:
@@ -108,14 +179,12 @@ def _linears(
             continue
         if node.target is _LINEAR:
             weight = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
-            is_marker = isinstance(weight, fx.Node) and weight.target in _MARKERS
+            is_marker = isinstance(weight, fx.Node) and weight.target in PLAIN_MARKERS
             yield node, shells.get(weight.args[0]) if is_marker else None  # type: ignore[union-attr, arg-type]
         for position, argument in enumerate(node.args):
             body = _graph_of(argument)
             if body is not None:
-                inputs = zip(body.graph.find_nodes(op="placeholder"), node.args[position + 1 :], strict=False)
-                inner = {placeholder: shells[value] for placeholder, value in inputs if value in shells}  # type: ignore[index]
-                yield from _linears(body.graph, inner)
+                yield from _linears(body.graph, _inputs(body, node.args[position + 1 :], shells))
                 body.recompile()
 
 
@@ -171,12 +240,32 @@ def _gains(input: Tensor, weight: Tensor, wgrad: bool, costs: CostModel) -> bool
     return products * (before - after) > quantizing
 
 
-def _rewrite(linear: fx.Node, asked: Fp8Matmul) -> None:
+def _rewrite(linear: fx.Node, asked: Fp8Matmul) -> fx.Node:
     graph = linear.graph
-    scaling = "rowwise" if asked.scaling == "auto" else asked.scaling
     with graph.inserting_before(linear):
-        new = graph.call_function(torch.ops.mfsdp.fp8_linear.default, (*_operands(linear), scaling, asked.wgrad))
+        new = graph.call_function(torch.ops.mfsdp.fp8_linear.default, (*_operands(linear), asked.used, asked.wgrad))
     new.meta = dict(linear.meta)
     new.meta["custom"] = {**(linear.meta.get("custom") or {}), FP8: True}
     linear.replace_all_uses_with(new)
     graph.erase_node(linear)
+    return new
+
+
+def _take_quantized(linear: fx.Node, asked: Fp8Matmul) -> None:
+    """Let a rewritten layer take its weight as it was gathered."""
+    input, marker, bias, *settings = linear.args
+    assert isinstance(marker, fx.Node)
+    graph = linear.graph
+    with graph.inserting_before(linear):
+        parts = graph.call_function(torch.ops.mfsdp.unshard_quantized.default, (*marker.args, asked.used))
+        anchor, data, scales = elements = [graph.call_function(operator.getitem, (parts, i)) for i in range(3)]
+    value = marker.meta["example_value"]
+    values = torch.ops.mfsdp.unshard_quantized(value, *parts.args[1:])
+    for node, its in zip((parts, *elements), (values, *values), strict=True):
+        node.meta = {**marker.meta, "example_value": its}
+    linear.target, linear.args = (
+        torch.ops.mfsdp.fp8_linear_quantized.default,
+        (input, anchor, data, scales, bias, *settings),
+    )
+    if not marker.users:
+        graph.erase_node(marker)

@@ -209,7 +209,12 @@ def rewrite_dynamo_graph(
     record.show(None, gm.graph)
     if fp8 is not None:
         costs = record.prediction.costs if record.prediction is not None else None
-        report = record.run(None, lambda graph, context, _: fp8_matmul.apply(graph, context, fp8, costs), gm.graph)
+
+        def multiply_in_fp8(graph: fx.Graph, context: Context, _: None) -> Report:
+            report, record.context = fp8_matmul.apply(graph, context, fp8, costs)
+            return report
+
+        report = record.run(None, multiply_in_fp8, gm.graph)
         record.show(None, gm.graph, report)
     if outline is not None:
         outline(gm.graph)

@@ -8,15 +8,15 @@ Before                                              After
     linear_7 = linear(add, q_1)                         getitem_1 = layers_1[0]
 
 A region takes, for each of the unit's buckets, the gathered bucket and an anchor, a tensor without memory that receives
-the packed gradient. Then follow the values that it reads. To the passes, its graph looks like one that the eager path
+the packed gradient; then the scales of buckets that stay in float8; then the values that it reads. To the passes, its graph looks like one that the eager path
 serves: its buckets are whole at all times and on one rank. Everything that communicates stays outside.
 
 Units are equal if they do the same operations, in the same order, with the same constants, on values of the same kind,
 with parameters at the same places of equal buckets. If autograd would sum several gradients of a value that is read
 outside too, the region takes the value once per use: gradients are then added in the same order as without regions.
 
-Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice;
-:mod:`.unshard` replaces them.
+Needs: shell placeholders with their roles. Leaves: calls whose first operands are shells, one of each bucket, twice, and
+one of each bucket that stays in float8; :mod:`.unshard` replaces them.
 """
 
 from __future__ import annotations
@@ -245,8 +245,6 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         return reason
     for bucket in run.buckets:
         name = context.buckets[bucket].name
-        if context.buckets[bucket].exchange.stays_quantized:
-            return f"its parameters in {name} are used as they are gathered in float8"
         if context.buckets[bucket].unit != run.unit:
             return f"it reads parameters of {name}"
         if not all(own.issuperset(shell.users) for shell in shells[bucket]):
@@ -383,6 +381,7 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
     pairs = []
     for number in range(len(infos)):
         pairs.append((graph.placeholder(f"anchor_{number}"), graph.placeholder(f"bucket_{number}")))
+    scales = {n: graph.placeholder(f"scales_{n}") for n, info in enumerate(infos) if info.exchange.stays_quantized}
     operands: dict[fx.Node, list[fx.Node]] = {}
     for number, source in enumerate(run.inputs):
         placeholder = graph.placeholder(f"operand_{number}")
@@ -394,6 +393,8 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
             graph.call_function(torch.ops.mfsdp.gather.default, (anchor, whole, None, None, None, *info.exchange))
         )
         gathered[-1].meta["custom"] = {MARK: number}
+    split = {number: unshard.split_scales(graph, of, number, infos[number]) for number, of in scales.items()}
+    quantized: dict[fx.Node, tuple[fx.Node, fx.Node, fx.Node]] = {}
     for shell in run.shells:
         role = role_of(shell)
         assert role is not None
@@ -403,7 +404,14 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         if infos[number].trainable and not compat.requires_grad(shell):  # frozen since the model was sharded
             parameter = graph.call_method("detach", (parameter,))
             parameter.meta["custom"] = {MARK: number}
-        values[shell] = parameter
+        if number in split:
+            # Takes the place of the shell until its markers are known.
+            values[shell] = graph.placeholder(shell.name)
+            quantized[values[shell]] = unshard.parts_of(
+                parameter, gathered[number], split[number], role.index, infos[number]
+            )
+        else:
+            values[shell] = parameter
 
     def of(source: fx.Node) -> fx.Node:
         """Return what stands for a value in the region. Later uses take earlier operands."""
@@ -418,13 +426,16 @@ def _body(name: str, runs: Sequence[_Run], context: Context, served: Sequence[Bu
         return values[source]
 
     for node in (*run.around, *run.nodes):
-        if node.target in unshard.MARKERS:
+        if node.target in unshard.PLAIN_MARKERS:
             values[node] = of(node.args[0])  # type: ignore[arg-type]
             continue
         values[node] = graph.node_copy(node, of)
     for node in reversed(run.around):
         graph.call_function(compat.exit_of(node), (values[node],))
     graph.output(tuple(values[node] for node in run.outputs))
+    for placeholder, parts in quantized.items():
+        unshard.hand_out(placeholder, parts)
+        graph.erase_node(placeholder)
     unshard.erase_markers(made)
     graph.lint()
     made.recompile()
@@ -445,6 +456,11 @@ def _replace(run: _Run, graph: fx.Graph, body: RegionBody, now: dict[fx.Node, fx
         assert role is not None
         shell_of.setdefault(role.bucket, shell)
     buckets = [shell_of[bucket] for bucket in run.buckets for _ in range(2)]
+    buckets += [
+        shell_of[bucket]
+        for bucket, info in zip(run.buckets, body.buckets, strict=True)
+        if info.exchange.stays_quantized
+    ]
     with graph.inserting_after(last):
         attribute = graph.get_attr(body.name)
     with graph.inserting_after(attribute):

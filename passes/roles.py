@@ -268,13 +268,17 @@ def _kind_of_input(node: fx.Node, kind: NodeKind) -> NodeKind:
 
 
 def _assign_inputs(call: fx.Node) -> None:
-    """Give roles to whole buckets that a region reads from the graph's inputs."""
+    """Give roles to whole buckets and scales that a region reads from the graph's inputs."""
     buckets = call.meta["custom"][REGION]
     call.meta["mfsdp_body"] = body_of(call)
     for number, operand in body_of(call).meta["mfsdp_wholes"].items():
         source = call.args[operand]
         if isinstance(source, fx.Node) and source.op == "placeholder":
             set_role(source, Role(NodeKind.SHARD, buckets[number]))
+    for number, operand in body_of(call).meta["mfsdp_scales"].items():
+        source = call.args[operand]
+        if isinstance(source, fx.Node) and source.op == "placeholder":
+            set_role(source, Role(NodeKind.SCALES, buckets[number]))
 
 
 def _mark(node: fx.Node, key: str = MARK) -> int | None:

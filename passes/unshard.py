@@ -25,6 +25,7 @@ if it has them. The new graph is runnable as it is, and is the reference for wha
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,15 +33,15 @@ from torch import fx
 
 from mfsdp_compile.runtime import compat
 
-from .context import Context, NodeKind, Report, Role, role_of, set_role
+from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
 from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, region_calls
 
-__all__ = ["MARKERS", "apply", "erase_markers"]
+__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "erase_markers", "hand_out", "parts_of", "split_scales"]
 
-_UNSHARD: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
+PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
-MARKERS = (*_UNSHARD, *_UNSHARD_QUANTIZED)
+MARKERS = (*PLAIN_MARKERS, *_UNSHARD_QUANTIZED)
 """What stands for a parameter in Dynamo's graph."""
 
 
@@ -85,13 +86,12 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         at = call
         if info.exchange.stays_quantized:
             call.meta["custom"][OF_BYTES] = True
-            split = torch.ops.mfsdp.split_scales.default
-            given = sources[bucket][-1], info.exchange.sizes, info.exchange.ndims, info.exchange.scaling
-            with graph.inserting_after(at):
-                scales[bucket] = at = graph.call_function(split, given)
-            at.meta["custom"] = {SCALES_MARK: bucket}
+            if bucket not in calls:
+                with graph.inserting_after(at):
+                    scales[bucket] = at = split_scales(graph, sources[bucket][-1], bucket, info)
+    of_calls = {b: source[-1] for b, source in enumerate(sources) if context.buckets[b].exchange.stays_quantized}
     for call in dict.fromkeys(calls.values()):
-        _pass_buckets(call, gathered)
+        _pass_buckets(call, gathered, of_calls)
 
     for shell, role in shells.items():
         if role.bucket in calls:
@@ -107,12 +107,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             parameter.meta["custom"] = {MARK: role.bucket}
         if info.exchange.stays_quantized:
             assert role.index is not None
-            with graph.inserting_after(call):
-                data = graph.call_function(operator.getitem, (call, len(info.layout.slots) + role.index))
-            with graph.inserting_after(scales[role.bucket]):
-                scale = graph.call_function(operator.getitem, (scales[role.bucket], role.index))
-            data.meta["custom"], scale.meta["custom"] = dict(call.meta["custom"]), {SCALES_MARK: role.bucket}
-            _hand_out(shell, (parameter, data, scale))
+            hand_out(shell, parts_of(parameter, call, scales[role.bucket], role.index, info))
         else:
             shell.replace_all_uses_with(parameter)
         graph.erase_node(shell)
@@ -131,8 +126,30 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
     )
 
 
-def _pass_buckets(call: fx.Node, gathered: list[fx.Node]) -> None:
-    """Give a call of a region its buckets: an anchor and a whole bucket each."""
+def split_scales(graph: fx.Graph, scales: fx.Node, bucket: int, info: BucketInfo) -> fx.Node:
+    """Insert the scales of each parameter of a bucket."""
+    exchange = info.exchange
+    given = scales, exchange.sizes, exchange.ndims, exchange.scaling
+    split = graph.call_function(torch.ops.mfsdp.split_scales.default, given)
+    split.meta["custom"] = {SCALES_MARK: bucket}
+    return split
+
+
+def parts_of(
+    anchor: fx.Node, gather: fx.Node, split: fx.Node, index: int | None, info: BucketInfo
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Return anchor, data and scale of a parameter that modules get as it was gathered in float8."""
+    assert index is not None
+    with gather.graph.inserting_after(gather):
+        data = gather.graph.call_function(operator.getitem, (gather, len(info.layout.slots) + index))
+    with split.graph.inserting_after(split):
+        scale = split.graph.call_function(operator.getitem, (split, index))
+    data.meta["custom"], scale.meta["custom"] = dict(gather.meta["custom"]), dict(split.meta["custom"])
+    return anchor, data, scale
+
+
+def _pass_buckets(call: fx.Node, gathered: list[fx.Node], scales: Mapping[int, fx.Node | None]) -> None:
+    """Give a call of a region its buckets: an anchor and a whole bucket each, and scales of those that stay in float8."""
     operands: list[fx.Node] = []
     for bucket in call.meta["custom"][REGION]:
         with call.graph.inserting_before(call):
@@ -140,10 +157,11 @@ def _pass_buckets(call: fx.Node, gathered: list[fx.Node]) -> None:
         for node in pair:
             node.meta["custom"] = {MARK: bucket}
         operands += pair
+    operands += [of for bucket in call.meta["custom"][REGION] if (of := scales.get(bucket)) is not None]
     call.args = (call.args[0], *operands, *call.args[1 + len(operands) :])
 
 
-def _hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
+def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
     """Put the three values of a parameter in place of its markers, in the graph and in the bodies that take the shell.
 
     Raises:
@@ -168,7 +186,7 @@ def _hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
                 anchor, data, scale = (
                     place.graph.placeholder(f"{place.name}_{part}") for part in ("anchor", "data", "scale")
                 )
-            _hand_out(place, (anchor, data, scale))
+            hand_out(place, (anchor, data, scale))
             place.graph.erase_node(place)
         bodies[0].recompile()
         expanded = [part for operand in operands for part in (parts if operand is shell else (operand,))]
@@ -200,7 +218,7 @@ def erase_markers(gm: fx.GraphModule) -> int:
         if isinstance(child, fx.GraphModule):
             count += erase_markers(child)
     for node in list(gm.graph.nodes):
-        if node.op == "call_function" and node.target in _UNSHARD:
+        if node.op == "call_function" and node.target in PLAIN_MARKERS:
             node.replace_all_uses_with(node.args[0])
             gm.graph.erase_node(node)
             count += 1

@@ -44,6 +44,10 @@ _GRADIENTS = {"rowwise": torch.float8_e4m3fn, "tensorwise": torch.float8_e5m2}
 _library = torch.library.Library("mfsdp", "FRAGMENT")
 _library.define("fp8_quantize(Tensor values, int[] dims, ScalarType dtype) -> (Tensor, Tensor)")
 _library.define("fp8_linear(Tensor input, Tensor weight, Tensor? bias, str scaling, bool wgrad) -> Tensor")
+_library.define(
+    "fp8_linear_quantized(Tensor input, Tensor anchor, Tensor data, Tensor scales, Tensor? bias, str scaling, bool wgrad)"
+    " -> Tensor"
+)
 
 
 @torch.library.impl(_library, "fp8_quantize", "CompositeExplicitAutograd")
@@ -62,13 +66,26 @@ def _quantize_fake(values: Tensor, dims: Sequence[int], dtype: torch.dtype) -> t
 
 
 class _LinearFunction(torch.autograd.Function):
+    """A linear layer. Its weight is a matrix in the dtype of the input, or data in float8 and their scales.
+
+    Gradients of the weight go to ``weight``, which then is its anchor.
+    """
+
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str, wgrad: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scaling: str,
+        wgrad: bool,
+        *quantized: Tensor,
+    ) -> Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows, *(quantized or (weight,)))
         ctx.scaling, ctx.wgrad, ctx.shape, ctx.has_bias = scaling, wgrad, input.shape, bias is not None
         data, scales = _quantize(rows, 1, scaling, _VALUES)
-        its_data, its_scales = _quantize(weight, 1, scaling, _VALUES)
+        its_data, its_scales = quantized or _quantize(weight, 1, scaling, _VALUES)
         product = torch._scaled_mm(
             data, its_data.t(), scales, its_scales.view(1, -1), bias=bias, out_dtype=input.dtype, use_fast_accum=True
         )
@@ -76,15 +93,15 @@ class _LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, weight = ctx.saved_tensors
+        rows, *saved = ctx.saved_tensors
         gradients = gradient.reshape(-1, gradient.shape[-1])
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            data, scales = _quantize(weight, 1, ctx.scaling, _VALUES)
+            data, scales = saved if len(saved) == 2 else _quantize(saved[0], 1, ctx.scaling, _VALUES)
             folded = gradients
             if ctx.scaling == "rowwise":
                 folded = gradients.float() * scales.view(1, -1)
-                scales = torch.ones(1, weight.shape[1], dtype=torch.float32, device=weight.device)
+                scales = torch.ones(1, data.shape[1], dtype=torch.float32, device=data.device)
             of_input = _product(*_quantize(folded, 1, ctx.scaling, _GRADIENTS[ctx.scaling]), data, scales, rows.dtype)
             of_input = of_input.view(ctx.shape)
         if ctx.needs_input_grad[1] and ctx.wgrad and compat.is_multiple(rows.shape[0], ALIGNMENT):
@@ -96,7 +113,7 @@ class _LinearFunction(torch.autograd.Function):
             of_weight = gradients.t() @ rows
         if ctx.has_bias and ctx.needs_input_grad[2]:
             of_bias = gradients.sum(0)
-        return of_input, of_weight, of_bias, None, None
+        return of_input, of_weight, of_bias, None, None, *((None, None) if len(saved) == 2 else ())
 
 
 def _quantize(matrix: Tensor, dim: int, scaling: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -118,3 +135,16 @@ def _fp8_linear(input: Tensor, weight: Tensor, bias: Tensor | None, scaling: str
     if 0 in input.shape:  # a matrix without rows has no largest value
         return F.linear(input, weight, bias)
     return _LinearFunction.apply(input, weight, bias, scaling, wgrad)  # type: ignore[no-any-return]
+
+
+@torch.library.impl(_library, "fp8_linear_quantized", "CompositeImplicitAutograd")
+def _fp8_linear_quantized(
+    input: Tensor, anchor: Tensor, data: Tensor, scales: Tensor, bias: Tensor | None, scaling: str, wgrad: bool
+) -> Tensor:
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, bias = input.to(dtype), bias.to(dtype) if bias is not None else None
+        anchor = anchor.to(dtype)
+    if 0 in input.shape:
+        return F.linear(input, anchor, bias)  # whatever the weight is: the result is empty
+    return _LinearFunction.apply(input, anchor, bias, scaling, wgrad, data, scales)  # type: ignore[no-any-return]

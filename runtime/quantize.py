@@ -26,6 +26,7 @@ __all__ = [
     "DEQUANTIZING",
     "DTYPE",
     "LARGEST",
+    "MULTIPLIED",
     "ROUNDED",
     "SENT_DTYPE",
     "amax",
@@ -42,6 +43,9 @@ DEQUANTIZED = "dequantized"
 ROUNDED = "dequantized, with powers of two as scales"
 DEQUANTIZING = (DEQUANTIZED, ROUNDED)
 """The forms of parameters that modules get as ordinary tensors; see :mod:`.forms`."""
+
+MULTIPLIED = "multiplied"
+"""The form of parameters that are only multiplied in float8: their data and their scales. Compiled code decides."""
 
 DTYPE = torch.float8_e4m3fn
 SENT_DTYPE = torch.uint8

@@ -1081,6 +1081,9 @@ def scales_of_another_matrix(s: Subject) -> Iterator[Change]:
     for a, b in itertools.permutations(_products(s), 2):
         for at in (2, 3):
             mine, its = a.args[at], b.args[at]
+            if roles.has_kind(mine, NodeKind.SCALES) and roles.has_kind(its, NodeKind.SCALES) and mine is not its:
+                yield set_arg(a, at, its)
+                continue
             if s.order[its] < s.order[a] and _quantized(mine) not in (None, _quantized(its)) and _quantized(its):
                 yield set_arg(a, at, its)
 

@@ -209,14 +209,17 @@ def prepare(
     def outlined(graph: fx.Graph) -> None:
         record.regions, record.inlined = outline(
             graph,
-            context,
+            record.context,
             {
                 str(id(module)): unit.name
                 for unit in units
                 if not (unit.is_root or unit.is_module)
                 for module in unit.modules
             },
-            [replace(served_info(bucket.plan, bucket.topology), has_resident=False) for bucket in buckets],
+            [
+                replace(_as_decided(served_info(bucket.plan, bucket.topology), info), has_resident=False)
+                for bucket, info in zip(buckets, record.context.buckets, strict=True)
+            ],
             least,
             refused or {},
         )
@@ -258,6 +261,14 @@ def _fp8_candidates(chosen: CompileOptions, bucket: Bucket) -> frozenset[int]:
     (owner,) = models_of([bucket])
     in_unit = not any(unit.is_root for unit in owner.eager.units if bucket in unit.buckets)
     return frozenset(i for i, _ in slots) if in_unit else frozenset()
+
+
+def _as_decided(served: BucketInfo, info: BucketInfo) -> BucketInfo:
+    """Let a bucket that a region reads stay in float8 if the graph around it decided so."""
+    if not info.exchange.stays_quantized:
+        return served
+    exchange = served.exchange._replace(scaling=info.exchange.scaling, form=info.exchange.form)
+    return replace(served, exchange=exchange, gathered_bytes=info.gathered_bytes)
 
 
 def _least_equal(regions: bool | str) -> int:

@@ -111,9 +111,12 @@ def _drop_unused(gm: fx.GraphModule) -> tuple[int, ...]:
 
 
 def _note_wholes(gm: fx.GraphModule, body: RegionBody, takes: Sequence[int | None]) -> None:
-    """Note which arguments of a call are whole buckets. The graph and its name are the first two arguments."""
+    """Note which arguments of a call are whole buckets and scales. The graph and its name are the first two arguments."""
     wholes = {2 * number + 1: number for number in range(len(body.buckets))}
     gm.meta["mfsdp_wholes"] = {wholes[t]: i for i, t in enumerate(takes, 2) if t in wholes}
+    quantized = [number for number, info in enumerate(body.buckets) if info.exchange.stays_quantized]
+    scales = {2 * len(body.buckets) + place: number for place, number in enumerate(quantized)}
+    gm.meta["mfsdp_scales"] = {scales[t]: i for i, t in enumerate(takes, 2) if t in scales}
 
 
 def _sew(forward: fx.Graph, backward: fx.Graph, body: RegionBody) -> tuple[tuple[Source, ...], tuple[Gradient, ...]]:

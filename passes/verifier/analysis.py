@@ -7,6 +7,7 @@ its role or mark, or else from its input. The rules check whether that bucket is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+from mfsdp_compile.runtime import quantize
 
 from .. import roles
 from ..context import BucketInfo, Context, NodeKind, role_of
@@ -176,6 +179,20 @@ class Analysis:
         """Nodes that pack gradients, and packed gradients that regions return."""
         return [node for node in self.graph.nodes if node.op == "call_function" and roles.is_packed(node)]
 
+    def scaled_parameter(self, node: fx.Node) -> str | None:
+        """Return the name of the parameter whose scales a view of a bucket's scales is; None if it is of none."""
+        parts = {node: (bucket, part) for bucket, node, part in self.scale_slices}
+        while node not in parts and node.op == "call_function" and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        if node not in parts:
+            return None
+        bucket, part = parts[node]
+        slots, scaling = self.info(bucket).layout.slots, self.info(bucket).exchange.scaling
+        counts = [quantize.scale_count(slot.shape, scaling) for slot in slots]
+        starts = itertools.accumulate(counts, initial=0)
+        places = zip(slots, starts, counts, strict=False)
+        return next((slot.name for slot, start, count in places if part == (start, start + count)), None)
+
     @property
     def portions(self) -> list[Portion]:
         return list(self.portion_of.values())
@@ -276,7 +293,8 @@ class Analysis:
             role = role_of(node)
             launch = self._launch_of.get(node.args[0]) if node.target in roles.WAITS else None  # type: ignore[arg-type]
             if node.op == "placeholder":
-                if role is not None and any(roles.reads_whole(user) for user in node.users):
+                is_scales = role is not None and role.kind is NodeKind.SCALES
+                if role is not None and not is_scales and any(roles.reads_whole(user) for user in node.users):
                     yield self._whole(role.bucket, node, None)
             elif role is not None and role.kind is NodeKind.GATHERED:
                 yield self._whole(role.bucket, node, launch)

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -631,6 +631,12 @@ def _scales(found: Analysis, contract: Contract | None) -> Findings:
         starts = itertools.accumulate(counts, initial=0)
         if part not in [(start, start + count) for start, count in zip(starts, counts, strict=False)]:
             yield f"{node}: scales {part[0]} to {part[1]} are those of no parameter", node, bucket
+    for call in roles.region_calls(found.graph):
+        for number, position in roles.body_of(call).meta["mfsdp_scales"].items():
+            bucket, scales = call.meta["custom"][roles.REGION][number], call.args[position]
+            role = role_of(scales) if isinstance(scales, fx.Node) else None
+            if role is None or role.kind is not NodeKind.SCALES or role.bucket != bucket:
+                yield f"{call} takes {scales} for its scales", call, bucket
     now = scales_of(found) if contract is not None else {}
     for bucket, before in (contract.scales if contract is not None else {}).items():
         if (its := now.get(bucket, before)) != before and its.total() == before.total():
@@ -712,37 +718,57 @@ def _multiplied(found: Analysis, _: Contract | None) -> Findings:
                 yield f"the {side} operand of {node} is {list(value.shape)}, no multiple of {ALIGNMENT} bytes", *at
             if value.stride(summed) != 1:
                 yield f"the {side} operand of {node}, {operand}, is not {('column', 'row')[summed]}-major", *at
-            (quantized, transposed), of = _quantization(operand), _quantization(scales)[0]
+            (quantized, transposed), of = _quantization(found, operand), _quantization(found, scales)[0]
             if quantized is None:
                 if not _is_saved(operand):
                     yield f"the {side} operand of {node}, {operand}, is not quantized", *at
                 continue
-            over, dims = [summed ^ transposed], quantized.args[1]
-            if of is quantized:
+            over, dims = [summed ^ transposed], _dims(found, quantized)
+            if of == quantized:
                 if dims not in (over, [0, 1]):
                     what = f"the {side} operand of {node} is quantized over {dims}, and the product sums over {over}"
                     yield what, *at
-            elif not (side == "right" and _is_folded(left, scales, quantized)):
-                yield f"the scales of {node}'s {side} operand are {scales}, not those of {quantized}", *at
+            elif not (side == "right" and _is_folded(found, left, scales, quantized)):
+                yield f"the scales of {node}'s {side} operand are {scales}, not its own", *at
             expected = [value.shape[0], 1] if summed else [1, value.shape[1]]
             if list(sizes.shape) not in (expected, [1, 1]) or not sizes.is_contiguous():
                 got = f"{list(sizes.shape)}, strides {list(sizes.stride())}"
                 yield f"the scales of {node}'s {side} operand are {got}, not a contiguous {expected}", *at
 
 
-def _quantization(node: Any) -> tuple[fx.Node | None, int]:
-    """Return the quantization that data or scales come from, through views and copies in another layout.
+class _Sent(NamedTuple):
+    """A parameter whose bytes and scales were gathered."""
+
+    bucket: int
+    name: str | None
+
+
+def _quantization(found: Analysis, node: Any) -> tuple[fx.Node | _Sent | None, int]:
+    """Return what data or scales come from, through views and copies in another layout: a quantization, or a gather.
 
     Returns:
-        The quantization, and 1 if the value is its transpose, else 0. None and 0 if there is none.
+        It, and 1 if the value is its transpose, else 0. None and 0 if there is none.
     """
     transposed = 0
     while isinstance(node, fx.Node) and node.target is not roles.QUANTIZE:
-        if not roles.is_of_quantized(node):
+        whole = found.whole_of.get(node)
+        if whole is not None and node in (whole.node, *whole.aliases) and node.target not in _TRANSPOSES:
+            sent = found.info(whole.bucket).exchange.stays_quantized
+            return (_Sent(whole.bucket, found.parameter(whole.bucket, node)), transposed) if sent else (None, 0)
+        if (role := role_of(node)) is not None and role.kind is NodeKind.SCALES:
+            return _Sent(role.bucket, found.scaled_parameter(node)), transposed
+        if not (roles.is_view(node) or node.target is _aten.clone.default or roles.is_of_quantized(node)):
             return None, 0
         transposed ^= node.target in _TRANSPOSES
         node = node.args[0]
     return (node, transposed) if isinstance(node, fx.Node) else (None, 0)
+
+
+def _dims(found: Analysis, quantized: fx.Node | _Sent) -> Any:
+    """Return the dimensions that scales are made over."""
+    if isinstance(quantized, fx.Node):
+        return quantized.args[1]
+    return [1] if found.info(quantized.bucket).exchange.scaling == "rowwise" else [0, 1]
 
 
 def _is_saved(node: Any) -> bool:
@@ -752,23 +778,25 @@ def _is_saved(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder"
 
 
-def _is_folded(left: Any, scales: Any, weight: fx.Node) -> bool:
+def _is_folded(found: Analysis, left: Any, scales: Any, weight: fx.Node | _Sent) -> bool:
     """Whether a weight's scales are a factor of the left operand before it was quantized, and ones in the product."""
     if not isinstance(scales, fx.Node) or not (
         scales.target is _aten.ones.default or (scales.target is _aten.full.default and scales.args[1] == 1)
     ):
         return False
-    quantized, _ = _quantization(left)
-    product = quantized.args[0] if quantized is not None else None
+    quantized, _ = _quantization(found, left)
+    product = quantized.args[0] if isinstance(quantized, fx.Node) else None
     if not isinstance(product, fx.Node) or product.target is not _aten.mul.Tensor:
         return False
-    return any(_quantization(factor)[0] is weight for factor in product.all_input_nodes)
+    return any(_quantization(found, factor)[0] == weight for factor in product.all_input_nodes)
 
 
 def _weight_of(found: Analysis, *operands: Any) -> tuple[int | None, str | None]:
     """Return the bucket and the name of the parameter that is an operand of a product."""
     for operand in operands:
-        quantized, _ = _quantization(operand)
+        quantized, _ = _quantization(found, operand)
+        if isinstance(quantized, _Sent):
+            return quantized
         source = quantized.args[0] if quantized is not None else None
         whole = found.whole_of.get(source) if isinstance(source, fx.Node) else None
         if whole is not None:

@@ -134,6 +134,9 @@ def graphs() -> list[Scheduled]:
                 "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
             ),
             *captured("float8", zoo.Aligned, "optim_grads_params", BF16, fp8_matmul="rowwise", fp8_wgrad=True),
+            *captured(
+                "float8, quantized", zoo.Aligned, "optim_grads_params", BF16, policy=QUANTIZED, fp8_matmul="rowwise"
+            ),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),
         ]
