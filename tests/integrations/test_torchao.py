@@ -141,6 +141,10 @@ def test_kept_gathered_and_served() -> None:
     model, call, optimizer = shard(llama())
     with model.gathered():
         assert_equal(train(model, call, optimizer), expected)
+        assert all(bucket.resident.dtype == torch.uint8 for bucket in by_torchao(model))
+    model, call, optimizer = shard(llama(), AOT_EAGER)
+    with model.gathered():
+        assert_equal(train(model, call, optimizer), expected)
     model, call, optimizer = shard(llama())
     for layer in model.module.layers:
         layer.compile(backend="mfsdp", options={"inner": AOT_EAGER, "verify": "each"})
@@ -307,6 +311,7 @@ def test_a_weight_is_for_one_forward() -> None:
     model.module.layers[0].attention.q.register_forward_hook(lambda module, *_: kept.append(module.weight))
     loss_of(call, 0)
     assert type(kept[0]).__name__ == "Float8TrainingTensor"
+    assert isinstance(kept[0], nn.Parameter)
     kept[0].t()
     loss_of(call, 1)
     with pytest.raises(RuntimeError, match=r"'layers.0.attention.q.weight' was gathered for an earlier forward"):
