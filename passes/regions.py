@@ -225,6 +225,9 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
     Args:
         shells: The graph's shells, by bucket.
     """
+    for info in context.buckets:
+        if info.unit == run.unit and info.exchange.stays_quantized:  # three values for each parameter
+            return f"its parameters in {info.name} are used as they are gathered in float8"
     own = set(run.nodes)
     places: dict[fx.Node, int] = {}
     for node in run.nodes:
@@ -245,8 +248,6 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         return reason
     for bucket in run.buckets:
         name = context.buckets[bucket].name
-        if context.buckets[bucket].exchange.stays_quantized:
-            return f"its parameters in {name} are used as they are gathered in float8"
         if context.buckets[bucket].unit != run.unit:
             return f"it reads parameters of {name}"
         if not all(own.issuperset(shell.users) for shell in shells[bucket]):
