@@ -167,7 +167,7 @@ def test_kept_gathered_and_served() -> None:
     model, call, optimizer = shard(llama())
     with model.gathered():
         assert_equal(train(model, call, optimizer), expected)
-        assert all(bucket.resident.dtype == torch.uint8 for bucket in by_torchao(model))
+        assert all(bucket.hold_resident().dtype == torch.uint8 for bucket in by_torchao(model))
     model, call, optimizer = shard(llama(), AOT_EAGER)
     with model.gathered():
         assert_equal(train(model, call, optimizer), expected)
@@ -248,6 +248,16 @@ def test_expert_parallel() -> None:
             for index, whole in enumerate(bucket.gather_shards()):
                 assert torch.equal(bucket.scale_of(index), compat.torchao.scales_of(quantize.amax(whole, "tensorwise")))
     assert_equal(found[3:], found[:3])
+
+
+@on_ranks(2)
+def test_without_gradients() -> None:
+    model, call, _ = shard(llama(), AOT_EAGER)
+    expected = loss_of(model, 0).item()
+    for mode in (torch.no_grad, torch.inference_mode):
+        for forward in (model, call):
+            with mode():
+                assert loss_of(forward, 0).item() == expected
 
 
 @on_ranks(2)
