@@ -225,6 +225,9 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
     Args:
         shells: The graph's shells, by bucket.
     """
+    for info in context.buckets:
+        if info.unit == run.unit and info.exchange.stays_quantized:  # three values for each parameter
+            return f"its parameters in {info.name} are used as they are gathered in float8"
     own = set(run.nodes)
     places: dict[fx.Node, int] = {}
     for node in run.nodes:

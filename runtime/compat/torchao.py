@@ -155,7 +155,9 @@ def wrapper_of(original: nn.Parameter, modules: Sequence[nn.Module]) -> _Wrapper
 def _training_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, config: Any) -> Tensor:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-    return Float8TrainingTensor(data, scale.reshape(()), dtype, config, GemmInputRole.WEIGHT)
+    tensor = Float8TrainingTensor(data, scale.reshape(()), dtype, config, GemmInputRole.WEIGHT)
+    tensor._is_param = True  # isinstance(module.weight, nn.Parameter) holds for ordinary weights too
+    return tensor
 
 
 class _Connect(torch.autograd.Function):

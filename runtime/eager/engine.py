@@ -453,7 +453,7 @@ class EagerRuntime:
         state = self._gather(bucket)
         self._last_read = state.unit
         if not (bucket.trains[index] and torch.is_grad_enabled()):
-            return self._plain(bucket, state, index)
+            return self._plain(bucket, state, index) if bucket.wrappers[index] is None else self._wrapped(home, state)
         param = (state.attached or self._attach(bucket, state))[index]
         if param is None:
             return self._attach_again(bucket, state, index)
@@ -466,6 +466,17 @@ class EagerRuntime:
         """Return a parameter without history."""
         assert state.full is not None
         return self._given(bucket, index, self._presented(bucket, state.full, index))
+
+    @_unseen
+    def _wrapped(self, home: Home, state: _Gathered) -> Tensor:
+        """Return a parameter without history that wraps what was gathered.
+
+        Unlike an ordinary one, it is a tensor of inference mode there: views of others, which its class makes, would
+        not be.
+        """
+        assert state.full is not None
+        with compat.below_function_transforms(), torch.no_grad():
+            return self._given(home.bucket, home.index, self._presented(home.bucket, state.full, home.index))
 
     @_unseen
     def _attach(self, bucket: Bucket, state: _Gathered) -> list[Tensor | None]:

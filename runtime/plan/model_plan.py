@@ -138,17 +138,15 @@ class ModelPlan:
                 "param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
-            for slot in bucket.layout.slots if bucket.scaling == "tensorwise" else ():
-                if not _is_cut(self.partitions[slot.name], len(slot.shape)):
-                    continue
-                what, instead = "param_comm_scaling='tensorwise'", "leave it out with param_comm_filter"
-                if bucket.form == compat.torchao.FORM:
-                    what, instead = asked, "leave it out with enable_fsdp_float8_all_gather=False"
-                raise NotImplementedError(
-                    f"{what} takes one scale per matrix, but {slot.name!r} is divided over other ranks (tensor "
-                    "parallelism), which know only their part's largest value. Use param_comm_scaling='rowwise', or "
-                    f"{instead}."
-                )
+            if bucket.scaling != "tensorwise" or bucket.form == compat.torchao.FORM:  # which has scales per part
+                continue
+            for slot in bucket.layout.slots:
+                if _is_cut(self.partitions[slot.name], len(slot.shape)):
+                    raise NotImplementedError(
+                        f"param_comm_scaling='tensorwise' takes one scale per matrix, but {slot.name!r} is divided over "
+                        "other ranks (tensor parallelism), which know only their part's largest value. Use "
+                        "param_comm_scaling='rowwise', or leave it out with param_comm_filter."
+                    )
 
     def _check_experts(self) -> None:
         """Raise ValueError if experts are expected and not found, or found and not expected."""

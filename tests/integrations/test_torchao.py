@@ -20,7 +20,7 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks, shared_folder
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao_models import convert, llama, loss_of, torchao, train
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -79,10 +79,10 @@ def test_uneven_rows() -> None:
     ranks = dist.get_world_size()
     alone = DeviceMesh("cpu", torch.arange(ranks).view(ranks, 1), mesh_dim_names=("ranks", "one"))["one"]
     model = torchao_models.fsdp2(llama(torch.float32, hidden=45), alone)
-    expected = train(model, model, torch.optim.AdamW(model.parameters(), lr=1e-3), own_data=False)
+    expected = train(model, model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank=0)
     for mode in (EAGER, AOT_EAGER):
         model, call, optimizer = shard(llama(hidden=45), mode)
-        assert_equal(train(model, call, optimizer, own_data=False), expected)
+        assert_equal(train(model, call, optimizer, rank=0), expected)
     assert any(slot.shape[0] % ranks for bucket in by_torchao(model) for slot in bucket.plan.layout.slots)
 
 
@@ -96,6 +96,30 @@ def test_the_program_of_the_page() -> None:
     exec(compile(program, "docs/fp8.md", "exec"), variables)
     assert len(by_torchao(variables["model"])) == 4
     assert variables["loss"].isfinite()
+
+
+@on_ranks(4)
+def test_tensor_parallel() -> None:
+    """Each part of a divided weight has a scale of its own, as under FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rank = mesh["dp"].get_local_rank()
+
+    def divided(dtype: torch.dtype) -> nn.Module:
+        model = llama(dtype)
+        for layer in model.layers:
+            plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer.feed_forward, mesh["tp"], plan)
+        return model
+
+    model = torchao_models.fsdp2(divided(torch.float32), mesh["dp"])
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    expected = train(model, model, adam, rank=rank, precomputes=False)
+    for mode in (EAGER, AOT_EAGER):
+        arguments = {"device_mesh": mesh, "dp_shard_dim": "dp", "disable_bucketing": True}
+        model, call, optimizer = shard(divided(BF16), mode, **arguments)
+        assert_equal(train(model, call, optimizer, rank=rank), expected)
+    slots = [slot for bucket in by_torchao(model) for slot in bucket.plan.layout.slots]
+    assert [slot.shape for slot in slots if slot.name == "layers.0.feed_forward.up.weight"] == [(24, 32)]
 
 
 def test_scales_are_those_of_torchao() -> None:
@@ -129,6 +153,8 @@ def test_compiled_equals_eager(strategy: str, sharding: dict[str, Any], options:
     for mode in (EAGER, AOT_EAGER):
         model, call, optimizer = shard(llama(layers=3), mode, options=options, **arguments)
         losses = train(model, call, optimizer, steps=2, microbatches=2)
+        for record in model.sharded.compiled_graphs if "regions" in options else ():
+            assert "used as they are gathered in float8" in record.inlined["layers.1"], record.inlined
         found.append([*losses, *(param.to_local().detach() for param in model.parameters())])
         assert len(by_torchao(model)) >= 3
     for a, b in zip(*found, strict=True):
@@ -139,6 +165,10 @@ def test_compiled_equals_eager(strategy: str, sharding: dict[str, Any], options:
 def test_kept_gathered_and_served() -> None:
     expected = train(*shard(llama()))
     model, call, optimizer = shard(llama())
+    with model.gathered():
+        assert_equal(train(model, call, optimizer), expected)
+        assert all(bucket.hold_resident().dtype == torch.uint8 for bucket in by_torchao(model))
+    model, call, optimizer = shard(llama(), AOT_EAGER)
     with model.gathered():
         assert_equal(train(model, call, optimizer), expected)
     model, call, optimizer = shard(llama())
@@ -218,6 +248,16 @@ def test_expert_parallel() -> None:
             for index, whole in enumerate(bucket.gather_shards()):
                 assert torch.equal(bucket.scale_of(index), compat.torchao.scales_of(quantize.amax(whole, "tensorwise")))
     assert_equal(found[3:], found[:3])
+
+
+@on_ranks(2)
+def test_without_gradients() -> None:
+    model, call, _ = shard(llama(), AOT_EAGER)
+    expected = loss_of(model, 0).item()
+    for mode in (torch.no_grad, torch.inference_mode):
+        for forward in (model, call):
+            with mode():
+                assert loss_of(forward, 0).item() == expected
 
 
 @on_ranks(2)
@@ -307,6 +347,7 @@ def test_a_weight_is_for_one_forward() -> None:
     model.module.layers[0].attention.q.register_forward_hook(lambda module, *_: kept.append(module.weight))
     loss_of(call, 0)
     assert type(kept[0]).__name__ == "Float8TrainingTensor"
+    assert isinstance(kept[0], nn.Parameter)
     kept[0].t()
     loss_of(call, 1)
     with pytest.raises(RuntimeError, match=r"'layers.0.attention.q.weight' was gathered for an earlier forward"):
@@ -509,16 +550,6 @@ def test_weights_that_torchao_has_untied_are_refused() -> None:
         fully_shard_model(convert(zoo.Tied().bfloat16()), fsdp_unit_modules=[zoo.Block])
 
 
-@on_ranks(4)
-def test_tensor_parallel_weights_are_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = llama()
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {"feed_forward.up": ColwiseParallel()})
-    with pytest.raises(NotImplementedError, match=r"but 'layers.0.feed_forward.up.weight' is divided over other ranks"):
-        shard(model, device_mesh=mesh, dp_shard_dim="dp")
-
-
 @pytest.mark.usefixtures("fake_world")
 def test_weights_that_torchao_wraps_otherwise_are_refused() -> None:
     torchao()
@@ -554,6 +585,6 @@ def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
             main = MixedPrecisionPolicy(main_params_dtype=BF16)
             model, call, _ = shard(model, mode, mixed_precision_policy=main, fullgraph=kind == "mx")
             optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-2))
-        found.append(train(model, call, optimizer, own_data=False, steps=3, shape=(2, 17)))
+        found.append(train(model, call, optimizer, rank=0, steps=3, shape=(2, 17)))
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])

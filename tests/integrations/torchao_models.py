@@ -86,13 +86,19 @@ def train(
     model: Any,
     call: Callable[..., Tensor],
     optimizer: Any,
-    own_data: bool = True,
+    rank: int | None = None,
     steps: int = 4,
     microbatches: int = 1,
+    precomputes: bool = True,
     **batch: Any,
 ) -> list[Tensor]:
-    """Train as torchao's documentation says, with its scales computed after each step. Return losses."""
-    rank, losses = dist.get_rank() if own_data else 0, []
+    """Train as torchao's documentation says, with its scales computed after each step. Return losses.
+
+    Args:
+        rank: Which data to take. None: that of this rank.
+        precomputes: False for models of which only some weights are tensor-parallel, for which FSDP2 cannot.
+    """
+    rank, losses = dist.get_rank() if rank is None else rank, []
     for step in range(steps):
         for micro in range(microbatches):
             loss = loss_of(call, microbatches * step + micro, rank, **batch)
@@ -100,7 +106,8 @@ def train(
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        torchao().precompute_float8_dynamic_scale_for_fsdp(model)
+        if precomputes:
+            torchao().precompute_float8_dynamic_scale_for_fsdp(model)
     return losses
 
 
