@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.quantize import MULTIPLIED
 
 from . import unshard
 from .context import BucketInfo, Context, NodeKind, role_of
@@ -226,7 +227,8 @@ def _examine(run: _Run, shells: Mapping[int, Sequence[fx.Node]], context: Contex
         shells: The graph's shells, by bucket.
     """
     for info in context.buckets:
-        if info.unit == run.unit and info.exchange.stays_quantized:  # three values for each parameter
+        wrapped = info.exchange.stays_quantized and info.exchange.form != MULTIPLIED  # modules get tensor subclasses
+        if info.unit == run.unit and wrapped:
             return f"its parameters in {info.name} are used as they are gathered in float8"
     own = set(run.nodes)
     places: dict[fx.Node, int] = {}
