@@ -1,6 +1,6 @@
 """Transformer Engine's layers, and everything in them that sharding has to know.
 
-Tested with Transformer Engine 2.20; the attributes below have the same meaning since 2.8. Nothing here imports it: a
+Tested with Transformer Engine 2.20, and once with 2.8, 2.10 and 2.14; the attributes below have the same meaning in all. Nothing here imports it: a
 model that has one of its layers has imported it.
 
 ``tp_size``, ``tp_group``

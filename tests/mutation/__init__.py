@@ -7,5 +7,6 @@ from .checkpoint_mutants import CHECKPOINT
 from .more_runtime_mutants import MORE_RUNTIME
 from .passes_mutants import PASSES_MUTANTS
 from .runtime_mutants import RUNTIME
+from .te_mutants import TRANSFORMER_ENGINE
 
-MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT)
+MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT, *TRANSFORMER_ENGINE)

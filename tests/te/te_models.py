@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
-BITWISE = ("bf16", "current", "mxfp8")
+BITWISE = ("bf16", "current", "mxfp8", "blockwise")
 """Recipes whose results depend on nothing but the values at hand."""
 
 
@@ -34,6 +36,11 @@ def recipe(name: str) -> Any:
         return None
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
     return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
+
+
+def has_is_fsdp2() -> bool:
+    """Whether layers can quantize their weights again in backward: since 2.15."""
+    return hasattr(te().Linear, "is_fsdp2")
 
 
 def layer(kind: str, number: int = 0, width: int = WIDTH, **options: Any) -> nn.Module:
@@ -109,9 +116,11 @@ class Model(nn.Module):
 
 def build(kind: str, **options: Any) -> Model:
     te()
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()  # delayed scaling keeps the state of all layers of the process
+    for module in ("quantization", "fp8"):  # since 2.9, and before
+        with contextlib.suppress(ModuleNotFoundError):
+            state = importlib.import_module(f"transformer_engine.pytorch.{module}").FP8GlobalStateManager
+            break
+    state.reset()  # delayed scaling keeps the state of all layers of the process
     torch.manual_seed(0)
     return Model(kind, **options)
 

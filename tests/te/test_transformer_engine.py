@@ -101,6 +101,8 @@ ROUNDING = 0.01
 @on_ranks(2)
 def test_no_weight_outlives_its_unit(kind: str, fused: bool) -> None:
     """Between forward and backward, nothing is alive that is as large as a weight, in whatever form."""
+    if not te_models.has_is_fsdp2():
+        return  # these versions keep quantized weights
     width = 512  # weights are larger than any activation
     for recipe in te_models.BITWISE:
         model = te_models.shard(te_models.build(kind, width=width, fuse_wgrad_accumulation=fused))
@@ -252,15 +254,15 @@ def test_checkpoints(recipe: str) -> None:
     state = model.state_dict()
     extra = {name: value for name, value in state.items() if name.endswith("_extra_state")}
     assert extra and all(type(value) is Tensor for value in extra.values())
-    assert any(value.numel() for value in extra.values()) == (recipe == "delayed")
+    if te_models.has_is_fsdp2():  # before, it has the recipe, too
+        assert any(value.numel() for value in extra.values()) == (recipe == "delayed")
     dcp.save({"model": state}, checkpoint_id=folder)
     went_on = te_models.train_sharded(model, kind, recipe)
     other = te_models.shard(te_models.build(kind))
     with mock.patch.dict(os.environ, NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE="1"):
         loaded = {"model": other.state_dict()}
-        if recipe == "delayed":
-            for name, value in extra.items():
-                loaded["model"][name] = torch.empty_like(value)
+        for name, value in extra.items():
+            loaded["model"][name] = torch.empty_like(value)
         dcp.load(loaded, checkpoint_id=folder)
         other.load_state_dict(loaded["model"])
     resumed = te_models.train_sharded(other, kind, recipe)
