@@ -11,6 +11,9 @@ A form says how parameters are quantized, and what modules get of what was gathe
 ``"torchao"``
     A ``Float8TrainingTensor`` of torchao: a view of the gathered bytes where they arrived, and their scale. Its
     ``Float8Linear`` multiplies with it as it is.
+``"te"``, ``"te, powers of 2"``
+    A ``Float8Tensor`` of Transformer Engine, the same: what its layers hold that were built under
+    ``quantized_model_init`` with ``Float8CurrentScaling``.
 
 With other forms, a bucket is never dequantized: it is uint8 in memory, also where it stays gathered between
 uses. A module gets what the form's wrapper makes of three tensors:
@@ -55,14 +58,16 @@ class Form:
 
     Args:
         scales_of: Maps the largest absolute values, in float32, to scales.
-        quantize: Maps values in the main dtype, and scales that broadcast to their shape, to bytes.
+        quantize: Maps values, and scales that broadcast to their shape, to bytes.
         wrapper_of: Maps a parameter as it was when the model was sharded, and the modules that hold it, to its wrapper.
             None: modules get views of the gathered bucket.
+        casts: Whether values are rounded to the compute dtype first. Otherwise, they are quantized from the main dtype.
     """
 
     scales_of: Callable[[Tensor], Tensor]
     quantize: Callable[[Tensor, Tensor], Tensor]
     wrapper_of: Callable[[nn.Parameter, Sequence[nn.Module]], Wrapper | None]
+    casts: bool = False
 
 
 def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
@@ -73,4 +78,16 @@ FORMS: Mapping[str, Form] = {
     quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
     quantize.ROUNDED: Form(quantize.rounded_scales_of, quantize.quantize, _no_wrapper),
     compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
+    compat.transformer_engine.FORM: Form(
+        compat.transformer_engine.scales_of,
+        compat.transformer_engine.quantize,
+        lambda original, modules: compat.transformer_engine.wrapper_of(powers_of_2=False),
+        casts=True,
+    ),
+    compat.transformer_engine.FORM_POWERS_OF_2: Form(
+        compat.transformer_engine.scales_of_powers_of_2,
+        compat.transformer_engine.quantize,
+        lambda original, modules: compat.transformer_engine.wrapper_of(powers_of_2=True),
+        casts=True,
+    ),
 }

@@ -78,7 +78,7 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
-    compat.transformer_engine.prepare_layer(module)
+    compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()])
     scalings = tuple(home.bucket.plan.scaling if wrappers[name] is not None else "" for name, home in homes.items())
     module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings)
 

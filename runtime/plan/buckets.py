@@ -52,6 +52,8 @@ class BucketPlanner:
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
+            elif self.topology_of(is_expert).gathers_shards and (of_layers := _form_of_layers(sites)):
+                scaling, form = "tensorwise", of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
                 form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
@@ -119,3 +121,9 @@ class BucketPlanner:
             is_expert=is_expert,
             keeps_memory=self.gradient_policy.keeps_memory,
         )
+
+
+def _form_of_layers(sites: Sequence[Site]) -> str:
+    """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""
+    modules, attributes = [site.module for site in sites], [site.attribute for site in sites]
+    return compat.transformer_engine.form_of(modules, attributes)

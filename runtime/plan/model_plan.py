@@ -138,7 +138,7 @@ class ModelPlan:
                 "param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
-            if bucket.scaling != "tensorwise" or bucket.form == compat.torchao.FORM:  # which has scales per part
+            if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
                 continue
             for slot in bucket.layout.slots:
                 if _is_cut(self.partitions[slot.name], len(slot.shape)):
@@ -255,6 +255,8 @@ def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
             )
         if compat.torchao.is_weight(param):
             compat.torchao.check_weight(name, param)
+        elif compat.transformer_engine.is_weight(param):
+            compat.transformer_engine.check_weight(name, param)
         elif (
             type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param)
         ):

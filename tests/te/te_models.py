@@ -114,7 +114,12 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(kind: str, **options: Any) -> Model:
+def build(kind: str, primary: str = "", **options: Any) -> Model:
+    """Build a model.
+
+    Args:
+        primary: Recipe of the weights of layers that are quantized when the model is built. "": none are.
+    """
     te()
     for module in ("quantization", "fp8"):  # since 2.9, and before
         with contextlib.suppress(ModuleNotFoundError):
@@ -122,7 +127,16 @@ def build(kind: str, **options: Any) -> Model:
             break
     state.reset()  # delayed scaling keeps the state of all layers of the process
     torch.manual_seed(0)
-    return Model(kind, **options)
+    if not primary:
+        return Model(kind, **options)
+    with te().quantized_model_init(
+        enabled=True, recipe=recipe(primary), preserve_high_precision_init_val=True
+    ):
+        return Model(kind, **options)
+
+
+def is_quantized(param: Tensor) -> bool:
+    return hasattr(param, "get_high_precision_init_val")
 
 
 def batch(kind: str, seed: int, width: int = WIDTH) -> Tensor:
@@ -177,7 +191,11 @@ def train_alone(
     Args:
         fused: Dtype of the ``main_grad`` that layers add gradients to themselves; None: they do not.
     """
-    mains = {name: param.detach().float() for name, param in model.named_parameters() if param.requires_grad}
+    mains = {
+        name: (param.get_high_precision_init_val().to(DEVICE) if is_quantized(param) else param.detach()).float()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
     sums = {name: torch.zeros_like(main) for name, main in mains.items()}
     optimizer = torch.optim.AdamW(mains.values(), lr=1e-2)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -206,7 +224,10 @@ def train_alone(
         optimizer.step()
         with torch.no_grad():
             for name, param in params.items():
-                param.copy_(mains[name])
+                if is_quantized(param):
+                    param.quantize_(mains[name].to(param.dtype))
+                else:
+                    param.copy_(mains[name])
         for total in sums.values():
             total.zero_()
         return gradients
@@ -231,10 +252,17 @@ def train_sharded(
     return train(model if call is None else call, kind, recipe_name, step, micro, first)
 
 
-def compare(kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, **options: Any) -> None:
-    """Train sharded and alone, on equal data, and compare bit by bit."""
+def compare(
+    kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, primary: bool = False, **options: Any
+) -> None:
+    """Train sharded and alone, on equal data, and compare bit by bit.
+
+    Args:
+        primary: Whether the weights of layers are quantized when the model is built.
+    """
     for name in recipes:
-        alone = train_alone(build(kind), kind, name, micro, first)
-        sharded = train_sharded(shard(build(kind), **options), kind, name, micro, first)
+        how = {"primary": name} if primary else {}
+        alone = train_alone(build(kind, **how), kind, name, micro, first)
+        sharded = train_sharded(shard(build(kind, **how), **options), kind, name, micro, first)
         assert sharded.losses == alone.losses, name
         assert sharded.distance(alone) == 0, name
