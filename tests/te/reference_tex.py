@@ -125,6 +125,11 @@ _TORCH_DTYPES = {
 }
 
 
+def e4m3() -> Any:
+    """Return the extension's name of ``torch.float8_e4m3fn``."""
+    return sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
+
+
 def _torch_dtype(dtype: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) or dtype is None else _TORCH_DTYPES[int(dtype)]
 
@@ -140,8 +145,9 @@ def _to_bytes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 def _scale_of(amax: Tensor, dtype: torch.dtype, epsilon: float, power_of_2: bool) -> Tensor:
     amax = amax.float().clamp(min=epsilon) if epsilon else amax.float()
     scale = torch.finfo(dtype).max / amax
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax) | ~torch.isfinite(scale), torch.ones_like(scale), scale)
-    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(scale), scale)
+    return (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32) if power_of_2 else scale  # without mantissa
 
 
 def _quantize_mx(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -659,6 +665,8 @@ def install() -> Any:
     _replace("get_device_compute_capability", lambda: (9, 0))
     _replace("get_sm_count", lambda: 132)
     _replace("get_cudnn_version", lambda: (9, 10, 2))
+    _replace("_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    _replace("_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
     _replace("get_cublas_workspace", _workspace)
     _replace("get_cublas_workspace_size_bytes", lambda: 0)
     _replace("is_non_tn_fp8_gemm_supported", lambda: False)

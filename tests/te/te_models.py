@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import reference_tex
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime import compat
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
@@ -168,14 +171,20 @@ Call = Callable[..., Tensor]
 
 
 def train(
-    call: Call, kind: str, recipe_name: str, step: Callable[[], dict[str, Tensor]], micro: int, first: bool
+    call: Call,
+    kind: str,
+    recipe_name: str,
+    step: Callable[[], dict[str, Tensor]],
+    micro: int,
+    first: bool,
+    width: int = WIDTH,
 ) -> Trained:
     chosen, trained = recipe(recipe_name), Trained()
     for number in range(3):
         for part in range(micro):
             marks = {"is_first_microbatch": part == 0} if first else {}
             with te().autocast(enabled=chosen is not None, recipe=chosen):
-                out = call(batch(kind, 10 * number + part), **marks)
+                out = call(batch(kind, 10 * number + part, width), **marks)
             loss = (out.float() - 1).square().mean() / micro
             loss.backward()
             trained.losses.append(loss.item())
@@ -236,7 +245,13 @@ def train_alone(
 
 
 def train_sharded(
-    model: MegatronFSDP, kind: str, recipe_name: str, micro: int = 1, first: bool = False, call: Call | None = None
+    model: MegatronFSDP,
+    kind: str,
+    recipe_name: str,
+    micro: int = 1,
+    first: bool = False,
+    call: Call | None = None,
+    width: int = WIDTH,
 ) -> Trained:
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(trainable, lr=1e-2))
@@ -249,7 +264,7 @@ def train_sharded(
         optimizer.zero_grad()
         return gradients
 
-    return train(model if call is None else call, kind, recipe_name, step, micro, first)
+    return train(model if call is None else call, kind, recipe_name, step, micro, first, width)
 
 
 def compare(
@@ -266,3 +281,42 @@ def compare(
         sharded = train_sharded(shard(build(kind, **how), **options), kind, name, micro, first)
         assert sharded.losses == alone.losses, name
         assert sharded.distance(alone) == 0, name
+
+
+def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:
+    """Train with weights that are larger than any activation. None may be alive between forward and backward."""
+    chosen = recipe(recipe_name)
+    for first in (True, False):  # the second forward could use what the first has left
+        with Storages() as storages, te().autocast(enabled=chosen is not None, recipe=chosen):
+            loss = model(batch(kind, 0, width)[:ROWS], is_first_microbatch=first).float().sum()
+        gathered = [state.full for state in model.sharded.eager._gathered.values() if state.full is not None]
+        at_rest = [each for bucket in model.sharded.buckets for each in (bucket.flat, bucket.quantized)]
+        stay = {key_of(each) for each in [*gathered, *at_rest] if each is not None}
+        kept = {key: size for key, size in storages.alive() if key not in stay}
+        weights = sum(size for size in kept.values() if size >= width * width)
+        assert weights <= 0.01 * sum(kept.values()), (recipe_name, weights, sorted(kept.values()))
+        loss.backward()
+
+
+def key_of(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+class Storages(TorchDispatchMode):
+    """The storages of everything that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in compat.tree_leaves(out):
+            if type(each) is Tensor and not each.is_meta:
+                reference = StorageWeakRef(each.untyped_storage())
+                self._all[reference.cdata] = reference, each.untyped_storage().nbytes()
+        return out
+
+    def alive(self) -> Iterator[tuple[int, int]]:
+        """Return the keys and sizes, in bytes, of those that something still refers to."""
+        return ((key, size) for key, (reference, size) in self._all.items() if not reference.expired())
