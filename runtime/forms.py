@@ -11,7 +11,7 @@ A form says how parameters are quantized, and what modules get of what was gathe
 ``"torchao"``
     A ``Float8TrainingTensor`` of torchao: a view of the gathered bytes where they arrived, and their scale. Its
     ``Float8Linear`` multiplies with it as it is.
-``"te"``, ``"te, powers of 2"``
+``"te"``, and others that begin with it
     A ``Float8Tensor`` of Transformer Engine, the same: what its layers hold that were built under
     ``quantized_model_init`` with ``Float8CurrentScaling``.
 
@@ -74,20 +74,16 @@ def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
     return None
 
 
+def _of_transformer_engine(form: str) -> Form:
+    layers = compat.transformer_engine
+    powers_of_2, _ = layers.FORMS[form]
+    scales_of = layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of
+    return Form(scales_of, layers.quantize, lambda original, modules: layers.wrapper_of(form), casts=True)
+
+
 FORMS: Mapping[str, Form] = {
     quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
     quantize.ROUNDED: Form(quantize.rounded_scales_of, quantize.quantize, _no_wrapper),
     compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
-    compat.transformer_engine.FORM: Form(
-        compat.transformer_engine.scales_of,
-        compat.transformer_engine.quantize,
-        lambda original, modules: compat.transformer_engine.wrapper_of(powers_of_2=False),
-        casts=True,
-    ),
-    compat.transformer_engine.FORM_POWERS_OF_2: Form(
-        compat.transformer_engine.scales_of_powers_of_2,
-        compat.transformer_engine.quantize,
-        lambda original, modules: compat.transformer_engine.wrapper_of(powers_of_2=True),
-        casts=True,
-    ),
+    **{form: _of_transformer_engine(form) for form in compat.transformer_engine.FORMS},
 }

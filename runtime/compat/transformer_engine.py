@@ -43,8 +43,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "FORM",
-    "FORM_POWERS_OF_2",
+    "FORMS",
     "check_layer",
     "check_weight",
     "discard_weight",
@@ -69,8 +68,14 @@ __all__ = [
     "writes_gradients",
 ]
 
-FORM, FORM_POWERS_OF_2 = "te", "te, powers of 2"
-"""Forms of parameters that were quantized by a layer with ``Float8CurrentScaling``; see :mod:`..forms`."""
+FORMS = {
+    "te": (False, False),
+    "te, powers of 2": (True, False),
+    "te, transposed": (False, True),
+    "te, powers of 2, transposed": (True, True),
+}
+"""Forms of parameters that layers have quantized with ``Float8CurrentScaling``; see :mod:`..forms`. Whether scales are powers
+of 2, and whether the transposed plane, if the device needs one, is kept from forward to backward."""
 
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_DTYPE).max
@@ -111,7 +116,7 @@ def prepare_layer(module: nn.Module, forms: Iterable[str]) -> None:
     Args:
         forms: Forms in which it will get its parameters; see :mod:`..forms`.
     """
-    if is_layer(type(module)) and not {FORM, FORM_POWERS_OF_2}.intersection(forms):
+    if is_layer(type(module)) and not FORMS.keys() & set(forms):
         module.primary_weights_in_fp8 = False  # type: ignore[assignment]
     of_norm = issubclass(type(module), _base("module.layernorm_linear", "LayerNormLinear"))
     if of_norm and writes_gradients(module) and hasattr(type(module), "is_fsdp2"):
@@ -248,7 +253,7 @@ def drop_memory(params: Iterable[Tensor]) -> None:
 # -- quantized parameters ----------------------------------------------------------------------------------------------
 
 
-def _tensor_class(name: str) -> type:
+def _tensor_class(name: str) -> Any:
     """Return a class of tensors; a class that nothing is an instance of if that was not imported."""
     for module in ("quantized_tensor", "tensor.quantized_tensor", "tensor.float8_tensor"):  # the second before 2.9
         if (found := _base(module, name)) is not _Nothing:
@@ -326,27 +331,28 @@ def unquantized(module: nn.Module) -> Iterator[None]:
             vars(module)["primary_weights_in_fp8"] = True
 
 
-def form_of(modules: Sequence[nn.Module], attributes: Sequence[str]) -> str:
+def form_of(modules: Sequence[nn.Module], attributes: Sequence[str], keeps_transposes: bool) -> str:
     """Return the form in which layers get a parameter, an attribute of each; "" if they get it as an ordinary tensor.
 
     Only one scale per matrix can be sent with it, and only if it depends on nothing but the matrix.
     """
-    forms = {_form(module, attribute) for module, attribute in zip(modules, attributes, strict=True)}
+    forms = {_form(module, attribute, keeps_transposes) for module, attribute in zip(modules, attributes, strict=True)}
     return forms.pop() if len(forms) == 1 else ""
 
 
-def _form(module: Any, attribute: str) -> str:
+def _form(module: Any, attribute: str, keeps_transposes: bool) -> str:
     if not is_layer(type(module)) or not getattr(module, "primary_weights_in_fp8", False):
         return ""
     index = module.param_init_meta[attribute].fp8_meta_index
-    quantizer = module.quantizers["scaling_fwd"][index] if index is not None else None
-    if type(quantizer) is not _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer"):
+    quantizer: Any = module.quantizers["scaling_fwd"][index] if index is not None else None
+    if not issubclass(type(quantizer), _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")):
         return ""
     if not hasattr(_tensor_class("Float8Tensor"), "__tensor_flatten__"):
         return ""
     if quantizer.amax_epsilon or getattr(quantizer.dtype, "name", "") != "kFloat8E4M3":
         return ""
-    return FORM_POWERS_OF_2 if quantizer.force_pow_2_scales else FORM
+    asked = (bool(quantizer.force_pow_2_scales), keeps_transposes)
+    return next(form for form, options in FORMS.items() if options == asked)
 
 
 def scales_of(largest: Tensor) -> Tensor:
@@ -371,30 +377,31 @@ class _Wrapper:
     """Makes a ``Float8Tensor`` of a gathered weight.
 
     Args:
-        powers_of_2: Whether its scale is a power of 2.
+        powers_of_2, transposed: See :data:`FORMS`.
     """
 
     powers_of_2: bool
+    transposed: bool
 
     def wrap(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return _float8_tensor(data, scale, dtype, self.powers_of_2)
+        return _float8_tensor(data, scale, dtype, self)
 
     def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-        return _Connect.apply(anchor, data, scale, self.powers_of_2)
+        return _Connect.apply(anchor, data, scale, self)
 
     def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
         wrapped._data = outdated  # type: ignore[attr-defined]
 
 
-def wrapper_of(powers_of_2: bool) -> _Wrapper:
-    """Return what makes the tensors that layers get for a weight."""
+def wrapper_of(form: str) -> _Wrapper:
+    """Return what makes the tensors that layers get for a weight, in a form of :data:`FORMS`."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.allow_in_graph(_Connect)
-    return _Wrapper(powers_of_2)
+    return _Wrapper(*FORMS[form])
 
 
-def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, powers_of_2: bool) -> Tensor:
-    quantizer = _quantizer(powers_of_2)
+def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, wrapper: _Wrapper) -> Tensor:
+    quantizer = _quantizer(wrapper)
     return _tensor_class("Float8Tensor")(
         shape=data.shape,
         dtype=dtype,
@@ -407,20 +414,20 @@ def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, powers_of_2:
 
 
 @functools.cache
-def _quantizer(powers_of_2: bool) -> Any:
-    """Return the quantizer of gathered weights. Layers ask it which planes they need; it quantizes nothing.
+def _quantizer(wrapper: _Wrapper) -> Any:
+    """Return the quantizer of gathered weights. Layers ask it which planes to make in forward; it quantizes nothing.
 
-    They make the transposed plane, if the device needs one, in backward, and drop it there.
+    In backward, they make the transposed plane if it is not there and the device needs one, and then drop it.
     """
     kind: Any = _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")
     dtype = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
-    return kind(dtype, device=None, rowwise=True, columnwise=False, force_pow_2_scales=powers_of_2)
+    return kind(dtype, None, rowwise=True, columnwise=wrapper.transposed, force_pow_2_scales=wrapper.powers_of_2)
 
 
 class _Connect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, data: Tensor, scale: Tensor, powers_of_2: bool) -> Tensor:
-        return _float8_tensor(data, scale, anchor.dtype, powers_of_2)
+    def forward(ctx: Any, anchor: Tensor, data: Tensor, scale: Tensor, wrapper: _Wrapper) -> Tensor:
+        return _float8_tensor(data, scale, anchor.dtype, wrapper)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]

@@ -132,9 +132,7 @@ def build(kind: str, primary: str = "", **options: Any) -> Model:
     torch.manual_seed(0)
     if not primary:
         return Model(kind, **options)
-    with te().quantized_model_init(
-        enabled=True, recipe=recipe(primary), preserve_high_precision_init_val=True
-    ):
+    with te().quantized_model_init(enabled=True, recipe=recipe(primary), preserve_high_precision_init_val=True):
         return Model(kind, **options)
 
 
