@@ -387,7 +387,10 @@ class _Wrapper:
         return _float8_tensor(data, scale, dtype, self)
 
     def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-        return _Connect.apply(anchor, data, scale, self)
+        raise NotImplementedError(
+            "Compiled code reads a weight that a layer of Transformer Engine gets in fp8 (quantized_model_init), outside of that "
+            "layer. Run that part of the model eagerly (torch.compiler.disable), or build the model without."
+        )
 
     def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
         wrapped._data = outdated  # type: ignore[attr-defined]
@@ -395,8 +398,6 @@ class _Wrapper:
 
 def wrapper_of(form: str) -> _Wrapper:
     """Return what makes the tensors that layers get for a weight, in a form of :data:`FORMS`."""
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.allow_in_graph(_Connect)
     return _Wrapper(*FORMS[form])
 
 
@@ -422,13 +423,3 @@ def _quantizer(wrapper: _Wrapper) -> Any:
     kind: Any = _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")
     dtype = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
     return kind(dtype, None, rowwise=True, columnwise=wrapper.transposed, force_pow_2_scales=wrapper.powers_of_2)
-
-
-class _Connect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, data: Tensor, scale: Tensor, wrapper: _Wrapper) -> Tensor:
-        return _float8_tensor(data, scale, anchor.dtype, wrapper)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return gradient, None, None, None

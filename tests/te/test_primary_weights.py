@@ -228,12 +228,28 @@ def test_a_checkpoint_of_four_ranks_loads_on_two() -> None:
     assert trained.losses == expected.losses
 
 
+class Regularized(torch.nn.Module):
+    """Reads a weight outside of its layer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.model(x, **options) + self.model.head.weight.sum()
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @on_ranks(2)
-def test_compiled() -> None:
-    """Graphs break at layers that Dynamo cannot trace; eager windows serve those. Equal to the eager path."""
-    kind = "LayerNormMLP"
-    eager = te_models.train_sharded(te_models.shard(te_models.build(kind, "current")), kind, "current")
-    model = te_models.shard(te_models.build(kind, "current"))
+def test_compiled(kind: str) -> None:
+    """Graphs break at layers, and at code that reads a layer's weight. Equal to the eager path."""
+
+    def build() -> Any:
+        model = te_models.build(kind, "current")
+        return te_models.shard(Regularized(model) if kind == "Linear" else model)
+
+    eager = te_models.train_sharded(build(), kind, "current")
+    model = build()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     compiled = te_models.train_sharded(model, kind, "current", call=call)
     torch._dynamo.reset()
@@ -282,3 +298,23 @@ def test_what_is_refused() -> None:
         operation = torch.nn.Sequential(te.ops.Linear(64, 64, bias=False, device=te_models.DEVICE))
     refused(NotImplementedError, "implemented for layers, not for operations", operation)
     assert te_models.shard(te_models.build("Linear", "mxfp8")) is not None
+
+
+@on_ranks(4)
+def test_tensor_parallel_and_expert_parallel() -> None:
+    """A rank's part of a matrix has a scale of its own, as in layers that quantize at each use."""
+    mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    experts = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("dp", "ep"))
+    tensor_parallel = {"tp_group": mesh["tp"].get_group(), "tp_size": 2, "set_parallel_mode": True}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("LayerNormMLP", tensor_parallel, {"device_mesh": mesh["dp", "tp"], "tp_dim": "tp", "dp_shard_dim": "dp"}),
+        ("GroupedLinear", {}, {"expt_device_mesh": experts, "dp_shard_dim": "dp"}),
+    ]
+    for kind, built, options in cases:
+        results = []
+        for primary in ("", "current"):
+            model = te_models.shard(te_models.build(kind, primary, **built), **options)
+            results.append(te_models.train_sharded(model, kind, "current"))
+        forms = {bucket.plan.form for bucket in model.sharded.buckets if bucket.plan.name.startswith("blocks")}
+        assert forms & compat.transformer_engine.FORMS.keys()
+        assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0, kind
