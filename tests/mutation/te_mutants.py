@@ -7,6 +7,7 @@ from .mutant import Mutant
 LAYERS = "runtime/compat/transformer_engine.py"
 WRITTEN = "runtime/memory/written_gradients.py"
 TESTS = "te/test_transformer_engine.py -k"
+QUANTIZED = "te/test_primary_weights.py -k"
 
 TRANSFORMER_ENGINE = (
     Mutant(
@@ -64,5 +65,55 @@ TRANSFORMER_ENGINE = (
         "lambda: self._place(index)",
         "lambda: self._place(0)",
         (f"{TESTS} test_gradients_are_the_mean_over_ranks",),
+    ),
+    # -- quantized parameters -----------------------------------------------------------------------------------------
+    Mutant(
+        LAYERS,
+        "main weights begin with the rounding errors of fp8",
+        "return tensor.get_high_precision_init_val() if is_weight(tensor) else tensor",
+        "return tensor.dequantize() if is_weight(tensor) else tensor",
+        (f"{QUANTIZED} 'test_sharded_equals_alone and 2-Linear'",),
+    ),
+    Mutant(
+        LAYERS,
+        "a changed weight is replaced by its first value",
+        "    if not same:",
+        "    if False:",
+        (f"{QUANTIZED} test_what_is_refused",),
+    ),
+    Mutant(
+        LAYERS,
+        "sharded parameters keep their values on the CPU alive",
+        '    return {name for name in vars(tensor) if name.startswith("_") or name in kept}',
+        "    return set()",
+        (f"{QUANTIZED} test_what_is_refused",),
+    ),
+    Mutant(
+        LAYERS,
+        "quantized weights that a layer still refers to keep their memory",
+        "            discard_weight(param)\n            continue",
+        "            continue",
+        (f"{QUANTIZED} test_no_quantized_weight_outlives_its_unit",),
+    ),
+    Mutant(
+        LAYERS,
+        "no transposed planes are made in forward",
+        "columnwise=wrapper.transposed",
+        "columnwise=False",
+        (f"{QUANTIZED} test_transposed_planes",),
+    ),
+    Mutant(
+        LAYERS,
+        "layers quantize what they are initialized with",
+        '    if quantizes:\n        vars(module)["primary_weights_in_fp8"] = False',
+        '    if False:\n        vars(module)["primary_weights_in_fp8"] = False',
+        (f"{QUANTIZED} test_initialization_on_meta",),
+    ),
+    Mutant(
+        "runtime/forms.py",
+        "Transformer Engine's scales are those of float32 weights",
+        "casts=True",
+        "casts=False",
+        (f"{QUANTIZED} 'test_sharded_equals_alone and 2-Linear'",),
     ),
 )

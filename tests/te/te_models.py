@@ -281,6 +281,23 @@ def compare(
         assert sharded.distance(alone) == 0, name
 
 
+def compare_quantizers() -> None:
+    """Compare scales and bytes of weights with those of Transformer Engine's quantizers, bit by bit."""
+    te()
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    values, layers = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), compat.transformer_engine
+    for magnitude in (1.0, 0.02, 0.0, 1e-38, 1e38, float("inf")):
+        for powers_of_2 in (False, True):
+            weight = (values * magnitude).bfloat16().to(DEVICE)
+            dtype = reference_tex.e4m3()
+            quantizer = Float8CurrentScalingQuantizer(dtype, torch.device(DEVICE), force_pow_2_scales=powers_of_2)
+            expected = quantizer(weight)
+            scale = (layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of)(weight.abs().amax().float())
+            assert torch.equal(expected._scale_inv, scale.reciprocal().reshape(1)), (magnitude, powers_of_2)
+            assert torch.equal(expected._data, layers.quantize(weight, scale)), (magnitude, powers_of_2)
+
+
 def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:
     """Train with weights that are larger than any activation. None may be alive between forward and backward."""
     chosen = recipe(recipe_name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections import Counter
 from collections.abc import Iterator
@@ -256,23 +257,29 @@ def test_compiled(kind: str) -> None:
     assert compiled.losses == eager.losses and compiled.distance(eager) == 0
 
 
-@on_ranks(2)
+@on_ranks(1)
 def test_scales_and_bytes() -> None:
-    """To the bit what Transformer Engine's quantizers make of the weights in bfloat16."""
-    te_models.te()
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    te_models.compare_quantizers()
 
-    values = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(te_models.DEVICE)
-    for magnitude in (1.0, 0.0, 1e-38, 3e38, float("inf")):
-        for powers_of_2 in (False, True):
-            weight = (values * magnitude).bfloat16()
-            quantizer = Float8CurrentScalingQuantizer(
-                reference_tex.e4m3(), te_models.DEVICE, force_pow_2_scales=powers_of_2
-            )
-            expected, layers = quantizer(weight), compat.transformer_engine
-            scale = (layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of)(weight.abs().amax().float())
-            assert torch.equal(expected._scale_inv, scale.reciprocal().reshape(1)), (magnitude, powers_of_2)
-            assert torch.equal(expected._data, layers.quantize(weight, scale)), (magnitude, powers_of_2)
+
+@on_ranks(2)
+def test_other_ways_to_run() -> None:
+    """Copies, evaluation, and parameters that stay gathered."""
+    kind = "LayerNormMLP"
+    model = te_models.shard(te_models.build(kind, "current"))
+    duplicate = copy.deepcopy(model)
+    results = [te_models.train_sharded(each, kind, "current") for each in (model, duplicate)]
+    assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+    x, recipe = te_models.batch(kind, 0), te_models.recipe("current")
+    with te_models.te().autocast(enabled=True, recipe=recipe):
+        expected = model(x)
+        for context in (torch.no_grad(), torch.inference_mode(), model.gathered()):
+            with context:
+                assert torch.equal(model(x), expected)
+    with model.gathered():
+        kept = te_models.train_sharded(model, kind, "current")
+    again = te_models.train_sharded(duplicate, kind, "current")
+    assert kept.losses == again.losses and kept.distance(again) == 0
 
 
 @on_ranks(2)
@@ -297,7 +304,10 @@ def test_what_is_refused() -> None:
     with te.quantized_model_init(enabled=True, recipe=fp8):
         operation = torch.nn.Sequential(te.ops.Linear(64, 64, bias=False, device=te_models.DEVICE))
     refused(NotImplementedError, "implemented for layers, not for operations", operation)
-    assert te_models.shard(te_models.build("Linear", "mxfp8")) is not None
+    model = te_models.shard(te_models.build("Linear", "current"))
+    assert not any(
+        map(te_models.is_quantized, (*model.parameters(), *(s for b in model.sharded.buckets for s in b.shells)))
+    )
 
 
 @on_ranks(4)
