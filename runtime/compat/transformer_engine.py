@@ -403,7 +403,7 @@ def wrapper_of(form: str) -> _Wrapper:
 
 def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, wrapper: _Wrapper) -> Tensor:
     quantizer = _quantizer(wrapper)
-    return _tensor_class("Float8Tensor")(
+    tensor = _tensor_class("Float8Tensor")(
         shape=data.shape,
         dtype=dtype,
         data=data.view(torch.uint8),
@@ -412,6 +412,8 @@ def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, wrapper: _Wr
         quantizer=quantizer,
         device=data.device,
     )
+    tensor._is_param = True  # isinstance(module.weight, nn.Parameter) holds for ordinary weights too
+    return tensor
 
 
 @functools.cache
