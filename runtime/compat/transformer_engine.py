@@ -1,6 +1,7 @@
 """Transformer Engine's layers, and everything in them that sharding has to know.
 
-Tested with Transformer Engine 2.20, and once with 2.8, 2.10 and 2.14; the attributes below have the same meaning in all. Nothing here imports it: a
+Tested with Transformer Engine 2.20, and once with 2.8, 2.10, 2.14 and 2.19; the attributes below have the same meaning in
+all. Nothing here imports it: a
 model that has one of its layers has imported it.
 
 ``tp_size``, ``tp_group``
@@ -25,7 +26,7 @@ model that has one of its layers has imported it.
 ``get_high_precision_init_val()``
     A quantized parameter's value before, on the CPU, if ``preserve_high_precision_init_val=True``.
 ``Float8Tensor(shape=, dtype=, data=, fp8_scale_inv=, fp8_dtype=, quantizer=)``
-    A matrix with one scale, of any memory. Since 2.16 or so, it says what is inside (``__tensor_flatten__``), without which
+    A matrix with one scale, of any memory. Since 2.19, it says what is inside (``__tensor_flatten__``), without which
     it cannot be kept out of what autograd saves.
 """
 
