@@ -1,8 +1,7 @@
 """Transformer Engine's layers, and everything in them that sharding has to know.
 
 Tested with Transformer Engine 2.20, and once with 2.8, 2.10, 2.14 and 2.19; the attributes below have the same meaning in
-all. Nothing here imports it: a
-model that has one of its layers has imported it.
+all. Nothing here imports it: a model that has one of its layers has imported it.
 
 ``tp_size``, ``tp_group``
     Layers mark their parameters ``tensor_model_parallel`` even if they are not divided.
