@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import reprlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -137,8 +136,9 @@ def fully_shard_model(
             scaled. Float16 gradients are scaled first, because their sum could overflow.
         calculate_per_token_loss: Make gradients the sum over ranks instead of the mean; see
             :meth:`MegatronFSDP.scale_gradients`.
-        keep_fp8_transpose_cache: Has no effect, apart from a warning: parameters that are fp8 themselves cannot be sharded,
-            so that there are no transposed copies of them to keep.
+        keep_fp8_transpose_cache: For weights that layers of Transformer Engine get in fp8 (``quantized_model_init``), on devices
+            that need a transposed copy in backward: make it in forward, and keep it until then. It takes one byte per
+            element. By default, backward makes it, one weight at a time. Warns if there are no such weights.
         nccl_ub: Register the communication buffers with NCCL, which then needs fewer of the GPU's multiprocessors. Implies
             ``fsdp_double_buffer``. Has no effect where NCCL does not run the collectives.
         disable_symmetric_registration: With ``nccl_ub``: register local memory instead of symmetric windows, which NCCL
@@ -222,11 +222,6 @@ def fully_shard_model(
     """
     given = dict(locals())
     _refuse_wrong_types(given)
-    if keep_fp8_transpose_cache:
-        warnings.warn(
-            "keep_fp8_transpose_cache has no effect: it is for parameters that are fp8 themselves, and the model has none.",
-            stacklevel=3,
-        )
     if expt_device_mesh is None:
         _refuse_without_experts(given)
     if calculate_per_token_loss and average_in_collective:
@@ -328,6 +323,7 @@ def fully_shard_model(
         allocate=buffer_allocator,
         symmetric=not disable_symmetric_registration,
         communication=communicators,
+        keeps_transposes=keep_fp8_transpose_cache,
     )
     if buffer_allocator is not None and not options.buffer_policy.double:
         raise ValueError(

@@ -11,6 +11,9 @@ A form says how parameters are quantized, and what modules get of what was gathe
 ``"torchao"``
     A ``Float8TrainingTensor`` of torchao: a view of the gathered bytes where they arrived, and their scale. Its
     ``Float8Linear`` multiplies with it as it is.
+``"te"``, and others that begin with it
+    A ``Float8Tensor`` of Transformer Engine, the same: what its layers hold that were built under
+    ``quantized_model_init`` with ``Float8CurrentScaling``.
 
 ``"multiplied"``
     What compiled code with ``fp8_matmul`` takes in place of the first: data and scales, for products in float8. No bucket
@@ -59,22 +62,32 @@ class Form:
 
     Args:
         scales_of: Maps the largest absolute values, in float32, to scales.
-        quantize: Maps values in the main dtype, and scales that broadcast to their shape, to bytes.
+        quantize: Maps values, and scales that broadcast to their shape, to bytes.
         wrapper_of: Maps a parameter as it was when the model was sharded, and the modules that hold it, to its wrapper.
             None: modules get views of the gathered bucket.
+        casts: Whether values are rounded to the compute dtype first. Otherwise, they are quantized from the main dtype.
     """
 
     scales_of: Callable[[Tensor], Tensor]
     quantize: Callable[[Tensor, Tensor], Tensor]
     wrapper_of: Callable[[nn.Parameter, Sequence[nn.Module]], Wrapper | None]
+    casts: bool = False
 
 
 def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
     return None
 
 
+def _of_transformer_engine(form: str) -> Form:
+    layers = compat.transformer_engine
+    powers_of_2, _ = layers.FORMS[form]
+    scales_of = layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of
+    return Form(scales_of, layers.quantize, lambda original, modules: layers.wrapper_of(form), casts=True)
+
+
 FORMS: Mapping[str, Form] = {
     quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
     quantize.ROUNDED: Form(quantize.rounded_scales_of, quantize.quantize, _no_wrapper),
     compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
+    **{form: _of_transformer_engine(form) for form in compat.transformer_engine.FORMS},
 }

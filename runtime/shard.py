@@ -66,6 +66,7 @@ class ShardingOptions:
         registers: Whether buffers are registered with NCCL: now, later (:meth:`.Registration.register`), or never.
         symmetric: Whether they are registered as symmetric memory, if NCCL has that.
         communication: Communicators, and NCCL's settings for them.
+        keeps_transposes: See :class:`~.plan.buckets.BucketPlanner`.
     """
 
     unit_modules: UnitClasses
@@ -85,6 +86,7 @@ class ShardingOptions:
     symmetric: bool = True
     communication: Communication = field(default_factory=Communication)
     by_module: bool = False
+    keeps_transposes: bool = False
 
 
 def shard_model(
@@ -157,7 +159,13 @@ def _agree_on_plan(
         own = options.experts() if options.experts is not None else None
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
-            topology, options.precision, options.gradient_policy, layout_policy, frozenset(options.whole), own
+            topology,
+            options.precision,
+            options.gradient_policy,
+            layout_policy,
+            frozenset(options.whole),
+            own,
+            options.keeps_transposes,
         )
         found.append(ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy))
         # Includes versions, because passes and Inductor's choices of kernels differ between them.

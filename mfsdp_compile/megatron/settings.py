@@ -384,16 +384,15 @@ class DistributedDataParallelConfig:
     )
     keep_fp8_transpose_cache: bool = field(
         default=False,
-        metadata=_said(
-            "fully_shard_model's argument; it has no effect without fp8 parameters", "--keep-fp8-transpose-cache"
-        ),
+        metadata=_said("fully_shard_model's argument; it warns if no weights are in fp8", "--keep-fp8-transpose-cache"),
     )
     fp8_param_gather: bool = field(
         default=False,
         metadata=_said(
-            "there are no fp8 parameters yet",
+            "weights that Transformer Engine has quantized (quantized_model_init) are gathered in fp8 wherever its layers "
+            "can use what was gathered, and in no other case",
             "--fp8-param-gather",
-            kind=Treatment.REFUSED,
+            kind=Treatment.IDLE,
         ),
     )
     reuse_grad_buf_for_mxfp8_param_ag: bool = field(

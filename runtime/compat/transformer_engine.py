@@ -1,7 +1,7 @@
 """Transformer Engine's layers, and everything in them that sharding has to know.
 
-Tested with Transformer Engine 2.20; the attributes below have the same meaning since 2.8. Nothing here imports it: a
-model that has one of its layers has imported it.
+Tested with Transformer Engine 2.20, and once with 2.8, 2.10, 2.14 and 2.19; the attributes below have the same meaning in
+all. Nothing here imports it: a model that has one of its layers has imported it.
 
 ``tp_size``, ``tp_group``
     Layers mark their parameters ``tensor_model_parallel`` even if they are not divided.
@@ -19,31 +19,66 @@ model that has one of its layers has imported it.
 ``parameters()``, ``op_backward``
     An operation (``transformer_engine.pytorch.ops``, which norms are) passes ``parameters()`` to autograd in forward, and
     reads them again from the module in backward. ``te.ops.Sequential`` keeps those of its first forward.
+``primary_weights_in_fp8``, ``param_init_meta``, ``quantizers``
+    Whether a layer was built under ``quantized_model_init``, and which quantizer a parameter is then quantized with: by
+    ``reset_parameters``, which replaces it by a ``QuantizedTensor``. A layer that finds one multiplies with it as it is.
+``get_high_precision_init_val()``
+    A quantized parameter's value before, on the CPU, if ``preserve_high_precision_init_val=True``.
+``Float8Tensor(shape=, dtype=, data=, fp8_scale_inv=, fp8_dtype=, quantizer=)``
+    A matrix with one scale, of any memory. Since 2.19, it says what is inside (``__tensor_flatten__``), without which
+    it cannot be kept out of what autograd saves.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "FORMS",
     "check_layer",
+    "check_weight",
+    "discard_weight",
     "drop_memory",
+    "form_of",
     "is_layer",
     "is_operation",
+    "is_weight",
     "is_whole",
     "offer_gradient",
     "overrides",
+    "own_attributes",
     "packs_saved_tensors",
+    "plain",
     "prepare_layer",
+    "quantize",
+    "scales_of",
+    "scales_of_powers_of_2",
+    "unquantized",
     "withdraw_gradient",
+    "wrapper_of",
     "writes_gradients",
 ]
+
+FORMS = {
+    "te": (False, False),
+    "te, powers of 2": (True, False),
+    "te, transposed": (False, True),
+    "te, powers of 2, transposed": (True, True),
+}
+"""Forms of parameters that layers have quantized with ``Float8CurrentScaling``; see :mod:`..forms`. Whether scales are powers
+of 2, and whether the transposed plane, if the device needs one, is kept from forward to backward."""
+
+_DTYPE = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_DTYPE).max
 
 
 def _base(module: str, name: str) -> type:
@@ -75,8 +110,14 @@ def writes_gradients(module: nn.Module) -> bool:
     return is_layer(type(module)) and getattr(module, "fuse_wgrad_accumulation", False) is True
 
 
-def prepare_layer(module: nn.Module) -> None:
-    """Change the settings of a layer that do not work together when it is sharded."""
+def prepare_layer(module: nn.Module, forms: Iterable[str]) -> None:
+    """Change the settings of a layer that do not work together when it is sharded.
+
+    Args:
+        forms: Forms in which it will get its parameters; see :mod:`..forms`.
+    """
+    if is_layer(type(module)) and not FORMS.keys() & set(forms):
+        module.primary_weights_in_fp8 = False  # type: ignore[assignment]
     of_norm = issubclass(type(module), _base("module.layernorm_linear", "LayerNormLinear"))
     if of_norm and writes_gradients(module) and hasattr(type(module), "is_fsdp2"):
         # It looks for the memory of the gradient only if it has kept a quantized weight, which costs more than a copy.
@@ -108,10 +149,15 @@ def check_layer(module: nn.Module, name: str) -> None:
         )
     if not (is_layer(kind) or is_operation(kind)):
         return
-    if getattr(module, "primary_weights_in_fp8", False) or getattr(module, "_with_quantized_weight", False):
+    if getattr(module, "_with_quantized_weight", False):
         raise NotImplementedError(
-            f"{what} was built under quantized_model_init (fp8_model_init): parameters that are only stored in fp8 are not "
-            "implemented. Build it without: shards are then float32, and layers quantize the gathered weights."
+            f"{what} was built under quantized_model_init (fp8_model_init), which is implemented for layers, not for operations. "
+            "Build it without, or use transformer_engine.pytorch.Linear."
+        )
+    if getattr(module, "primary_weights_in_fp8", False) and getattr(module, "single_grouped_weight", False):
+        raise NotImplementedError(
+            f"{what} was built under quantized_model_init (fp8_model_init) with single_grouped_weight=True: quantized weights in "
+            "one parameter are not implemented. Leave one of the two out."
         )
     if getattr(module, "fsdp_group", None) is not None:
         raise ValueError(
@@ -197,5 +243,185 @@ def packs_saved_tensors() -> bool:
 def drop_memory(params: Iterable[Tensor]) -> None:
     """Release the memory of tensors that something still refers to. They keep their shape; their values are undefined."""
     for param in params:
+        if is_weight(param):
+            discard_weight(param)
+            continue
         nothing = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
         torch._C.TensorBase.data.__set__(param, nothing)  # type: ignore[attr-defined]
+
+
+# -- quantized parameters ----------------------------------------------------------------------------------------------
+
+
+def _tensor_class(name: str) -> Any:
+    """Return a class of tensors; a class that nothing is an instance of if that was not imported."""
+    for module in ("quantized_tensor", "tensor.quantized_tensor", "tensor.float8_tensor"):  # the second before 2.9
+        if (found := _base(module, name)) is not _Nothing:
+            return found
+    return _Nothing
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a quantized one of Transformer Engine."""
+    return isinstance(tensor, _tensor_class("QuantizedTensor"))
+
+
+def check_weight(name: str, param: Any) -> None:
+    """Raise unless a quantized parameter has a value to make main weights from.
+
+    Raises:
+        ValueError: It was not kept, or is not what the parameter was last set to.
+    """
+    kind = type(param).__name__
+    value = getattr(param, "get_high_precision_init_val", lambda: None)()
+    if value is None:
+        raise ValueError(
+            f"Parameter {name!r} is a {kind} of Transformer Engine without its value in high precision: main weights would begin "
+            "with the rounding errors of fp8. Build the model under quantized_model_init(..., "
+            "preserve_high_precision_init_val=True) (fp8_model_init), and do not call clear_high_precision_init_val()."
+        )
+    with torch.no_grad():
+        now, before = param.dequantize(), value.to(param.device)
+        if isinstance(param._quantizer, _base("tensor.float8_tensor", "Float8Quantizer")) or "NVFP4" in kind:
+            # The scale may have changed, or rounding be random. Other values differ by more than the coarsest format rounds.
+            same = bool((now.float() - before.float()).abs().max() <= before.abs().max().float() / 4)
+        else:
+            same = torch.equal(param._quantizer.copy()(before).dequantize(), now)
+    if not same:
+        raise ValueError(
+            f"Parameter {name!r}, a {kind} of Transformer Engine, has been changed since its value in high precision was kept "
+            "(preserve_high_precision_init_val=True), from which main weights are made: the change would be lost. Load "
+            "checkpoints after fully_shard_model, which keeps main weights in float32."
+        )
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return the value in high precision of a quantized parameter; other tensors as they are."""
+    return tensor.get_high_precision_init_val() if is_weight(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def own_attributes(tensor: Tensor) -> set[str]:
+    """Return the attributes of a quantized parameter that belong to the tensor; none for others."""
+    if not is_weight(tensor):
+        return set()
+    kept = {"get_high_precision_init_val", "clear_high_precision_init_val"}
+    return {name for name in vars(tensor) if name.startswith("_") or name in kept}
+
+
+def discard_weight(tensor: Any) -> None:
+    """Release the memory of a quantized tensor, which keeps its shape. Other forms than ``Float8Tensor`` are emptied."""
+    vars(tensor).pop("_high_precision_init_val", None)
+    if not isinstance(tensor, _tensor_class("Float8Tensor")):
+        tensor.clear()
+        return
+    tensor._data = torch.empty((), dtype=torch.uint8, device=tensor.device).expand(tensor.shape)
+    tensor._transpose, tensor._transpose_invalid = None, True
+
+
+@contextlib.contextmanager
+def unquantized(module: nn.Module) -> Iterator[None]:
+    """Context in which ``reset_parameters`` of a layer does not quantize."""
+    quantizes = vars(module).get("primary_weights_in_fp8", False)
+    if quantizes:
+        vars(module)["primary_weights_in_fp8"] = False
+    try:
+        yield
+    finally:
+        if quantizes:
+            vars(module)["primary_weights_in_fp8"] = True
+
+
+def form_of(modules: Sequence[nn.Module], attributes: Sequence[str], keeps_transposes: bool) -> str:
+    """Return the form in which layers get a parameter, an attribute of each; "" if they get it as an ordinary tensor.
+
+    Only one scale per matrix can be sent with it, and only if it depends on nothing but the matrix.
+    """
+    forms = {_form(module, attribute, keeps_transposes) for module, attribute in zip(modules, attributes, strict=True)}
+    return forms.pop() if len(forms) == 1 else ""
+
+
+def _form(module: Any, attribute: str, keeps_transposes: bool) -> str:
+    if not is_layer(type(module)) or not getattr(module, "primary_weights_in_fp8", False):
+        return ""
+    index = module.param_init_meta[attribute].fp8_meta_index
+    quantizer: Any = module.quantizers["scaling_fwd"][index] if index is not None else None
+    if not issubclass(type(quantizer), _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")):
+        return ""
+    if not hasattr(_tensor_class("Float8Tensor"), "__tensor_flatten__"):
+        return ""
+    if quantizer.amax_epsilon or getattr(quantizer.dtype, "name", "") != "kFloat8E4M3":
+        return ""
+    asked = (bool(quantizer.force_pow_2_scales), keeps_transposes)
+    return next(form for form, options in FORMS.items() if options == asked)
+
+
+def scales_of(largest: Tensor) -> Tensor:
+    """Return Transformer Engine's scales for these largest absolute values. Values are multiplied by them."""
+    scales = (_LARGEST / largest).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((largest == 0) | ~torch.isfinite(largest), torch.ones_like(scales), scales)
+
+
+def scales_of_powers_of_2(largest: Tensor) -> Tensor:
+    """Like :func:`scales_of`, rounded down to powers of 2."""
+    mantissa, exponent = torch.frexp(scales_of(largest))
+    return torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
+
+
+def quantize(values: Tensor, scales: Tensor) -> Tensor:
+    """Quantize ``values`` as Transformer Engine does, to the bit; returns their bytes."""
+    return (values.float() * scales).clamp_(-_LARGEST, _LARGEST).to(_DTYPE).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    """Makes a ``Float8Tensor`` of a gathered weight.
+
+    Args:
+        powers_of_2, transposed: See :data:`FORMS`.
+    """
+
+    powers_of_2: bool
+    transposed: bool
+
+    def wrap(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return _float8_tensor(data, scale, dtype, self)
+
+    def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+        raise NotImplementedError(
+            "Compiled code reads a weight that a layer of Transformer Engine gets in fp8 (quantized_model_init), outside of that "
+            "layer. Run that part of the model eagerly (torch.compiler.disable), or build the model without."
+        )
+
+    def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
+        wrapped._data = outdated  # type: ignore[attr-defined]
+
+
+def wrapper_of(form: str) -> _Wrapper:
+    """Return what makes the tensors that layers get for a weight, in a form of :data:`FORMS`."""
+    return _Wrapper(*FORMS[form])
+
+
+def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, wrapper: _Wrapper) -> Tensor:
+    quantizer = _quantizer(wrapper)
+    tensor = _tensor_class("Float8Tensor")(
+        shape=data.shape,
+        dtype=dtype,
+        data=data.view(torch.uint8),
+        fp8_scale_inv=scale.reciprocal().reshape(1),
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+        device=data.device,
+    )
+    tensor._is_param = True  # isinstance(module.weight, nn.Parameter) holds for ordinary weights too
+    return tensor
+
+
+@functools.cache
+def _quantizer(wrapper: _Wrapper) -> Any:
+    """Return the quantizer of gathered weights. Layers ask it which planes to make in forward; it quantizes nothing.
+
+    In backward, they make the transposed plane if it is not there and the device needs one, and then drop it.
+    """
+    kind: Any = _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")
+    dtype = sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
+    return kind(dtype, None, rowwise=True, columnwise=wrapper.transposed, force_pow_2_scales=wrapper.powers_of_2)

@@ -78,7 +78,7 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
     computed = tuple(p if p is not None and not p.bare else None for p in partitions)
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
-    compat.transformer_engine.prepare_layer(module)
+    compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()])
     scalings = tuple(home.bucket.plan.scaling if wrappers[name] is not None else "" for name, home in homes.items())
     module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings)
 
@@ -136,7 +136,7 @@ def _sharded_class(
         name: _parameter_property(cls, name, partition, scaling)
         for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
     }
-    namespace["forward"] = _forward_in_window(cls)
+    namespace["forward"] = _forward_in_window(cls, any(scalings))
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -145,11 +145,13 @@ def _sharded_class(
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
-def _forward_in_window(cls: type[nn.Module]) -> Any:
-    inner = _lending(cls.forward) if compat.transformer_engine.is_layer(cls) else cls.forward
-    forward = _in_window(inner)
+def _forward_in_window(cls: type[nn.Module], gets_quantized: bool) -> Any:
+    is_layer = compat.transformer_engine.is_layer(cls)
+    forward = _in_window(_lending(cls.forward) if is_layer else cls.forward)
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
-    return torch.compiler.disable(forward) if compat.is_dynamo_disabled(cls.forward) else forward
+    # Parts of layers of Transformer Engine would be graphs that return quantized weights.
+    is_disabled = compat.is_dynamo_disabled(cls.forward) or (is_layer and gets_quantized)
+    return torch.compiler.disable(forward) if is_disabled else forward
 
 
 def _in_window(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from .. import compat
 from ..memory.tensor import RowSplit
 from .deferred_fill import DeferredFills
 
@@ -246,7 +247,7 @@ class _Initialization:
             owner._buffers[name] = torch.empty_like(owner._buffers[name], device=self._device)
         try:
             drawing = DeferredFills([param for name in own if (param := owner._parameters[name]) is not None])
-            with drawing:
+            with drawing, compat.transformer_engine.unquantized(owner):
                 self._initializer(owner)
             for name, home in own.items():
                 values, rows = _checked(owner, name, _shape(home, of_whole)), _shard(home)

@@ -245,6 +245,7 @@ class Bucket:
         )
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
+            own |= compat.transformer_engine.own_attributes(original)
             kept = {k: v for k, v in vars(original).items() if k not in own}
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)

@@ -29,7 +29,7 @@ from ..quantize import SENT_DTYPE, amax
 if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
     from ..topology import Topology
-    from .bucket import Bucket
+    from .bucket import Bucket, BucketPlan
 
 __all__ = ["QuantizedShards"]
 
@@ -86,7 +86,7 @@ class _Group:
         largest = torch.zeros_like(self._scales)
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             for values, entry in _rows(bucket, bucket.flat.detach(), its):
-                entry.copy_(amax(values, bucket.plan.scaling))
+                entry.copy_(amax(_rounded(values, bucket.plan), bucket.plan.scaling))
         group = self._topology.inner_gathers or self._topology.inner
         if group.size > 1:
             conduct.start("reduce the scales of quantized parameters", group=group)
@@ -98,8 +98,13 @@ class _Group:
             bucket.scales.copy_(form.scales_of(its))
             data = [data for data, _ in _rows(bucket, bucket.quantized, bucket.scales)]
             for to, (values, scales) in zip(data, _rows(bucket, bucket.flat.detach(), bucket.scales), strict=True):
-                to.copy_(form.quantize(values, scales))
+                to.copy_(form.quantize(_rounded(values, bucket.plan), scales))
             bucket.mark_quantized(stale=False)
+
+
+def _rounded(values: Tensor, plan: BucketPlan) -> Tensor:
+    """Return values as the bucket's form quantizes them."""
+    return values.to(plan.compute_dtype) if FORMS[plan.form].casts else values
 
 
 def _rows(bucket: Bucket, flat: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -31,6 +31,8 @@ class BucketPlanner:
         layout_policy: Limits for bucket layouts. None: the defaults.
         whole: Names of parameters that should each be kept on one rank.
         experts: Which parameters are experts. None: none are.
+        keeps_transposes: Whether the transposed planes of weights in fp8, which some devices need in backward, are made in
+            forward and kept.
     """
 
     topology: Topology
@@ -39,6 +41,7 @@ class BucketPlanner:
     layout_policy: LayoutPolicy | None
     whole: frozenset[str]
     experts: ExpertPlacement | None = None
+    keeps_transposes: bool = False
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
         """Plan the buckets of a unit: one for each dtype, ``requires_grad``, topology and way to be quantized, or more if
@@ -52,6 +55,8 @@ class BucketPlanner:
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
+            elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
+                scaling, form = "tensorwise", of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
                 form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
@@ -86,6 +91,11 @@ class BucketPlanner:
             embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
             chosen = not unit.is_root and not embeds and (ndim == 2 or is_expert)
         return self.precision.param_comm_scaling if chosen else ""
+
+    def _form_of_layers(self, sites: Sequence[Site]) -> str:
+        """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""
+        modules, attributes = [site.module for site in sites], [site.attribute for site in sites]
+        return compat.transformer_engine.form_of(modules, attributes, self.keeps_transposes)
 
     def _scale(self, is_expert: bool) -> float:
         """Return the factor for a bucket's gradients after their sum or average over the bucket's ranks.

@@ -117,6 +117,12 @@ class ModelPlan:
         """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
         precision, topology = planner.precision, planner.topology
         quantized = [bucket for bucket in self.buckets if bucket.scaling]
+        if planner.keeps_transposes and not any(b.form in compat.transformer_engine.FORMS for b in quantized):
+            warnings.warn(
+                "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as they were "
+                "gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, and full sharding).",
+                stacklevel=4,
+            )
         by_torchao = any(bucket.form == compat.torchao.FORM for bucket in quantized)
         if precision.param_comm_dtype is None and not by_torchao:
             return
@@ -138,7 +144,7 @@ class ModelPlan:
                 "param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
-            if bucket.scaling != "tensorwise" or bucket.form == compat.torchao.FORM:  # which has scales per part
+            if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
                 continue
             for slot in bucket.layout.slots:
                 if _is_cut(self.partitions[slot.name], len(slot.shape)):
@@ -255,6 +261,8 @@ def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
             )
         if compat.torchao.is_weight(param):
             compat.torchao.check_weight(name, param)
+        elif compat.transformer_engine.is_weight(param):
+            compat.transformer_engine.check_weight(name, param)
         elif (
             type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param)
         ):

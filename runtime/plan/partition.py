@@ -266,7 +266,8 @@ def _named(mesh: DeviceMesh) -> str:
 
 def local_part(param: Tensor) -> Tensor:
     """Return this rank's part of a parameter, an ordinary tensor without autograd."""
-    return compat.torchao.plain(param.to_local() if isinstance(param, DTensor) else param).detach()
+    part = param.to_local() if isinstance(param, DTensor) else param
+    return compat.transformer_engine.plain(compat.torchao.plain(part)).detach()
 
 
 def local_shape(param: Tensor) -> torch.Size:

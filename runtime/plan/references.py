@@ -242,9 +242,13 @@ def retire(original: Tensor, name: str) -> None:
 
     Its memory is freed, unless something else is a view of it. Reads by C++ code, which no error can stop, return NaN.
     """
-    if compat.is_fake(local_part(original)):  # the model is only planned, and planning still asks for shapes
+    if not compat.transformer_engine.is_weight(original) and compat.is_fake(
+        local_part(original)
+    ):  # the model is only planned, and planning still asks for shapes
         return
-    if isinstance(original, DTensor):
+    if compat.transformer_engine.is_weight(original):
+        compat.transformer_engine.discard_weight(original)
+    elif isinstance(original, DTensor):
         original._local_tensor = _nothing_like(original._local_tensor)
     elif not original.is_meta:
         original.data = _nothing_like(original)

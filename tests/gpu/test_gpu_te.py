@@ -1,4 +1,4 @@
-"""Transformer Engine's layers on a GPU, with its own extension: the rows of tests/te/test_transformer_engine.py."""
+"""Transformer Engine's layers on a GPU, with its own extension: the rows of tests/te."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ pytestmark = [
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "GroupedLinear")
 
 
-@pytest.mark.parametrize("recipe", [*te_models.BITWISE, "blockwise"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_sharded_equals_alone(kind: str, recipe: str) -> None:
+def skip_unless_available(recipe: str) -> None:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as State
 
     checks = {
@@ -33,7 +31,25 @@ def test_sharded_equals_alone(kind: str, recipe: str) -> None:
         available, why = getattr(State, checks[recipe])()
         if not available:
             pytest.skip(why)
+
+
+@pytest.mark.parametrize("recipe", te_models.BITWISE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_equals_alone(kind: str, recipe: str) -> None:
+    skip_unless_available(recipe)
     te_models.compare(kind, [recipe])
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_parameters(kind: str, recipe: str) -> None:
+    skip_unless_available(recipe)
+    te_models.compare(kind, [recipe], primary=True)
+
+
+def test_scales_and_bytes_of_quantized_parameters() -> None:
+    skip_unless_available("current")
+    te_models.compare_quantizers()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -229,6 +229,7 @@ def test_adjustments(row: Row, logged: list[str]) -> None:
 
 
 IDLE = {
+    "ddp.fp8_param_gather": True,
     "dist.nccl_communicator_config_path": "nccl.yaml",
     "dist.high_priority_stream_groups": ["dp_cp", "ep"],
     "dist.use_sharp": True,
@@ -366,12 +367,6 @@ ERRORS = [
         "`fsdp_manual_registration`: This option is only effective when `nccl_ub` is enabled.",
         (ValueError, "FSDP manual registration is only supported with nccl-ub option"),
         ddp__fsdp_manual_registration=True,
-    ),
-    row(
-        REFERENCE,
-        "fp8_param_gather=False",
-        (NotImplementedError, "ddp.fp8_param_gather=True is not implemented: there are no fp8 parameters yet"),
-        ddp__fp8_param_gather=True,
     ),
     *(
         row(
@@ -750,7 +745,6 @@ def test_every_flag_has_a_row() -> None:
         (GUIDE, "--save x", "only supports fsdp_dtensor checkpoint format"),
         (README, "--fsdp-manual-registration", "only supported with nccl-ub"),
         (REFERENCE, "--suggested-communication-unit-size 5", "ddp.suggested_communication_unit_size=5"),
-        (REFERENCE, "--fp8-param-gather", "ddp.fp8_param_gather=True"),
         (REFERENCE, "--enable-cuda-graph", "model.enable_cuda_graph=True"),
         (REFERENCE, "--external-cuda-graph", "model.external_cuda_graph=True"),
         (REFERENCE, "--cuda-graph-impl local", "captures single layers"),
@@ -941,7 +935,11 @@ def test_wrapping_that_is_refused() -> None:
     refused(ValueError, "use_megatron_fsdp is False", ddp=DistributedDataParallelConfig())
     refused(ValueError, "Module '0', a Fused, was built with fuse_wgrad", model=nn.Sequential(Fused(2, 2)))
     refused(TypeError, "got zero_dp_strategy, which config and ddp_config decide", zero_dp_strategy=2)
-    refused(NotImplementedError, "ddp.fp8_param_gather=True", ddp=settings(fp8_param_gather=True))
+    refused(
+        NotImplementedError,
+        "ddp.suggested_communication_unit_size=5",
+        ddp=settings(suggested_communication_unit_size=5),
+    )
     refused(
         ValueError,
         "num_distributed_optimizer_instances=3 must divide",

@@ -4,7 +4,7 @@
 PyTorch: quantizing rounds as torch's float8 dtypes round, and a matmul multiplies dequantized values and sums in
 float32. Call :func:`install` before the first ``import transformer_engine.pytorch``.
 
-Not here: fused attention, userbuffers, permutation of tokens, 1x128 and 128x128 blocks, NVFP4. A layer that needs them
+Not here: fused attention, userbuffers, permutation of tokens, NVFP4. A layer that needs them
 raises NotImplementedError with the name of the function.
 """
 
@@ -55,6 +55,15 @@ def op(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _in_source(file: str, text: str) -> bool:
+    """Whether a file of this version of Transformer Engine contains a text."""
+    path = os.path.join(FOLDER, "transformer_engine", file)
+    if not os.path.exists(path):
+        return False
+    with open(path, encoding="utf-8") as source:
+        return text in source.read()
+
+
 def _define_enum(name: str, members: str, prefix: str = "") -> None:
     # Placeholders keep the numbers of the members that follow.
     numbered = {prefix + each: number for number, each in enumerate(members.split())}
@@ -92,7 +101,13 @@ _define_enum(
     "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET",
     "NVTE_",
 )
-_define_enum("NVTE_Fused_Attn_Backend", "F16_arbitrary_seqlen FP8 No_Backend", "NVTE_")
+_define_enum(
+    "NVTE_Fused_Attn_Backend",
+    "F16_arbitrary_seqlen FP8 F16_max512_seqlen No_Backend"
+    if _in_source("pytorch/cpp_extensions/fused_attn.py", "F16_max512_seqlen")
+    else "F16_arbitrary_seqlen FP8 No_Backend",
+    "NVTE_",
+)
 _define_enum("NVTERoutingMapFormat", "BYTEMAP BITMAP_U8")
 _define_enum("NVTEQBHistogramMode", "TWO_KERNEL FUSED_ATOMIC")
 _define_enum("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
@@ -110,6 +125,11 @@ _TORCH_DTYPES = {
 }
 
 
+def e4m3() -> Any:
+    """Return the extension's name of ``torch.float8_e4m3fn``."""
+    return sys.modules["transformer_engine_torch"].DType.kFloat8E4M3
+
+
 def _torch_dtype(dtype: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) or dtype is None else _TORCH_DTYPES[int(dtype)]
 
@@ -125,8 +145,9 @@ def _to_bytes(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 def _scale_of(amax: Tensor, dtype: torch.dtype, epsilon: float, power_of_2: bool) -> Tensor:
     amax = amax.float().clamp(min=epsilon) if epsilon else amax.float()
     scale = torch.finfo(dtype).max / amax
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax) | ~torch.isfinite(scale), torch.ones_like(scale), scale)
-    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
+    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), torch.ones_like(scale), scale)
+    return (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32) if power_of_2 else scale  # without mantissa
 
 
 def _quantize_mx(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -156,9 +177,36 @@ def _fill(out: Any, x: Tensor, quantizer: Any) -> Any:
             scales, data = _quantize_mx(flat.t().reshape(flat.shape[1], -1, 32), dtype)
             out._columnwise_data.copy_(data.view(flat.shape[1], -1).t().view(out._columnwise_data.shape))
             out._columnwise_scale_inv.copy_(_padded(scales.t(), 4, 128))
+    elif kind == "Float8BlockQuantizer":
+        flat = x.reshape(-1, x.shape[-1]).float()
+        if out._rowwise_data is not None:
+            _fill_blocks(out._rowwise_data, out._rowwise_scale_inv, flat, quantizer)
+        if out._columnwise_data is not None:
+            _fill_blocks(out._columnwise_data, out._columnwise_scale_inv, flat.t(), quantizer)
     else:
         raise NotImplementedError(f"tests/te/reference_tex.py does not quantize with {kind}")
     return out
+
+
+def _of_blocks(scales: Tensor, rows: int, columns: int, is_square: bool) -> Tensor:
+    """Return the scale of each element of ``[rows, columns]``, from those of 128x128 or 1x128 blocks."""
+    if is_square:
+        return scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return scales.t()[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+def _fill_blocks(data: Tensor, scale_inv: Tensor, x: Tensor, quantizer: Any) -> None:
+    """Quantize ``x``, ``[rows, columns]``, in blocks of 128x128, or of 1x128, whose scales are stored by columns."""
+    (rows, columns), is_square = x.shape, quantizer.block_scaling_dim == 2
+    padded = F.pad(x.abs(), (0, -columns % 128, 0, -rows % 128 if is_square else 0))
+    height = 128 if is_square else 1
+    amax = padded.reshape(padded.shape[0] // height, height, -1, 128).amax((1, 3))
+    scales = _scale_of(amax, _torch_dtype(quantizer.dtype), quantizer.amax_epsilon, quantizer.force_pow_2_scales)
+    scales = scales if is_square else scales.t()
+    data.copy_(
+        _to_bytes(x * _of_blocks(scales, rows, columns, is_square), _torch_dtype(quantizer.dtype)).view(data.shape)
+    )
+    scale_inv.zero_()[: scales.shape[0], : scales.shape[1]].copy_(scales.reciprocal())
 
 
 def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any, is_delayed: bool) -> None:
@@ -183,6 +231,8 @@ def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool = False
 ) -> Any:
     shape = tuple(shape)
+    if not hasattr(quantizer, "storage_metadata"):  # in earlier versions
+        return quantizer.make_empty(shape, dtype=dtype, device=device)
     if type(quantizer).__name__ == "Float8Quantizer":
         return _empty_delayed(quantizer, shape, dtype, device)
     meta, specs = quantizer.storage_metadata(dtype), quantizer.inner_tensor_specs(shape)
@@ -246,7 +296,12 @@ def _values(tensor: Any, is_rowwise: bool = True) -> Tensor:
         data, scales = tensor._rowwise_data, tensor._rowwise_scale_inv
     else:
         data, scales = tensor._columnwise_data, tensor._columnwise_scale_inv
-    assert data is not None, "this MXFP8 tensor was not quantized in the direction that the product needs"
+    assert data is not None, "this tensor was not quantized in the direction that the product needs"
+    if hasattr(tensor, "_is_2D_scaled"):  # data by columns is transposed
+        values = data.view(dtype).float()
+        values = values.reshape(-1, data.shape[-1]) if is_rowwise else values.reshape(data.shape[0], -1)
+        values = values * _of_blocks(scales, *values.shape, tensor._is_2D_scaled)
+        return values if is_rowwise else values.t()
     values = data.view(dtype).float().reshape(-1, data.shape[-1])
     rows, columns = values.shape if is_rowwise else (values.shape[0] // 32, values.shape[1])
     if is_rowwise:
@@ -509,6 +564,8 @@ _ON_CPU = (
     ("torch.cuda.is_available()", "True"),
     ("torch.cuda.is_current_stream_capturing()", "False"),
     ("torch.cuda.synchronize()", "None"),
+    ("torch.cuda.nvtx.range(", "__import__('contextlib').nullcontext("),
+    ("torch.cuda.device(", "__import__('contextlib').nullcontext("),
     ("torch.Tensor().cuda()", "torch.Tensor()"),
 )
 """Replacements in the source of Transformer Engine's Python files."""
@@ -602,10 +659,16 @@ def install() -> Any:
         common.load_framework_extension = lambda framework: None
         import transformer_engine.pytorch as te
     sys.path.remove(FOLDER)
+    if not hasattr(te, "autocast"):  # before 2.9
+        te.autocast = lambda enabled, recipe: te.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+        te.quantized_model_init = te.fp8_model_init
     _replace("get_device_compute_capability", lambda: (9, 0))
     _replace("get_sm_count", lambda: 132)
     _replace("get_cudnn_version", lambda: (9, 10, 2))
+    _replace("_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
+    _replace("_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
     _replace("get_cublas_workspace", _workspace)
+    _replace("get_cublas_workspace_size_bytes", lambda: 0)
     _replace("is_non_tn_fp8_gemm_supported", lambda: False)
     for kind in ("fp8", "mxfp8", "fp8_block_scaling", "nvfp4"):
         _replace(f"check_{kind}_support", lambda *args, **kwargs: (True, ""))

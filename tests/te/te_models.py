@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import reference_tex
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.runtime import compat
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
-BITWISE = ("bf16", "current", "mxfp8")
+BITWISE = ("bf16", "current", "mxfp8", "blockwise")
 """Recipes whose results depend on nothing but the values at hand."""
 
 
@@ -34,6 +40,19 @@ def recipe(name: str) -> Any:
         return None
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
     return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
+
+
+def has_is_fsdp2() -> bool:
+    """Whether layers can quantize their weights again in backward: since 2.15."""
+    return hasattr(te().Linear, "is_fsdp2")
+
+
+def gathers_in_fp8() -> bool:
+    """Whether quantized tensors say what is inside, without which weights in fp8 are gathered in bfloat16."""
+    te()
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+    return hasattr(Float8Tensor, "__tensor_flatten__")
 
 
 def layer(kind: str, number: int = 0, width: int = WIDTH, **options: Any) -> nn.Module:
@@ -107,13 +126,27 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(kind: str, **options: Any) -> Model:
-    te()
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+def build(kind: str, primary: str = "", **options: Any) -> Model:
+    """Build a model.
 
-    FP8GlobalStateManager.reset()  # delayed scaling keeps the state of all layers of the process
+    Args:
+        primary: Recipe of the weights of layers that are quantized when the model is built. "": none are.
+    """
+    te()
+    for module in ("quantization", "fp8"):  # since 2.9, and before
+        with contextlib.suppress(ModuleNotFoundError):
+            state = importlib.import_module(f"transformer_engine.pytorch.{module}").FP8GlobalStateManager
+            break
+    state.reset()  # delayed scaling keeps the state of all layers of the process
     torch.manual_seed(0)
-    return Model(kind, **options)
+    if not primary:
+        return Model(kind, **options)
+    with te().quantized_model_init(enabled=True, recipe=recipe(primary), preserve_high_precision_init_val=True):
+        return Model(kind, **options)
+
+
+def is_quantized(param: Tensor) -> bool:
+    return hasattr(param, "get_high_precision_init_val")
 
 
 def batch(kind: str, seed: int, width: int = WIDTH) -> Tensor:
@@ -145,14 +178,20 @@ Call = Callable[..., Tensor]
 
 
 def train(
-    call: Call, kind: str, recipe_name: str, step: Callable[[], dict[str, Tensor]], micro: int, first: bool
+    call: Call,
+    kind: str,
+    recipe_name: str,
+    step: Callable[[], dict[str, Tensor]],
+    micro: int,
+    first: bool,
+    width: int = WIDTH,
 ) -> Trained:
     chosen, trained = recipe(recipe_name), Trained()
     for number in range(3):
         for part in range(micro):
             marks = {"is_first_microbatch": part == 0} if first else {}
             with te().autocast(enabled=chosen is not None, recipe=chosen):
-                out = call(batch(kind, 10 * number + part), **marks)
+                out = call(batch(kind, 10 * number + part, width), **marks)
             loss = (out.float() - 1).square().mean() / micro
             loss.backward()
             trained.losses.append(loss.item())
@@ -168,7 +207,11 @@ def train_alone(
     Args:
         fused: Dtype of the ``main_grad`` that layers add gradients to themselves; None: they do not.
     """
-    mains = {name: param.detach().float() for name, param in model.named_parameters() if param.requires_grad}
+    mains = {
+        name: (param.get_high_precision_init_val().to(DEVICE) if is_quantized(param) else param.detach()).float()
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
     sums = {name: torch.zeros_like(main) for name, main in mains.items()}
     optimizer = torch.optim.AdamW(mains.values(), lr=1e-2)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
@@ -197,7 +240,10 @@ def train_alone(
         optimizer.step()
         with torch.no_grad():
             for name, param in params.items():
-                param.copy_(mains[name])
+                if is_quantized(param):
+                    param.quantize_(mains[name].to(param.dtype))
+                else:
+                    param.copy_(mains[name])
         for total in sums.values():
             total.zero_()
         return gradients
@@ -206,7 +252,13 @@ def train_alone(
 
 
 def train_sharded(
-    model: MegatronFSDP, kind: str, recipe_name: str, micro: int = 1, first: bool = False, call: Call | None = None
+    model: MegatronFSDP,
+    kind: str,
+    recipe_name: str,
+    micro: int = 1,
+    first: bool = False,
+    call: Call | None = None,
+    width: int = WIDTH,
 ) -> Trained:
     trainable = [param for param in model.parameters() if param.requires_grad]
     optimizer = fully_shard_optimizer(torch.optim.AdamW(trainable, lr=1e-2))
@@ -219,13 +271,80 @@ def train_sharded(
         optimizer.zero_grad()
         return gradients
 
-    return train(model if call is None else call, kind, recipe_name, step, micro, first)
+    return train(model if call is None else call, kind, recipe_name, step, micro, first, width)
 
 
-def compare(kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, **options: Any) -> None:
-    """Train sharded and alone, on equal data, and compare bit by bit."""
+def compare(
+    kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, primary: bool = False, **options: Any
+) -> None:
+    """Train sharded and alone, on equal data, and compare bit by bit.
+
+    Args:
+        primary: Whether the weights of layers are quantized when the model is built.
+    """
     for name in recipes:
-        alone = train_alone(build(kind), kind, name, micro, first)
-        sharded = train_sharded(shard(build(kind), **options), kind, name, micro, first)
+        how = {"primary": name} if primary else {}
+        alone = train_alone(build(kind, **how), kind, name, micro, first)
+        sharded = train_sharded(shard(build(kind, **how), **options), kind, name, micro, first)
         assert sharded.losses == alone.losses, name
         assert sharded.distance(alone) == 0, name
+
+
+def compare_quantizers() -> None:
+    """Compare scales and bytes of weights with those of Transformer Engine's quantizers, bit by bit."""
+    te()
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+
+    values, layers = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), compat.transformer_engine
+    for magnitude in (1.0, 0.02, 0.0, 1e-38, 1e38, float("inf")):
+        for powers_of_2 in (False, True):
+            weight = (values * magnitude).bfloat16().to(DEVICE)
+            dtype = reference_tex.e4m3()
+            quantizer = Float8CurrentScalingQuantizer(dtype, torch.device(DEVICE), force_pow_2_scales=powers_of_2)
+            expected = quantizer(weight)
+            scale = (layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of)(weight.abs().amax().float())
+            assert torch.equal(expected._scale_inv, scale.reciprocal().reshape(1)), (magnitude, powers_of_2)
+            assert torch.equal(expected._data, layers.quantize(weight, scale)), (magnitude, powers_of_2)
+
+
+def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:
+    """Train with weights that are larger than any activation. None may be alive between forward and backward."""
+    chosen = recipe(recipe_name)
+    for first in (True, False):  # the second forward could use what the first has left
+        with Storages() as storages, te().autocast(enabled=chosen is not None, recipe=chosen):
+            loss = model(batch(kind, 0, width)[:ROWS], is_first_microbatch=first).float().sum()
+        gathered = [state.full for state in model.sharded.eager._gathered.values() if state.full is not None]
+        at_rest = [each for bucket in model.sharded.buckets for each in (bucket.flat, bucket.quantized)]
+        stay = {key_of(each) for each in [*gathered, *at_rest] if each is not None}
+        for _ in range(100):
+            kept = {key: size for key, size in storages.alive() if key not in stay}
+            weights = sum(size for size in kept.values() if size >= width * width)
+            if not weights:
+                break
+            time.sleep(0.05)  # gloo's thread may still hold what it has sent
+        assert weights <= 0.01 * sum(kept.values()), (recipe_name, weights, sorted(kept.values()))
+        loss.backward()
+
+
+def key_of(tensor: Tensor) -> int:
+    return StorageWeakRef(tensor.untyped_storage()).cdata
+
+
+class Storages(TorchDispatchMode):
+    """The storages of everything that is computed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._all: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in compat.tree_leaves(out):
+            if type(each) is Tensor and not each.is_meta:
+                reference = StorageWeakRef(each.untyped_storage())
+                self._all[reference.cdata] = reference, each.untyped_storage().nbytes()
+        return out
+
+    def alive(self) -> Iterator[tuple[int, int]]:
+        """Return the keys and sizes, in bytes, of those that something still refers to."""
+        return ((key, size) for key, (reference, size) in self._all.items() if not reference.expired())

@@ -1,0 +1,351 @@
+"""Models of Transformer Engine whose weights are quantized when they are built, sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import reference_tex
+import te_models
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pool import on_ranks, shared_folder
+from torch.distributed.device_mesh import init_device_mesh
+
+from mfsdp_compile.runtime import compat
+
+pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
+
+KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "GroupedLinear")
+RECIPES = ("current", "mxfp8", "blockwise")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, 4)
+def test_sharded_equals_alone(kind: str) -> None:
+    """One process keeps main weights beside, and quantizes them after each step."""
+    te_models.compare(kind, RECIPES, primary=True)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Context that counts the bytes of gathers that this rank starts, and its maxima over ranks."""
+    counts: Counter[str] = Counter()
+    gather, reduce = compat.all_gather, compat.all_reduce
+
+    def all_gather(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts["bytes"] += tensor.nbytes if tensor.dtype != torch.float32 else 0  # of main weights and gradients
+        return gather(tensor, *args)
+
+    def all_reduce(tensor: torch.Tensor, op: str, *args: Any) -> torch.Tensor:
+        counts["maxima"] += op == "max"
+        return reduce(tensor, op, *args)
+
+    with mock.patch.object(compat, "all_gather", all_gather), mock.patch.object(compat, "all_reduce", all_reduce):
+        yield counts
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@on_ranks(2)
+def test_what_is_sent(micro: int) -> None:
+    """Half of the bytes, and the scales of all weights in one collective per step."""
+    if not te_models.gathers_in_fp8():
+        return
+    kind, width = "LayerNormMLP", 256
+    sent = {}
+    for primary in ("", "current"):
+        model = te_models.shard(te_models.build(kind, primary, width=width))
+        with counted() as counts:
+            te_models.train_sharded(model, kind, "current", micro, width=width)
+        sent[primary] = counts
+    assert sent["current"]["bytes"] <= 0.51 * sent[""]["bytes"], sent
+    assert sent["current"]["maxima"] - sent[""]["maxima"] == 3  # steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_no_quantized_weight_outlives_its_unit(kind: str) -> None:
+    if not te_models.gathers_in_fp8():
+        return  # these versions keep weights that they have quantized
+    for fused in (False, True):
+        model = te_models.shard(te_models.build(kind, "current", width=512, fuse_wgrad_accumulation=fused))
+        te_models.check_that_no_weight_stays(model, kind, 512, "current")
+
+
+@on_ranks(2)
+def test_accumulation_and_frozen_weights() -> None:
+    for micro, first in ((2, False), (2, True)):
+        te_models.compare("LayerNormMLP", ["current"], micro=micro, first=first, primary=True)
+
+    def build() -> Any:
+        model = te_models.build("LayerNormMLP", "current")
+        for name, param in model.named_parameters():
+            param.requires_grad_(not name.startswith("blocks.1.inner.fc1_weight"))
+        return model
+
+    alone = te_models.train_alone(build(), "LayerNormMLP", "current")
+    trained = te_models.train_sharded(te_models.shard(build()), "LayerNormMLP", "current")
+    assert trained.losses == alone.losses and trained.distance(alone) == 0
+
+
+@on_ranks(2)
+def test_gradients_written_into_the_bucket() -> None:
+    for kind in ("Linear", "LayerNormMLP", "GroupedLinear"):
+        fused = {"primary": "current", "fuse_wgrad_accumulation": True}
+        expected = te_models.train_alone(te_models.build(kind, **fused), kind, "current", fused=torch.bfloat16)
+        trained = te_models.train_sharded(te_models.shard(te_models.build(kind, **fused)), kind, "current")
+        assert trained.losses == expected.losses and trained.distance(expected) == 0
+
+
+@on_ranks(2)
+def test_transposed_planes() -> None:
+    """``keep_fp8_transpose_cache``: a layer makes them once, in forward, at one byte per element. Results are the same."""
+    if not te_models.gathers_in_fp8():
+        return
+    kind, made = "LayerNormMLP", Counter()
+    transpose = reference_tex.tex.fp8_transpose
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made[compat.in_backward()] += 1
+        return transpose(*args, **kwargs)
+
+    results, totals = [], set()
+    for keeps in (False, True):
+        model = te_models.shard(te_models.build(kind, "current"), keep_fp8_transpose_cache=keeps)
+        made.clear()
+        with mock.patch.object(reference_tex.tex, "fp8_transpose", counting):
+            results.append(te_models.train_sharded(model, kind, "current"))
+        assert made[False] == (3 * 5 if keeps else 0)  # in three steps: two in each block, and one in the model
+        totals.add(sum(made.values()))  # some are of gradients
+    assert len(totals) == 1
+    assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+
+
+@on_ranks(2)
+def test_delayed_scaling() -> None:
+    """Weights are gathered in bfloat16 and quantized at each use, as those of a model with ordinary weights."""
+    for kind in ("Linear", "LayerNormMLP"):
+        ordinary = te_models.train_sharded(te_models.shard(te_models.build(kind)), kind, "delayed")
+        model = te_models.shard(te_models.build(kind, "delayed"))
+        trained = te_models.train_sharded(model, kind, "delayed")
+        assert trained.losses == ordinary.losses and trained.distance(ordinary) == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_dp_strategy": 0},
+        {"zero_dp_strategy": 1},
+        {"zero_dp_strategy": 2},
+        {"fsdp_double_buffer": True},
+        {"outer": "no_shard"},
+        {"outer": "optim"},
+    ],
+    ids=lambda options: "-".join(map(str, *options.items())),
+)
+@on_ranks(4)
+def test_strategies(options: dict[str, Any]) -> None:
+    """Weights that stay gathered between uses are in bfloat16, and layers quantize them at each use."""
+    kind = "LayerNormMLP"
+    if outer := options.pop("outer", None):
+        mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
+        options = {
+            "device_mesh": mesh,
+            "dp_shard_dim": "dp",
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": dist.group.WORLD,
+            "outer_dp_sharding_strategy": outer,
+        }
+    te_models.compare(kind, ["current", "mxfp8"], micro=2, primary=True, **options)
+
+
+@on_ranks(2)
+def test_checkpointed_blocks() -> None:
+    """Layers are recomputed in backward, by Transformer Engine, which then gathers again."""
+    for primary in ("", "current"):
+        results = []
+        for checkpointed in (False, True):
+            model = te_models.build("LayerNormMLP", primary)
+            for block in model.blocks if checkpointed else ():
+                block.forward = functools.partial(te_models.te().checkpoint, block.inner, use_reentrant=False)
+            results.append(te_models.train_sharded(te_models.shard(model), "LayerNormMLP", "current"))
+        assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+
+
+@on_ranks(2)
+def test_initialization_on_meta() -> None:
+    """Layers on the meta device draw the same values, and quantize none of them."""
+    kind = "LayerNormMLP"
+    alone = te_models.build(kind, device="meta")
+    alone.to_empty(device=te_models.DEVICE)
+    torch.manual_seed(3)
+    for module in alone.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    expected = te_models.train_alone(alone, kind, "current")
+    meta = te_models.build(kind, "current", device="meta")
+    torch.manual_seed(3)
+    model = te_models.shard(meta, init_model_with_meta_device=True)
+    in_fp8 = any(bucket.plan.form in compat.transformer_engine.FORMS for bucket in model.sharded.buckets)
+    assert in_fp8 == te_models.gathers_in_fp8()
+    trained = te_models.train_sharded(model, kind, "current")
+    assert trained.losses == expected.losses and trained.distance(expected) == 0
+
+
+@on_ranks(2)
+def test_checkpoints() -> None:
+    """A checkpoint has main weights only. A run without fp8 continues from one with, and the other way around."""
+    kind, folder = "LayerNormMLP", shared_folder()
+    models = {primary: te_models.shard(te_models.build(kind, primary)) for primary in ("current", "")}
+    te_models.train_sharded(models["current"], kind, "current")
+    state = models["current"].state_dict()
+    other = models[""].state_dict()
+    values = {name for name in state if not name.endswith("_extra_state")}
+    assert state.keys() == other.keys() and all(state[name].dtype == torch.float32 for name in values)
+    dcp.save({"model": state}, checkpoint_id=folder)
+    loaded = {"model": {name: other[name] for name in values}}
+    dcp.load(loaded, checkpoint_id=folder)
+    models[""].load_state_dict(loaded["model"], strict=False)
+    results = [te_models.train_sharded(model, kind, "current") for model in models.values()]
+    assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+    models["current"].load_state_dict(models[""].state_dict())
+    again = [te_models.train_sharded(model, kind, "current") for model in models.values()]
+    assert again[0].losses == again[1].losses
+
+
+@on_ranks(4)
+def test_a_checkpoint_of_four_ranks_loads_on_two() -> None:
+    kind, folder = "Linear", shared_folder()
+    model = te_models.shard(te_models.build(kind, "current"))
+    te_models.train_sharded(model, kind, "current")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    expected = te_models.train_sharded(model, kind, "current")
+    mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("copy", "dp"))["dp"]
+    other = te_models.shard(te_models.build(kind, "current"), device_mesh=mesh, dp_shard_dim="dp")
+    loaded = {"model": other.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded["model"])
+    trained = te_models.train_sharded(other, kind, "current")
+    assert trained.losses == expected.losses
+
+
+class Regularized(torch.nn.Module):
+    """Reads a weight outside of its layer."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.model(x, **options) + self.model.head.weight.sum()
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+@on_ranks(2)
+def test_compiled(kind: str) -> None:
+    """Graphs break at layers, and at code that reads a layer's weight. Equal to the eager path."""
+
+    def build() -> Any:
+        model = te_models.build(kind, "current")
+        return te_models.shard(Regularized(model) if kind == "Linear" else model)
+
+    eager = te_models.train_sharded(build(), kind, "current")
+    model = build()
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    compiled = te_models.train_sharded(model, kind, "current", call=call)
+    torch._dynamo.reset()
+    assert compiled.losses == eager.losses and compiled.distance(eager) == 0
+
+
+@on_ranks(1)
+def test_scales_and_bytes() -> None:
+    te_models.compare_quantizers()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_two_forwards_before_their_backwards(fused: bool) -> None:
+    kind, recipe, gradients = "LayerNormMLP", te_models.recipe("current"), []
+    for primary in ("", "current"):
+        model = te_models.shard(te_models.build(kind, primary, fuse_wgrad_accumulation=fused))
+        with te_models.te().autocast(enabled=True, recipe=recipe):
+            losses = [model(te_models.batch(kind, seed)).float().square().mean() for seed in (0, 1)]
+        for loss in reversed(losses):
+            loss.backward()
+        gradients.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(mine, its) for mine, its in zip(*gradients, strict=True))
+
+
+@on_ranks(2)
+def test_other_ways_to_run() -> None:
+    """Copies, evaluation, and parameters that stay gathered."""
+    kind = "LayerNormMLP"
+    model = te_models.shard(te_models.build(kind, "current"))
+    duplicate = copy.deepcopy(model)
+    results = [te_models.train_sharded(each, kind, "current") for each in (model, duplicate)]
+    assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
+    x, recipe = te_models.batch(kind, 0), te_models.recipe("current")
+    with te_models.te().autocast(enabled=True, recipe=recipe):
+        expected = model(x)
+        for context in (torch.no_grad(), torch.inference_mode(), model.gathered()):
+            with context:
+                assert torch.equal(model(x), expected)
+    with model.gathered():
+        kept = te_models.train_sharded(model, kind, "current")
+    again = te_models.train_sharded(duplicate, kind, "current")
+    assert kept.losses == again.losses and kept.distance(again) == 0
+
+
+@on_ranks(2)
+def test_what_is_refused() -> None:
+    te = te_models.te()
+    fp8 = te_models.recipe("current")
+
+    def refused(error: type[Exception], says: str, model: torch.nn.Module) -> None:
+        before = list(model.parameters())
+        with pytest.raises(error, match=says):
+            te_models.shard(model)
+        assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+    cleared = te_models.build("Linear", "current")
+    cleared.head.weight.clear_high_precision_init_val()
+    refused(ValueError, "'head.weight' is a Float8Tensor .* without its value in high precision", cleared)
+    for recipe in (*RECIPES, "delayed"):
+        changed = te_models.build("Linear", recipe)
+        with torch.no_grad():
+            changed.head.weight.quantize_(-changed.head.weight.get_high_precision_init_val())
+        refused(ValueError, "'head.weight', .*, has been changed since its value", changed)
+    with te.quantized_model_init(enabled=True, recipe=fp8):
+        operation = torch.nn.Sequential(te.ops.Linear(64, 64, bias=False, device=te_models.DEVICE))
+    refused(NotImplementedError, "implemented for layers, not for operations", operation)
+    model = te_models.shard(te_models.build("Linear", "current"))
+    assert not any(
+        map(te_models.is_quantized, (*model.parameters(), *(s for b in model.sharded.buckets for s in b.shells)))
+    )
+
+
+@on_ranks(4)
+def test_tensor_parallel_and_expert_parallel() -> None:
+    """A rank's part of a matrix has a scale of its own, as in layers that quantize at each use."""
+    mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
+    experts = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("dp", "ep"))
+    tensor_parallel = {"tp_group": mesh["tp"].get_group(), "tp_size": 2, "set_parallel_mode": True}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        ("LayerNormMLP", tensor_parallel, {"device_mesh": mesh["dp", "tp"], "tp_dim": "tp", "dp_shard_dim": "dp"}),
+        ("GroupedLinear", {}, {"expt_device_mesh": experts, "dp_shard_dim": "dp"}),
+    ]
+    for kind, built, options in cases:
+        results = []
+        for primary in ("", "current"):
+            model = te_models.shard(te_models.build(kind, primary, **built), **options)
+            results.append(te_models.train_sharded(model, kind, "current"))
+        forms = {bucket.plan.form for bucket in model.sharded.buckets if bucket.plan.name.startswith("blocks")}
+        assert forms & compat.transformer_engine.FORMS.keys()
+        assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0, kind
