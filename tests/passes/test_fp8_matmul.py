@@ -55,6 +55,11 @@ def compiled(model: Any, inner: str = "aot_eager", **options: Any) -> Any:
 # -- arithmetic -------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.mark.parametrize("dims", [[1], [0], [0, 1]])
 @pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
 def test_values_are_divided_by_the_scales_of_their_rows(dims: list[int], dtype: torch.dtype) -> None:
@@ -125,12 +130,12 @@ def test_scales_of_a_weight_are_folded_into_the_gradient() -> None:
 
 def test_small_gradients_are_not_lost_beside_large_ones() -> None:
     """With one scale for all gradients, those of a token that are 300,000 times smaller keep their precision."""
-    x, w = torch.randn(16, 32).to(BF16).requires_grad_(), torch.randn(48, 32).to(BF16)
-    g = torch.randn(16, 48).to(BF16)
+    x, w = torch.randn(16, 128).to(BF16).requires_grad_(), torch.randn(256, 128).to(BF16)
+    g = torch.randn(16, 256).to(BF16)
     g[3] *= 2**-18
     torch.ops.mfsdp.fp8_linear(x, w, None, "tensorwise", False).backward(g)
     exact = g[3].double() @ w.double()
-    assert (x.grad[3].double() - exact).norm() / exact.norm() < 1.3 * (0.026**2 + 0.052**2) ** 0.5  # of 32 values
+    assert (x.grad[3].double() - exact).norm() / exact.norm() < 1.2 * (0.026**2 + 0.052**2) ** 0.5
 
 
 def test_without_tokens_and_under_autocast() -> None:
