@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -27,7 +28,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.utils.checkpoint import checkpoint
 from zoo import Block
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.backend.compile import bucket_info
 from mfsdp_compile.checkpoint import Checkpoints, load
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
@@ -251,6 +252,27 @@ HELD: list[dict[str, Any]] = [{}, {"keep_gathered": True}, {"reduce_each": True}
 def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
     for held in HELD:
         train(Schedule1F1B, mode, steps=2, zero_dp_strategy=strategy, stage_options=held)
+
+
+@on_ranks(4)
+def test_quantized_gathers() -> None:
+    """Stages quantize their weights once per step, and their code gathers what the eager path gathers."""
+    mesh, found = pipeline_mesh(), []
+    for mode in (EAGER, AOT_EAGER):
+        policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+        pipeline = Pipeline(Schedule1F1B, mode, mesh, parity.build(Chain), mixed_precision_policy=policy)
+        optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
+        results: list[Tensor] = []
+        replica = mesh["dp"].get_local_rank()
+        for x, y in zip(*data(3, mesh["dp"].size()), strict=True):
+            with mock.patch.object(compat, "all_reduce", side_effect=compat.all_reduce) as reduces:
+                results += pipeline.step(x[replica], y[replica])
+            assert [call.args[1] for call in reduces.call_args_list] == ["max"]  # of scales, for all microbatches
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*results, *(param.to_local().detach() for param in pipeline.params)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
 
 
 @on_ranks(4)

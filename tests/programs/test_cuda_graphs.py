@@ -133,12 +133,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole gradients": {"accumulation": {"whole_gradients": True}},
     "kept gathered": {"accumulation": {"keep_gathered": True}},
     "nothing sharded": {"zero_dp_strategy": 0},
+    "quantized gathers": {"precision": MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)},
 }
 
 
 @pytest.mark.parametrize(
     ("mode", "way"),
-    [*((EAGER, way) for way in WAYS), (AOT_EAGER, "float32 weights"), (AOT_EAGER, "kept gathered")],
+    [
+        *((EAGER, way) for way in WAYS),
+        (AOT_EAGER, "float32 weights"),
+        (AOT_EAGER, "kept gathered"),
+        (AOT_EAGER, "quantized gathers"),
+    ],
 )
 @on_ranks(2, timeout=120)
 def test_ways_to_train(mode: str, way: str) -> None:
