@@ -4,28 +4,37 @@
 
 For each seed, all runs have the same initial weights, batches and optimizer, and go through torch.compile. One run is
 bfloat16 with initial weights that were moved by a relative 1e-3: it shows how far apart two runs are that differ by
-rounding. The result of a run is the mean loss of its last 20 steps; runs are compared seed by seed with bfloat16.
+rounding. Two runs emulate quantized reductions, which the product does not have: each rank's packed gradients are rounded
+to float8 or int8 in blocks of 128, and then reduced in float32, as ranks would that exchange quantized gradients and add
+them up themselves. The result of a run is the mean loss of its last 20 steps; runs are compared seed by seed with bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.demo.corpus import ByteText, standard_library
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
+from mfsdp_compile.runtime.eager import engine
 
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 TENSORWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="tensorwise")
+REDUCED = MixedPrecisionPolicy(grad_comm_dtype=torch.float32)
 RUNS: dict[str, tuple[MixedPrecisionPolicy, dict[str, Any]]] = {
     "bfloat16": (MixedPrecisionPolicy(), {}),
     "moved": (MixedPrecisionPolicy(), {}),
@@ -35,10 +44,34 @@ RUNS: dict[str, tuple[MixedPrecisionPolicy, dict[str, Any]]] = {
     "matmul-tensorwise": (MixedPrecisionPolicy(), {"fp8_matmul": "tensorwise"}),
     "matmul-rowwise-wgrad": (MixedPrecisionPolicy(), {"fp8_matmul": "rowwise", "fp8_wgrad": True}),
     "both-rowwise": (ROWWISE, {"fp8_matmul": "rowwise"}),
+    "reduce-fp8": (REDUCED, {}),
+    "reduce-int8": (REDUCED, {}),
 }
 BATCH, LENGTH, WARMUP = 16, 128, 10
 """Sequences per step over all ranks, bytes per sequence, and steps of the warm-up: the demo's."""
 LAST = 20
+
+
+@contextlib.contextmanager
+def emulated(name: str) -> Iterator[None]:
+    """Round gradients as quantized reductions would: float8 to nearest, int8 at random, so that the mean is right."""
+
+    def rounded(*args: Any, **kwargs: Any) -> Tensor:
+        packed = pack(*args, **kwargs)
+        blocks = F.pad(packed, (0, -packed.numel() % 128)).view(-1, 128)
+        largest = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+        if name == "reduce-fp8":
+            values = (blocks / largest * 448).to(torch.float8_e4m3fn).float() / 448
+        else:
+            values = torch.floor(blocks / largest * 127 + torch.rand_like(blocks)) / 127
+        return (values * largest).view(-1)[: packed.numel()]
+
+    if not name.startswith("reduce"):
+        yield
+        return
+    pack = engine.pack
+    with mock.patch.object(engine, "pack", rounded):
+        yield
 
 
 def train(name: str, steps: int, lr: float, seed: int) -> list[float]:
@@ -56,7 +89,7 @@ def train(name: str, steps: int, lr: float, seed: int) -> list[float]:
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=lr, foreach=True))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     text, losses = ByteText(standard_library(), LENGTH), []
-    call = torch.compile(model, backend="mfsdp", options=options)
+    call = torch.compile(model, backend="mfsdp", options=options) if policy is not REDUCED else model
     begun = time.perf_counter()
     for step in range(steps):
         tokens, targets = (part.chunk(ranks)[rank].to(device) for part in text.batch(seed * 100_000 + step, BATCH))
@@ -91,7 +124,8 @@ def main() -> None:
     curves: dict[str, list[list[float]]] = {name: [] for name in given.only}
     for seed in range(given.seeds):
         for name, runs in curves.items():
-            runs.append(train(name, given.steps, given.lr, seed))
+            with emulated(name):
+                runs.append(train(name, given.steps, given.lr, seed))
             if dist.get_rank() == 0:
                 _print(curves)
                 if given.write:
