@@ -249,8 +249,20 @@ def prepare(
 def _fp8(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
     if chosen.fp8_matmul is None:
         return None
+    _check_multiplies_fp8(buckets[0].flat.device)
     candidates = tuple(_fp8_candidates(chosen, bucket) for bucket in buckets)
     return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
+
+
+def _check_multiplies_fp8(device: torch.device) -> None:
+    """Raise ValueError if the device has no products in float8."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    if (has := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ValueError(
+            f"options['fp8_matmul'] needs a GPU that multiplies in float8 (compute capability 8.9 or newer), but "
+            f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}. Leave the option out."
+        )
 
 
 def _fp8_candidates(chosen: CompileOptions, bucket: Bucket) -> frozenset[int]:

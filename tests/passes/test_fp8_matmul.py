@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.backend.compile import _check_multiplies_fp8
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
@@ -438,6 +440,15 @@ def test_verify_step_allows_for_rounding_and_no_more() -> None:
 def test_options_that_mean_nothing(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         CompileOptions.of(options, None)
+
+
+def test_gpus_without_float8_are_refused() -> None:
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
+        pytest.raises(ValueError, match=r"capability 8\.9 or newer\), but NVIDIA A100 has 8\.0"),
+    ):
+        _check_multiplies_fp8(torch.device("cuda", 0))
 
 
 @pytest.mark.usefixtures("fake_world")
