@@ -2,7 +2,7 @@
 
 Before                                              After
     q = mfsdp.unshard(L_q_weight)                       q = mfsdp.unshard(L_q_weight)
-    linear = torch._C._nn.linear(x, q, bias)            fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
+    linear = torch.nn.functional.linear(x, q, bias)            fp8_linear = mfsdp.fp8_linear(x, q, bias, "rowwise", False)
 
 The operator is composite; see :mod:`mfsdp_compile.runtime.fp8_linear`. In the joint graph it is quantizations and
 products, like any other computation of the model: values are quantized by kernels that Inductor fuses with what computes
@@ -49,7 +49,7 @@ from .unshard import PLAIN_MARKERS
 
 __all__ = ["Fp8Matmul", "apply"]
 
-_LINEAR = torch._C._nn.linear
+_LINEAR = torch.nn.functional.linear
 _SHOWN = 3
 
 

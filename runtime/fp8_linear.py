@@ -15,7 +15,7 @@ For dgrad, rows of ``W`` are what is summed over, so their scales cannot be fact
 the same as in forward. Quantizing ``W`` a second time by columns costs more, and is no more exact (relative error of dx
 0.037 for both).
 
-``torch._scaled_mm`` on GPUs reads a row-major first operand and a column-major second one, with rows of a multiple of
+The products of GPUs read a row-major first operand and a column-major second one, with rows of a multiple of
 16 bytes. CPUs read any layout; the verifier checks this (rule V11), so that graphs made on a CPU are right on a GPU.
 """
 
@@ -86,7 +86,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.scaling, ctx.wgrad, ctx.shape, ctx.has_bias = scaling, wgrad, input.shape, bias is not None
         data, scales = _quantize(rows, 1, scaling, _VALUES)
         its_data, its_scales = quantized or _quantize(weight, 1, scaling, _VALUES)
-        product = torch._scaled_mm(
+        product = compat.scaled_mm(
             data, its_data.t(), scales, its_scales.view(1, -1), bias=bias, out_dtype=input.dtype, use_fast_accum=True
         )
         return product.view(*input.shape[:-1], weight.shape[0])
@@ -124,7 +124,7 @@ def _quantize(matrix: Tensor, dim: int, scaling: str, dtype: torch.dtype) -> tup
 def _product(left: Tensor, left_scales: Tensor, right: Tensor, right_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``left @ right``, both row-major."""
     columns = right.t().contiguous().t()
-    return torch._scaled_mm(left, columns, left_scales, right_scales, out_dtype=dtype)
+    return compat.scaled_mm(left, columns, left_scales, right_scales, out_dtype=dtype)
 
 
 @torch.library.impl(_library, "fp8_linear", "CompositeImplicitAutograd")

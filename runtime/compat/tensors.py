@@ -32,10 +32,13 @@ __all__ = [
     "local_shape_and_offset",
     "references_to",
     "renew_mesh",
+    "scaled_mm",
     "storage_address",
 ]
 
 
+scaled_mm = torch._scaled_mm
+"""``scaled_mm(a, b, scale_a, scale_b, bias=..., out_dtype=..., use_fast_accum=...)``, for matrices in float8."""
 copy_each = torch._foreach_copy_
 """``copy_each(targets, sources)`` copies tensors to others, on a GPU with one kernel. Dtypes may differ."""
 

@@ -941,3 +941,24 @@ def test_inductor_writes_a_batched_matmul_into_a_bucket() -> None:
     assert re.search(
         r"(buf\d+) = reinterpret_tensor\(buf\d+, \(4, 6, 7\), [^\n]* 8\)  # alias[\s\S]*bmm\(.*out=\1\)", code
     )
+
+
+def test_matrices_in_float8_are_multiplied_with_scales_of_rows_and_columns() -> None:
+    a, b = torch.full((16, 16), 2.0).to(torch.float8_e4m3fn), torch.full((16, 16), 0.5).to(torch.float8_e4m3fn)
+    rows, columns = torch.arange(16.0).view(16, 1), torch.arange(16.0).view(1, 16)
+    product = compat.scaled_mm(a, b.t(), rows, columns, out_dtype=torch.bfloat16)
+    assert torch.equal(product.float(), (16 * rows * columns).bfloat16().float())
+
+
+def test_sizes_that_are_multiples() -> None:
+    assert compat.is_multiple(32, 16)
+    assert not compat.is_multiple(24, 16)
+    known = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        (size,) = [value for value in inputs if not isinstance(value, Tensor)]
+        known.append((compat.is_multiple(size * 16, 16), compat.is_multiple(size, 16)))
+        return gm.forward
+
+    torch.compile(lambda x: x.sum(), backend=backend, dynamic=True)(torch.ones(32))
+    assert known == [(True, False)]
