@@ -18,7 +18,7 @@ __all__ = ["Wanted", "baseline", "facts", "wanted_of"]
 
 _GATHERS = {"all_gather_into_tensor", "gather_into_buffer"}
 _REDUCTIONS = {"reduce_scatter_tensor", "all_reduce", "all_reduce_", "reduce_if_due"}
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def wanted_of(graph: fx.Graph, context: Context) -> Wanted:
             if what == "reduce":
                 padding += (info.layout.numel - sum(s.numel for s in info.layout.slots)) * size
         is_copied = info.main_dtype != info.exchange.dtype or node.target is roles.GATHER_INTO_BUFFER
+        is_copied &= not info.exchange.is_quantized  # the runtime quantizes shards
         if what == "gather" and not gathered[bucket].is_of_portions and is_copied:
             casts += info.layout.shard_numel * (info.main_dtype.itemsize + info.exchange.dtype.itemsize)
         points.append((what, position))

@@ -46,6 +46,7 @@ PRECISIONS: dict[str, dict[str, str | None]] = {
     "bfloat16": {"main_params_dtype": None},
     "mixed": {},
     "float32 reductions": {"grad_comm_dtype": "float32"},
+    "float8 gathers": {"param_comm_dtype": "float8_e4m3fn"},
 }
 """Arguments of ``MixedPrecisionPolicy`` for a model that computes in bfloat16; "mixed" has shards in float32."""
 
@@ -101,17 +102,37 @@ TABLED = [
 ]
 """Its other rows, which ``make long`` generates."""
 
+_FLOAT8 = _rows(
+    "Llama",
+    {
+        f"`fp8_matmul` {scaling}{', wgrad' if wgrad else ''}": Setting(
+            options={"fp8_matmul": scaling, "fp8_wgrad": wgrad}
+        )
+        for scaling in ("rowwise", "tensorwise")
+        for wgrad in (False, True)
+    }
+    | {
+        "float8 gathers": Setting(precision="float8 gathers"),
+        "float8 gathers, `fp8_matmul` rowwise": Setting(
+            precision="float8 gathers", options={"fp8_matmul": "rowwise"} | _REGIONS
+        ),
+    },
+)
+
 LONG = [
-    Row(
-        model,
-        f"strategy {strategy}, {precision}{', regions' if regions else ''}{', widened' if widened else ''}",
-        Setting(strategy, precision, {**regions, **widened}),
-    )
-    for model in ("Llama", "mixture of experts", "encoder and decoder")
-    for strategy in (1, 2, 3)
-    for precision in PRECISIONS
-    for regions in ({}, _REGIONS)
-    for widened in (({}, _WIDENED) if precision == "float32 reductions" else ({},))
+    *_FLOAT8,
+    *(
+        Row(
+            model,
+            f"strategy {strategy}, {precision}{', regions' if regions else ''}{', widened' if widened else ''}",
+            Setting(strategy, precision, {**regions, **widened}),
+        )
+        for model in ("Llama", "mixture of experts", "encoder and decoder")
+        for strategy in (1, 2, 3)
+        for precision in ("bfloat16", "mixed", "float32 reductions")
+        for regions in ({}, _REGIONS)
+        for widened in (({}, _WIDENED) if precision == "float32 reductions" else ({},))
+    ),
 ]
 """Every combination. These are not in the table."""
 

@@ -182,7 +182,10 @@ class _Recorder(TorchDispatchMode):
             self.recording.syncs.append(name)
         if name.startswith("mfsdp.begin"):
             return None
-        result = func(*args, **kwargs)
+        if func is torch.ops.aten._scaled_mm.out:  # has no fake kernel
+            result = kwargs["out"]
+        else:
+            result = func(*args, **kwargs)
         made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         if len({tensor.device.type for tensor in (*given, *made)}) > 1 and any(t.device.type == "cpu" for t in made):
             self.recording.syncs.append(f"{name} from the device to the host")
