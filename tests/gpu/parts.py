@@ -53,6 +53,7 @@ def one_gpu(fake: bool) -> list[Part]:
         _tests("memory and time", "test_gpu.py", PREDICTED),
         _tests("groups, scaler, streams, checkpoint", "test_gpu_state.py"),
         _tests("CUDA graphs", "test_gpu_graphs.py"),
+        _tests("products and gathers in float8", "test_gpu_fp8.py"),
         _tests("Transformer Engine", "test_gpu_te.py"),
         _calibrate(1),
         _prediction(1),

@@ -221,6 +221,10 @@ class cuda:
         return _Properties.name
 
     @staticmethod
+    def get_device_capability(device: Any = None) -> tuple[int, int]:
+        return 9, 0
+
+    @staticmethod
     def get_device_properties(device: Any = None) -> type[_Properties]:
         return _Properties
 
