@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pool import on_ranks
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
@@ -25,6 +27,7 @@ from mfsdp_compile.passes.fp8_matmul import _gains
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.solver.costs import CostModel
 from mfsdp_compile.passes.solver.hardware import hardware
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.fp8_linear import quantize_over
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -279,21 +282,23 @@ class Fp8Linear(nn.Linear):
         return torch.ops.mfsdp.fp8_linear(x, self.weight, self.bias, self.scaling, self.wgrad)  # type: ignore[no-any-return]
 
 
-def converted(model: Llama, scaling: str, wgrad: bool) -> Llama:
+def converted(model: Llama, scaling: str, wgrad: bool, where: str = "") -> Llama:
     kind = type("Fp8Linear", (Fp8Linear,), {"scaling": scaling, "wgrad": wgrad})
-    for module in model.layers.modules():
-        if type(module) is nn.Linear:
+    for name, module in model.layers.named_modules():
+        if type(module) is nn.Linear and where in name:
             module.__class__ = kind
     return model
 
 
 def train(model: Any, call: Callable[..., Tensor], steps: int = 2, microbatches: int = 1) -> list[Tensor]:
     """Train with AdamW. Return losses, gradients and parameters of this rank."""
+    group = model.sharded.topology.every
+    replica = dist.get_rank(compat.process_group(group.name))
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     found = []
     for step in range(steps):
         for micro in range(microbatches):
-            loss = call(*tokens(10 * step + micro, dist.get_rank()))
+            loss = call(*tokens(10 * step + micro, replica))
             loss.backward()
             found.append(loss.detach())
         found += [p.grad.to_local().clone() for p in model.parameters() if p.requires_grad]
@@ -305,8 +310,8 @@ def train(model: Any, call: Callable[..., Tensor], steps: int = 2, microbatches:
 def assert_parity(scaling: str = "rowwise", wgrad: bool = False, microbatches: int = 1, **arguments: Any) -> None:
     """Training with the option equals, bit by bit, eager training of a model that has the operator in its modules."""
     options = arguments.pop("options", {})
-    change = arguments.pop("change", lambda model: model)
-    eager = shard(change(converted(build(), scaling, wgrad)), **arguments)
+    change, where = arguments.pop("change", lambda model: model), arguments.pop("where", "")
+    eager = shard(change(converted(build(), scaling, wgrad, where)), **arguments)
     expected = train(eager, eager, microbatches=microbatches)
     model = shard(change(build()), **arguments)
     got = train(model, compiled(model, fp8_matmul=scaling, fp8_wgrad=wgrad, **options), microbatches=microbatches)
@@ -352,6 +357,25 @@ def test_parity_with_other_features(case: str) -> None:
             assert_parity(wgrad=wgrad, fsdp_double_buffer=True)
         else:
             assert_parity(wgrad=wgrad, **mesh_arguments("HSDP optim_grads_params" if case == "HSDP" else case))
+
+
+@pytest.mark.long
+@on_ranks(4, timeout=300)
+def test_layers_with_divided_weights_stay_as_they_are() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {
+        "feed_forward.gate": ColwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(),
+    }
+
+    def divided(model: Llama) -> Llama:
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+        return model
+
+    dimensions = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp"}
+    assert_parity(change=divided, where="attention", **dimensions)
 
 
 @pytest.mark.parametrize("regions", [False, True])
