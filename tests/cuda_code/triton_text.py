@@ -68,14 +68,26 @@ def read_kernel(name: str, source: str) -> Kernel:
         _is_moved(store.args[1], values, ()) and not _is_loaded(store.args[0], values, ()) for store in stored
     )
     parameters = tuple(argument.arg for argument in function.args.args)
+    loads, stores = _of_parameters(loads, values), _of_parameters(stores, values)
     assert stores, f"{name} stores nothing:\n{source}"
     assert {*loads, *stores} <= {*parameters}, f"{name} uses pointers that are no parameters"
     return Kernel(source.replace(name, "kernel"), parameters, loads, stores, moves)
 
 
+def _of_parameters(pointers: Counter[str], values: Mapping[str, list[ast.expr | None]]) -> Counter[str]:
+    """Count by parameter. In kernels of several parts, torch 2.15 gives each part's pointers the same names."""
+    found: Counter[str] = Counter()
+    for name, count in pointers.items():
+        named = [value.id for value in values.get(name, ()) if isinstance(value, ast.Name)]
+        for parameter in named or [name]:
+            found[parameter] += count
+    return found
+
+
 def _pointer(call: ast.Call) -> str:
     """Return the pointer in the address of a load or a store: ``in_ptr0 + (x0)``, ``tl.broadcast_to(in_ptr0, ...)``."""
-    names = [part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name) and "ptr" in part.id]
+    parts = (part.id for part in ast.walk(call.args[0]) if isinstance(part, ast.Name))
+    names = [part for part in parts if "ptr" in part or part.startswith("foreach_arg")]
     assert len(names) == 1, f"the address of {ast.unparse(call)} has pointers {names}"
     return names[0]
 
