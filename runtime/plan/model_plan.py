@@ -71,7 +71,7 @@ class ModelPlan:
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
         """Return the plan with communication buffers for its buckets."""
         buckets = list(self.buckets)
-        sizes = [Sizes(b.layout.numel, b.sent_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
+        sizes = [Sizes(b.layout.numel, b.sent_numel, b.sent_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
         made = iter(
             replace(bucket, gather_buffers=gathers, gradient_buffers=gradients)
             for bucket, (gathers, gradients) in zip(buckets, assign_all(sizes, policy), strict=True)
@@ -140,8 +140,8 @@ class ModelPlan:
         if not quantized:
             raise ValueError(
                 f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
-                "matrices in units are, and only parameters of two or three dimensions can be. Pass fsdp_unit_modules, or "
-                "param_comm_filter=lambda name, parameter: ..."
+                "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8', "
+                "if their rows are multiples of 32). Pass fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
             if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
