@@ -53,12 +53,14 @@ __all__ = [
     "divided",
     "entries_of_rows",
     "exponents_of",
+    "from_records",
     "numel_of_sent",
     "per_row",
     "quantize",
     "quantize_mx",
     "quantize_rows",
     "quantize_with_exponents",
+    "records",
     "rounded_scales_of",
     "scale_count",
     "scale_shape",
@@ -94,14 +96,19 @@ class _Block(NamedTuple):
         return math.ceil(rows / (self.rows or rows or 1)), math.ceil(columns / (self.columns or columns or 1))
 
 
-_BLOCKS = {"rowwise": _Block(1, 0), "tensorwise": _Block(0, 0), "blockwise": _Block(128, 128)}
-
 MX = "mxfp8"
 MX_BLOCK = 32
 """Values that share a scale with ``"mxfp8"``."""
 _MX_RECORD = MX_BLOCK + 1
 
-SCALINGS = (*_BLOCKS, MX)
+_BLOCKS = {
+    "rowwise": _Block(1, 0),
+    "tensorwise": _Block(0, 0),
+    "blockwise": _Block(128, 128),
+    MX: _Block(1, MX_BLOCK),
+}
+
+SCALINGS = tuple(_BLOCKS)
 """Names of the ways to share scales."""
 
 
@@ -295,7 +302,18 @@ def quantize_mx(values: Tensor) -> Tensor:
     """Quantize a shard, ``[n]``; returns its records, ``[n / 32 * 33]`` bytes."""
     blocks = values.view(-1, MX_BLOCK).float()
     exponents = exponents_of(blocks.abs().amax(-1, keepdim=True))
-    return torch.cat([quantize_with_exponents(blocks, exponents), exponents], -1).flatten()
+    return records(quantize_with_exponents(blocks, exponents), exponents)
+
+
+def records(data: Tensor, scales: Tensor) -> Tensor:
+    """Return the records of ``n`` bytes of data and ``n / 32`` scales."""
+    return torch.cat([data.view(-1, MX_BLOCK), scales.view(-1, 1)], -1).flatten()
+
+
+def from_records(sent: Tensor) -> Tensor:
+    """Return the data of records, followed by the scales: ``[n + n / 32]`` bytes."""
+    both = sent.view(-1, _MX_RECORD)
+    return torch.cat([both[:, :MX_BLOCK].flatten(), both[:, MX_BLOCK]])
 
 
 def exponents_of(largest: Tensor) -> Tensor:

@@ -124,7 +124,17 @@ class BucketPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered bucket in memory."""
-        return self.layout.numel * self.held_dtype.itemsize
+        return self.held_numel * self.held_dtype.itemsize
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
+        return forms.FORMS[self.form].planes
+
+    @property
+    def held_numel(self) -> int:
+        """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
+        return self.sent_numel if self.has_planes else self.layout.numel
 
     @property
     def stays_quantized(self) -> bool:
@@ -223,6 +233,8 @@ class Bucket:
         self._kept: dict[str, Tensor] = {}
         self.quantized: Tensor | None = None
         """This rank's shard in float8, as it is sent, in bytes; see :mod:`.quantized_shards`, which sets it."""
+        self.quantized_columns: Tensor | None = None
+        """The same of the plane of columns; see :mod:`.planes`."""
         self.scales: Tensor | None = None
         """Scales of the whole bucket, in the order of its parameters."""
         self._quantized_of = -1  # version of the shard that was quantized
@@ -366,7 +378,7 @@ class Bucket:
         if self.resident is None:
             group = self.topology.resident_group
             assert group is not None
-            numel = self.flat.numel() * group.size
+            numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.flat.device))
         assert self.resident is not None
         return self.resident
@@ -400,7 +412,11 @@ class Bucket:
         assert group is not None
         resident = self.hold_resident()
         self.await_resident()
-        if self.quantized is None or self.plan.stays_quantized:
+        if self.quantized_columns is not None:
+            for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
+                gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
+                plane.copy_(quantize.from_records(gathered))
+        elif self.quantized is None or self.plan.stays_quantized:
             shard = self.flat.detach().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
             compat.all_gather_out(shard, group.size, group.name, out=resident)
             self._resident_awaited = False
@@ -436,9 +452,16 @@ class Bucket:
             return self.await_resident()
         return self.flat.detach() if self.quantized is None else self.quantized
 
-    def own_part(self) -> Tensor:
-        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket."""
+    def own_part(self, columns: bool = False) -> Tensor:
+        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.
+
+        Args:
+            columns: Whether to return the plane of columns. Of planes, the data are returned, without scales.
+        """
         source = self.source()
+        if self.quantized_columns is not None:
+            sent = self.quantized_columns if columns else self.quantized
+            return quantize.from_records(sent)[: self.flat.numel()]
         if source is not self.quantized or self.plan.stays_quantized:
             return source.to(self.plan.held_dtype)
         if self.plan.scaling == quantize.MX:
@@ -485,8 +508,25 @@ class Bucket:
         """Set whether the shard must be quantized before the bucket is gathered."""
         self._quantized_of = -1 if stale else self.flat._version
 
-    def scale_of(self, index: int) -> Tensor:
-        """Return the scales of a parameter, of the bucket that is gathered in float8."""
+    @property
+    def sends_planes(self) -> bool:
+        """Whether a gather brings one of two planes. Otherwise there is one, or both stay gathered."""
+        return self.quantized_columns is not None and self.topology.gather_group is not None
+
+    def plane(self, full: Tensor, columns: bool) -> Tensor:
+        """Return a plane of what is gathered: data ``[numel]``, then scales ``[numel / 32]``."""
+        return full if full.numel() == self.plan.held_numel else full.chunk(2)[columns]
+
+    def scale_of(self, index: int, full: Tensor) -> Tensor:
+        """Return the scales of a parameter, of the bucket that is gathered in float8.
+
+        Args:
+            full: The gathered bucket, or the plane of it.
+        """
+        if self.quantized_columns is not None:
+            slot = self.plan.layout.slots[index]
+            place = self.plan.layout.numel + slot.offset // quantize.MX_BLOCK
+            return full.narrow(0, place, slot.numel // quantize.MX_BLOCK)
         assert self.scales is not None
         shapes = [slot.shape for slot in self.plan.layout.slots]
         return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]

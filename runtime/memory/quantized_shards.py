@@ -26,6 +26,7 @@ from torch import Tensor
 from .. import compat
 from ..forms import FORMS
 from ..quantize import MX, SENT_DTYPE, amax, quantize_mx, quantize_rows, sent_numel
+from .planes import PlaneShards
 
 if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
@@ -43,11 +44,11 @@ class QuantizedShards:
     """
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
-        by_ranks: dict[bool, list[Bucket]] = {}
+        alike: dict[tuple[bool, bool], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.plan.scaling:
-                by_ranks.setdefault(bucket.plan.is_expert, []).append(bucket)
-        self._groups = [_Group(of_same_ranks) for of_same_ranks in by_ranks.values()]
+                alike.setdefault((bucket.plan.is_expert, bucket.plan.has_planes), []).append(bucket)
+        self._groups = [PlaneShards(group) if has_planes else _Group(group) for (_, has_planes), group in alike.items()]
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -56,7 +56,7 @@ class BucketPlanner:
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
-                scaling, form = "tensorwise", of_layers
+                scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
                 form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)

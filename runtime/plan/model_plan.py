@@ -117,7 +117,8 @@ class ModelPlan:
         """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
         precision, topology = planner.precision, planner.topology
         quantized = [bucket for bucket in self.buckets if bucket.scaling]
-        if planner.keeps_transposes and not any(b.form in compat.transformer_engine.FORMS for b in quantized):
+        with_transposes = compat.transformer_engine.FORMS.keys() - {compat.transformer_engine.MXFP8}
+        if planner.keeps_transposes and not any(bucket.form in with_transposes for bucket in quantized):
             warnings.warn(
                 "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as they were "
                 "gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, and full sharding).",
