@@ -89,10 +89,9 @@ def _of_transformer_engine(form: str) -> Form:
     layers: Any = compat.transformer_engine
 
     wrapper: Any = layers.FORMS[form]
-    if form == layers.MXFP8:
-        return Form(quantize.scales_of, quantize.quantize, lambda original, modules: wrapper, casts=True, planes=True)
-    scales_of = layers.scales_of_powers_of_2 if wrapper.powers_of_2 else layers.scales_of
-    return Form(scales_of, layers.quantize, lambda original, modules: wrapper, casts=True)
+    planes = form == layers.MXFP8
+    scales_of = layers.scales_of if planes or not wrapper.powers_of_2 else layers.scales_of_powers_of_2
+    return Form(scales_of, layers.quantize, lambda original, modules: wrapper, casts=True, planes=planes)
 
 
 FORMS: Mapping[str, Form] = {

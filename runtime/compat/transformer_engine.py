@@ -456,9 +456,8 @@ def backward_takes_rows() -> bool:
     for module in ("quantization", "fp8"):  # since 2.9, and before
         manager: Any = _base(module, "FP8GlobalStateManager")
         if manager is not _Nothing:
-            return (
-                not manager.is_fp8_enabled() or getattr(manager.get_fp8_recipe(), "backward_override", None) is not None
-            )
+            recipe = manager.get_fp8_recipe() if manager.is_fp8_enabled() else None
+            return recipe is None or getattr(recipe, "backward_override", None) is not None
     return True
 
 

@@ -33,13 +33,16 @@ def te() -> Any:
 
 
 def recipe(name: str) -> Any:
+    """Return a recipe by its name, which ``", <backward_override>"`` may follow."""
     te()
     from transformer_engine.common import recipe as recipes
 
     if name == "bf16":
         return None
+    name, _, override = name.partition(", ")
+    options = {"backward_override": override} if override else {}
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
-    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
+    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])(**options)
 
 
 def has_is_fsdp2() -> bool:

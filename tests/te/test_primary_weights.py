@@ -96,6 +96,15 @@ def test_scales_of_cut_blocks(micro: int) -> None:
     assert sizes == [3 * 2 * 64] * 3
 
 
+@on_ranks(2)
+def test_backward_that_dequantizes() -> None:
+    """With ``backward_override``, it reads the plane of forward."""
+    if not te_models.gathers_in_fp8():
+        return
+    for kind in ("Linear", "LayerNormLinear"):  # others refuse it
+        te_models.compare(kind, ["mxfp8, dequantized", "mxfp8, high_precision"], primary=True)
+
+
 def test_which_blocks_are_cut() -> None:
     """Compared with the rows that each rank has, in layouts of odd shapes and numbers of ranks."""
     for ranks in (1, 2, 3, 5, 8, 33):
@@ -294,19 +303,20 @@ class Regularized(torch.nn.Module):
         return self.model(x, **options) + self.model.head.weight.sum()
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @on_ranks(2)
-def test_compiled(kind: str) -> None:
+def test_compiled(kind: str, recipe: str) -> None:
     """Graphs break at layers, and at code that reads a layer's weight. Equal to the eager path."""
 
     def build() -> Any:
-        model = te_models.build(kind, "current")
+        model = te_models.build(kind, recipe)
         return te_models.shard(Regularized(model) if kind == "Linear" else model)
 
-    eager = te_models.train_sharded(build(), kind, "current")
+    eager = te_models.train_sharded(build(), kind, recipe)
     model = build()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
-    compiled = te_models.train_sharded(model, kind, "current", call=call)
+    compiled = te_models.train_sharded(model, kind, recipe, call=call)
     torch._dynamo.reset()
     assert compiled.losses == eager.losses and compiled.distance(eager) == 0
 
