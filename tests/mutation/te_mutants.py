@@ -122,7 +122,7 @@ TRANSFORMER_ENGINE = (
         "ranks that share 32 rows have different scales for them",
         "        if self._count and group.size > 1:",
         "        if group.size < 1:",
-        (f"{QUANTIZED} 'sharded_equals_alone and 4-Linear'",),
+        (f"{QUANTIZED} test_scales_of_cut_blocks",),
     ),
     Mutant(
         PLANES,

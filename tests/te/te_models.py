@@ -278,19 +278,35 @@ def train_sharded(
 
 
 def compare(
-    kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, primary: bool = False, **options: Any
+    kind: str,
+    recipes: Sequence[str],
+    micro: int = 1,
+    first: bool = False,
+    primary: bool = False,
+    spread: bool = False,
+    **options: Any,
 ) -> None:
     """Train sharded and alone, on equal data, and compare bit by bit.
 
     Args:
         primary: Whether the weights of layers are quantized when the model is built.
+        spread: Whether rows of weights differ by orders of magnitude. With powers of 2 as scales, what is quantized hardly
+            depends on what shares a scale otherwise.
     """
     for name in recipes:
-        how = {"primary": name} if primary else {}
+        how: dict[str, Any] = {"primary": name} if primary else {}
+        if spread:
+            how["init_method"] = spread_rows
         alone = train_alone(build(kind, **how), kind, name, micro, first)
         sharded = train_sharded(shard(build(kind, **how), **options), kind, name, micro, first)
         assert sharded.losses == alone.losses, name
         assert sharded.distance(alone) == 0, name
+
+
+def spread_rows(weight: Tensor) -> Tensor:
+    """Initialize a weight with rows between 1e-6 and 1."""
+    with torch.no_grad():
+        return weight.normal_().mul_(torch.logspace(-6, 0, len(weight), device=weight.device).unsqueeze(1))
 
 
 def compare_quantizers() -> None:

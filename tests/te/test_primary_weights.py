@@ -94,6 +94,7 @@ def test_scales_of_cut_blocks(micro: int) -> None:
     with mock.patch.object(compat, "all_reduce", all_reduce):
         te_models.train_sharded(model, "Linear", "mxfp8", micro)
     assert sizes == [3 * 2 * 64] * 3
+    te_models.compare("Linear", ["mxfp8"], micro, primary=True, spread=True)
 
 
 @on_ranks(2)
@@ -102,7 +103,7 @@ def test_backward_that_dequantizes() -> None:
     if not te_models.gathers_in_fp8():
         return
     for kind in ("Linear", "LayerNormLinear"):  # others refuse it
-        te_models.compare(kind, ["mxfp8, dequantized", "mxfp8, high_precision"], primary=True)
+        te_models.compare(kind, ["mxfp8, dequantized", "mxfp8, high_precision"], primary=True, spread=True)
 
 
 def test_which_blocks_are_cut() -> None:
