@@ -40,6 +40,7 @@ class MixedPrecisionPolicy:
     Raises:
         ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown, or a scaling or filter is given
             without ``param_comm_dtype``.
+        NotImplementedError: ``param_comm_scaling`` is ``"nvfp4"``.
         TypeError: ``param_comm_filter`` is no function.
     """
 
@@ -59,6 +60,11 @@ class MixedPrecisionPolicy:
             raise ValueError(
                 f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather in another "
                 "dtype, change the model's: model.to(dtype) before sharding."
+            )
+        if self.param_comm_scaling == "nvfp4":
+            raise NotImplementedError(
+                "param_comm_scaling='nvfp4' is not implemented: weights are gathered with 8 bits. Use 'mxfp8', whose scales "
+                "are as local, or let Transformer Engine's layers quantize to NVFP4 what was gathered in bfloat16."
             )
         if self.param_comm_scaling not in quantize.SCALINGS:
             raise ValueError(

@@ -577,6 +577,11 @@ def test_nothing_to_quantize_is_refused() -> None:
             "takes one of rowwise, tensorwise, blockwise, mxfp8, got 'block'",
         ),
         (
+            {"param_comm_dtype": quantize.DTYPE, "param_comm_scaling": "nvfp4"},
+            NotImplementedError,
+            "'nvfp4' is not implemented: weights are gathered with 8 bits",
+        ),
+        (
             {"param_comm_dtype": quantize.DTYPE, "param_comm_filter": "mlp"},
             TypeError,
             "takes a function or None, got 'mlp'",
