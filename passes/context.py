@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import fx
 
+from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.exchange import Exchange, Overlap
 from mfsdp_compile.runtime.layout import BucketLayout
 
@@ -175,7 +176,14 @@ class BucketInfo:
     @property
     def sent_bytes(self) -> int:
         """Bytes of the all-gather's result."""
-        return self.layout.numel * self.exchange.sent_dtype.itemsize
+        return self.exchange.sent_numel * self.exchange.sent_dtype.itemsize
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of this rank's shard in float8; 0 if the bucket is not gathered in float8."""
+        exchange = self.exchange
+        numel = quantize.sent_numel(self.layout.shard_numel, exchange.scaling)
+        return numel * exchange.sent_dtype.itemsize if exchange.is_quantized else 0
 
     @property
     def fresh_bytes(self) -> int:

@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
         inspected: Whether gradients are inspected before the first stage.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
-        scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
             not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
     """
@@ -108,6 +108,11 @@ class Exchange(NamedTuple):
     def sent_dtype(self) -> torch.dtype:
         """Dtype of the all-gather's tensors."""
         return quantize.SENT_DTYPE if self.is_quantized else self.dtype
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of the all-gather's result."""
+        return quantize.sent_numel(self.numel, self.scaling)
 
     @property
     def held_dtype(self) -> torch.dtype:

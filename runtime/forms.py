@@ -14,6 +14,8 @@ A form says how parameters are quantized, and what modules get of what was gathe
 ``"te"``, and others that begin with it
     A ``Float8Tensor`` of Transformer Engine, the same: what its layers hold that were built under
     ``quantized_model_init`` with ``Float8CurrentScaling``.
+``"te, mxfp8"``
+    An ``MXFP8Tensor`` of Transformer Engine, with the plane of rows in forward and that of columns in backward.
 
 ``"multiplied"``
     What compiled code with ``fp8_matmul`` takes in place of the first: data and scales, for products in float8. No bucket
@@ -34,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -46,8 +48,11 @@ __all__ = ["FORMS", "Form", "Wrapper"]
 class Wrapper(Protocol):
     """Makes the tensors that modules get for one parameter. Dynamo reads it: it is plain data, equal in equal modules."""
 
-    def wrap(self, data: Tensor, scale: Tensor, dtype: object) -> Tensor:
-        """Wrap a parameter, without history. It refers to the memory of ``data`` once."""
+    def wrap(self, data: Any, scale: Any, dtype: Any, *columns: Any) -> Tensor:
+        """Wrap a parameter, without history. It refers to the memory of ``data`` once.
+
+        In a form with planes, ``columns`` are data and scale of the plane of columns, and those of the other may be None.
+        """
 
     def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         """Wrap a parameter whose gradient goes to ``anchor``. Dynamo traces it."""
@@ -66,12 +71,14 @@ class Form:
         wrapper_of: Maps a parameter as it was when the model was sharded, and the modules that hold it, to its wrapper.
             None: modules get views of the gathered bucket.
         casts: Whether values are rounded to the compute dtype first. Otherwise, they are quantized from the main dtype.
+        planes: Whether modules get one plane in forward and another in backward; see :mod:`.memory.planes`.
     """
 
     scales_of: Callable[[Tensor], Tensor]
     quantize: Callable[[Tensor, Tensor], Tensor]
     wrapper_of: Callable[[nn.Parameter, Sequence[nn.Module]], Wrapper | None]
     casts: bool = False
+    planes: bool = False
 
 
 def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
@@ -79,10 +86,12 @@ def _no_wrapper(original: nn.Parameter, modules: Sequence[nn.Module]) -> None:
 
 
 def _of_transformer_engine(form: str) -> Form:
-    layers = compat.transformer_engine
-    powers_of_2, _ = layers.FORMS[form]
-    scales_of = layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of
-    return Form(scales_of, layers.quantize, lambda original, modules: layers.wrapper_of(form), casts=True)
+    layers: Any = compat.transformer_engine
+
+    wrapper: Any = layers.FORMS[form]
+    planes = form == layers.MXFP8
+    scales_of = layers.scales_of if planes or not wrapper.powers_of_2 else layers.scales_of_powers_of_2
+    return Form(scales_of, layers.quantize, lambda original, modules: wrapper, casts=True, planes=planes)
 
 
 FORMS: Mapping[str, Form] = {

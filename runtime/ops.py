@@ -262,8 +262,8 @@ def wait_quantized(
 ) -> Tensor:
     """The operator's kernel, which the eager path calls without torch's dispatcher."""
     shapes = split_sizes(sizes, ndims)
-    parts = zip(offsets, shapes, quantize.split_scales(scales, shapes, scaling), strict=True)
-    return quantize.dequantize(compat.wait_tensor(gathered), parts, dtype)
+    places = zip(offsets, shapes, strict=True)
+    return quantize.dequantize_bucket(compat.wait_tensor(gathered), scales, places, dtype, scaling)
 
 
 @torch.library.register_fake("mfsdp::wait_quantized", lib=_library)
@@ -276,7 +276,7 @@ def _wait_quantized_fake(
     dtype: torch.dtype,
     scaling: str,
 ) -> Tensor:
-    return gathered.new_empty(gathered.numel(), dtype=dtype)
+    return gathered.new_empty(quantize.numel_of_sent(gathered.numel(), scaling), dtype=dtype)
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")

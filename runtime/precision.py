@@ -30,7 +30,8 @@ class MixedPrecisionPolicy:
             Modules get them dequantized, in the dtype that the model computes in, so it works with every module. Each
             rank keeps one more byte per element of its shards. Only with ``zero_dp_strategy="optim_grads_params"``.
             None: gather in the dtype that the model computes in.
-        param_comm_scaling: Whether quantized parameters have one scale per row, or one per matrix.
+        param_comm_scaling: What shares a scale in quantized parameters: ``"rowwise"`` a row, ``"tensorwise"`` a matrix,
+            ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row.
         param_comm_filter: ``(name, parameter) -> bool``, asked for each parameter of two or three dimensions: whether
             to quantize it. One of three dimensions is a stack of matrices, each with scales of its own. None: quantize
             matrices of units and stacked matrices of experts, but neither embeddings nor parameters outside of units,
@@ -39,6 +40,7 @@ class MixedPrecisionPolicy:
     Raises:
         ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown, or a scaling or filter is given
             without ``param_comm_dtype``.
+        NotImplementedError: ``param_comm_scaling`` is ``"nvfp4"``.
         TypeError: ``param_comm_filter`` is no function.
     """
 
@@ -46,7 +48,7 @@ class MixedPrecisionPolicy:
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | None = None
     param_comm_dtype: torch.dtype | None = None
-    param_comm_scaling: Literal["rowwise", "tensorwise"] = "rowwise"
+    param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8"] = "rowwise"
     param_comm_filter: Callable[[str, Any], bool] | None = None
 
     def __post_init__(self) -> None:
@@ -59,8 +61,15 @@ class MixedPrecisionPolicy:
                 f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather in another "
                 "dtype, change the model's: model.to(dtype) before sharding."
             )
-        if self.param_comm_scaling not in ("rowwise", "tensorwise"):
-            raise ValueError(f"param_comm_scaling takes 'rowwise' or 'tensorwise', got {self.param_comm_scaling!r}")
+        if self.param_comm_scaling == "nvfp4":
+            raise NotImplementedError(
+                "param_comm_scaling='nvfp4' is not implemented: weights are gathered with 8 bits. Use 'mxfp8', whose scales "
+                "are as local, or let Transformer Engine's layers quantize to NVFP4 what was gathered in bfloat16."
+            )
+        if self.param_comm_scaling not in quantize.SCALINGS:
+            raise ValueError(
+                f"param_comm_scaling takes one of {', '.join(quantize.SCALINGS)}, got {self.param_comm_scaling!r}"
+            )
         if self.param_comm_filter is not None and not callable(self.param_comm_filter):
             raise TypeError(f"param_comm_filter takes a function or None, got {self.param_comm_filter!r}")
         if self.param_comm_dtype is None and (

@@ -1,24 +1,37 @@
 """Arithmetic of parameters that are gathered in float8.
 
 A parameter is quantized as ``round(values / scale)`` in ``float8_e4m3fn``, where ``scale`` maps the largest absolute
-value of a row (``"rowwise"``) or of a matrix (``"tensorwise"``) to 448, the largest finite value of that dtype. A
-parameter of three dimensions is a stack of matrices, such as the experts of a layer: it has a scale per row or matrix
-of each. ::
+value of a block to 448, the largest finite value of that dtype. A block is a row (``"rowwise"``), a matrix
+(``"tensorwise"``), or 128 rows of 128 columns (``"blockwise"``, as in DeepSeek-V3; blocks at the edges are smaller). A
+parameter of three dimensions is a stack of matrices, such as the experts of a layer: each has blocks of its own. ::
 
-    shape           [6, 8]      [4, 6, 8]
-    rowwise         [6, 1]      [4, 6, 1]
-    tensorwise      [1, 1]      [4, 1, 1]
+    shape           [6, 8]      [4, 6, 8]       [300, 200]      scales of a parameter of this shape
+    rowwise         [6, 1]      [4, 6, 1]       [300, 1]
+    tensorwise      [1, 1]      [4, 1, 1]       [1, 1]
+    blockwise       [1, 1]      [4, 1, 1]       [3, 2]
 
-Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its row or matrix NaN.
+``"mxfp8"`` is the format of the OCP's Microscaling Formats (MX) specification: a block is 32 neighboring values of a row,
+and its scale a power of two, one byte (E8M0, the exponent plus 127). That is 1/32 of the data, too much to be whole on
+every rank, so it is gathered with them: a bucket, or a shard of one, is a sequence of records ::
+
+    32 bytes of data | 1 byte: their scale | 32 bytes of data | 1 byte | ...
+
+Rows are multiples of 32, and so are parameters' offsets and shards, so that ranks never share a block. The specification
+leaves rounding open; scales are rounded up, as in Transformer Engine and cuBLAS (torchao's ``RCEIL``), so that no value
+exceeds 448: the least power of two that is at least ``largest / 448``.
+
+Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its block NaN or infinite.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
@@ -27,15 +40,32 @@ __all__ = [
     "DTYPE",
     "LARGEST",
     "MULTIPLIED",
+    "MX",
+    "MX_BLOCK",
     "ROUNDED",
+    "SCALINGS",
     "SENT_DTYPE",
     "amax",
+    "block_numel",
     "dequantize",
+    "dequantize_bucket",
+    "dequantize_mx",
+    "divided",
+    "entries_of_rows",
+    "exponents_of",
+    "from_records",
+    "numel_of_sent",
+    "per_row",
     "quantize",
+    "quantize_mx",
+    "quantize_rows",
+    "quantize_with_exponents",
+    "records",
     "rounded_scales_of",
     "scale_count",
     "scale_shape",
     "scales_of",
+    "sent_numel",
     "split_scales",
 ]
 
@@ -55,23 +85,129 @@ LARGEST = torch.finfo(DTYPE).max
 """The largest finite value of the dtype."""
 
 
+class _Block(NamedTuple):
+    """Rows and columns that share a scale. 0: all of the matrix."""
+
+    rows: int
+    columns: int
+
+    def entries(self, shape: Sequence[int]) -> tuple[int, ...]:
+        rows, columns = shape[-2:]
+        return math.ceil(rows / (self.rows or rows or 1)), math.ceil(columns / (self.columns or columns or 1))
+
+
+MX = "mxfp8"
+MX_BLOCK = 32
+"""Values that share a scale with ``"mxfp8"``."""
+_MX_RECORD = MX_BLOCK + 1
+
+_BLOCKS = {
+    "rowwise": _Block(1, 0),
+    "tensorwise": _Block(0, 0),
+    "blockwise": _Block(128, 128),
+    MX: _Block(1, MX_BLOCK),
+}
+
+SCALINGS = tuple(_BLOCKS)
+"""Names of the ways to share scales."""
+
+
+def block_numel(scaling: str) -> int:
+    """Return the elements that a shard, and what comes before a parameter in its bucket, are multiples of."""
+    return MX_BLOCK if scaling == MX else 1
+
+
+def sent_numel(numel: int, scaling: str) -> int:
+    """Return the elements in which ``numel`` elements of a bucket are sent: bytes, or for ``""`` the elements themselves."""
+    return numel // MX_BLOCK * _MX_RECORD if scaling == MX else numel
+
+
+def numel_of_sent(numel: int, scaling: str) -> int:
+    """Return the elements of a bucket that are sent in ``numel``: the inverse of :func:`sent_numel`."""
+    return numel // _MX_RECORD * MX_BLOCK if scaling == MX else numel
+
+
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
-    """Return the shape of a parameter's scales, which broadcasts to ``shape``, of two or three dimensions."""
-    return (*shape[:-1], 1) if scaling == "rowwise" else (*shape[:-2], 1, 1)
+    """Return the shape of the scales of a parameter of two or three dimensions: one entry per block."""
+    return (*shape[:-2], *_BLOCKS[scaling].entries(shape))
 
 
 def scale_count(shape: Sequence[int], scaling: str) -> int:
-    """Return the number of a parameter's scales."""
-    return math.prod(scale_shape(shape, scaling))
+    """Return the number of a parameter's scales, without those that are gathered with the data."""
+    return 0 if scaling == MX else math.prod(scale_shape(shape, scaling))
 
 
-def amax(values: Tensor, scaling: str) -> Tensor:
-    """Return the largest absolute values that scales are made from, ``[scale_shape(values.shape)]`` in float32."""
-    return values.abs().amax(-1 if scaling == "rowwise" else (-2, -1), keepdim=True).float()
+def entries_of_rows(scales: Tensor, ndim: int, rows: range, scaling: str) -> tuple[Tensor, int]:
+    """Return the entries of the blocks that a rank has rows of, and how many rows of the first block come before its own.
+
+    Args:
+        scales: Scales of a parameter, or what they are made from, ``[scale_shape]``.
+        ndim: Dimensions of the parameter.
+        rows: The rank's indices of dimension 0, which are matrices if there are three.
+    """
+    if ndim > 2:
+        return scales[rows.start : rows.stop], 0
+    size = _BLOCKS[scaling].rows
+    if not size:
+        return scales, 0
+    return scales[rows.start // size : math.ceil(rows.stop / size)], rows.start % size
+
+
+def amax(values: Tensor, scaling: str, before: int = 0) -> Tensor:
+    """Return the largest absolute values that scales are made from, in float32: one for each block, or part of one.
+
+    Args:
+        values: A parameter, or a rank's rows of it.
+        scaling: One of :data:`SCALINGS`.
+        before: Rows of the first block that come before them.
+    """
+    block = _BLOCKS[scaling]
+    if block.columns:
+        largest = torch.cat([part.abs().amax(-1) for part in _by_columns(values, block.columns)], -1)
+    else:
+        largest = values.abs().amax(-1, keepdim=True)
+    if block.rows > 1:
+        after = -(before + values.shape[-2]) % block.rows
+        largest = F.pad(largest, (0, 0, before, after)).unflatten(-2, (-1, block.rows)).amax(-2)
+    elif not block.rows:
+        largest = largest.amax(-2, keepdim=True)
+    return largest.float()
+
+
+def per_row(scales: Tensor, rows: int, scaling: str, before: int = 0) -> Tensor:
+    """Return scales of blocks as those of each row, ``[..., rows, columns of blocks]`` or one that broadcasts to it."""
+    size = _BLOCKS[scaling].rows
+    return scales.repeat_interleave(size, -2).narrow(-2, before, rows) if size > 1 else scales
+
+
+def divided(values: Tensor, scales: Tensor, scaling: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide a matrix, or a stack of them, into views with scales that broadcast to their shapes.
+
+    Args:
+        values: ``[..., rows, columns]``.
+        scales: See :func:`per_row`.
+        scaling: One of :data:`SCALINGS`.
+    """
+    size, first = _BLOCKS[scaling].columns, 0
+    if not size:
+        yield values, scales
+        return
+    for part in _by_columns(values, size):
+        yield part, scales.narrow(-1, first, part.shape[-2]).unsqueeze(-1)
+        first += part.shape[-2]
+
+
+def _by_columns(values: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield views ``[..., rows, blocks, columns of a block]``: of the whole blocks, and of what remains of each row."""
+    whole = values.shape[-1] // size * size
+    if whole:
+        yield values[..., :whole].unflatten(-1, (-1, size))
+    if whole < values.shape[-1]:
+        yield values[..., whole:].unsqueeze(-2)
 
 
 def scales_of(largest: Tensor, limit: float = LARGEST) -> Tensor:
-    """Return the scales that map these largest absolute values to ``limit``. Rows of zeros have scale 1."""
+    """Return the scales that map these largest absolute values to ``limit``. Blocks of zeros have scale 1."""
     scales = largest / limit
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
@@ -85,17 +221,36 @@ def rounded_scales_of(largest: Tensor) -> Tensor:
 
 
 def quantize(values: Tensor, scales: Tensor) -> Tensor:
-    """Quantize ``values``; returns their bytes, in the same shape."""
+    """Quantize ``values`` with scales that broadcast to their shape; returns their bytes, in the same shape."""
     return (values.float() / scales).clamp_(-LARGEST, LARGEST).to(DTYPE).view(SENT_DTYPE)
 
 
-def dequantize(data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]], dtype: torch.dtype) -> Tensor:
+def quantize_rows(
+    values: Tensor, scales: Tensor, scaling: str, kernel: Callable[[Tensor, Tensor], Tensor], out: Tensor
+) -> None:
+    """Quantize rows of matrices.
+
+    Args:
+        values: ``[..., rows, columns]``.
+        scales: See :func:`per_row`.
+        scaling: One of :data:`SCALINGS`.
+        kernel: :func:`quantize`, or another form's.
+        out: Bytes, of the shape of ``values``, which are written.
+    """
+    for (part, its), (to, _) in zip(divided(values, scales, scaling), divided(out, scales, scaling), strict=True):
+        to.copy_(kernel(part, its))
+
+
+def dequantize(
+    data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]], dtype: torch.dtype, scaling: str
+) -> Tensor:
     """Dequantize a bucket, or this rank's shard of one.
 
     Args:
         data: Bytes, ``[n]``.
-        parts: Offset, shape and scales of each parameter in it, or of this rank's rows of each.
+        parts: Offset, shape and scales (see :func:`per_row`) of each parameter in it, or of this rank's rows of each.
         dtype: Dtype of the result.
+        scaling: One of :data:`SCALINGS`.
 
     Returns:
         ``[n]``. Each element is the float32 product of value and scale, rounded once: ``float8`` values are exact in
@@ -103,7 +258,8 @@ def dequantize(data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]],
     """
     values = data.view(DTYPE).to(dtype)
     for offset, shape, scales in parts:
-        values.narrow(0, offset, math.prod(shape)).view(shape).mul_(scales)
+        for part, its in divided(values.narrow(0, offset, math.prod(shape)).view(shape), scales, scaling):
+            part.mul_(its)
     return values
 
 
@@ -115,3 +271,75 @@ def split_scales(scales: Tensor, shapes: Sequence[Sequence[int]], scaling: str) 
         scales.narrow(0, start, count).view(scale_shape(shape, scaling))
         for start, count, shape in zip(starts, counts, shapes, strict=False)
     ]
+
+
+def dequantize_bucket(
+    data: Tensor, scales: Tensor, places: Iterable[tuple[int, Sequence[int]]], dtype: torch.dtype, scaling: str
+) -> Tensor:
+    """Dequantize a gathered bucket, ``[numel]``.
+
+    Args:
+        data: Its bytes.
+        scales: Its scales.
+        places: Offset and shape of each parameter.
+        dtype: Dtype of the result.
+        scaling: One of :data:`SCALINGS`.
+    """
+    if scaling == MX:
+        return dequantize_mx(data, dtype)
+    offsets, shapes = zip(*places, strict=True)
+    rows = [
+        per_row(its, shape[-2], scaling)
+        for its, shape in zip(split_scales(scales, shapes, scaling), shapes, strict=True)
+    ]
+    return dequantize(data, zip(offsets, shapes, rows, strict=True), dtype, scaling)
+
+
+# -- mxfp8 ------------------------------------------------------------------------------------------------------------
+
+
+def quantize_mx(values: Tensor) -> Tensor:
+    """Quantize a shard, ``[n]``; returns its records, ``[n / 32 * 33]`` bytes."""
+    blocks = values.view(-1, MX_BLOCK).float()
+    exponents = exponents_of(blocks.abs().amax(-1, keepdim=True))
+    return records(quantize_with_exponents(blocks, exponents), exponents)
+
+
+def records(data: Tensor, scales: Tensor) -> Tensor:
+    """Return the records of ``n`` bytes of data and ``n / 32`` scales."""
+    return torch.cat([data.view(-1, MX_BLOCK), scales.view(-1, 1)], -1).flatten()
+
+
+def from_records(sent: Tensor) -> Tensor:
+    """Return the data of records, followed by the scales: ``[n + n / 32]`` bytes."""
+    both = sent.view(-1, _MX_RECORD)
+    return torch.cat([both[:, :MX_BLOCK].flatten(), both[:, MX_BLOCK]])
+
+
+def exponents_of(largest: Tensor) -> Tensor:
+    """Return the scales, in E8M0, for these largest absolute values, in float32. 254 stands for infinity, 255 for NaN."""
+    # As Transformer Engine does it, which multiplies.
+    bits = (largest * (1 / LARGEST)).view(torch.int32)
+    exponents, mantissa = bits >> 23, bits & 0x7FFFFF
+    # The least scale is 2^-127, below float32's normal numbers: half of what mantissa 0 and exponent 1 stand for.
+    above = torch.where(exponents == 0, mantissa > 0x400000, mantissa > 0)
+    exponents = torch.where(exponents < 254, exponents + above.int(), exponents)
+    return torch.where(largest.isinf(), 254, exponents).to(torch.uint8)
+
+
+def quantize_with_exponents(values: Tensor, exponents: Tensor) -> Tensor:
+    """Quantize ``values`` with scales in E8M0 that broadcast to their shape; returns their bytes, in the same shape."""
+    scales = torch.where(exponents == 0, 1.0, _powers_of_2(exponents))  # blocks of zeros
+    return (values.float() / scales).clamp_(-LARGEST, LARGEST).to(DTYPE).view(SENT_DTYPE)
+
+
+def dequantize_mx(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize records, ``[n / 32 * 33]`` bytes; returns ``[n]``. Products are rounded as in :func:`dequantize`."""
+    records = data.view(-1, _MX_RECORD)
+    values = records[:, :MX_BLOCK].contiguous().view(DTYPE).to(dtype)
+    return values.mul_(_powers_of_2(records[:, MX_BLOCK:])).flatten()
+
+
+def _powers_of_2(exponents: Tensor) -> Tensor:
+    """Return what E8M0 stands for, in float32: 255 for NaN."""
+    return exponents.contiguous().view(torch.float8_e8m0fnu).float()

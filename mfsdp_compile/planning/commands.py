@@ -19,6 +19,7 @@ from mfsdp_compile.backend.options import OPTIMIZERS, parse_bytes
 from mfsdp_compile.passes.schedule_file import ScheduleText
 from mfsdp_compile.passes.solver.hardware import hardware, known_hardware
 from mfsdp_compile.report import StepReport, bytes_text, headline, percent_text, to_text, write
+from mfsdp_compile.runtime import quantize
 from mfsdp_compile.runtime.fp8_linear import SCALINGS
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
@@ -74,9 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: %(default)s)")
     parser.add_argument(
         "--gather-fp8",
-        choices=("rowwise", "tensorwise"),
-        help="gather the matrices of units in float8, with a scale per row or per matrix (param_comm_dtype); for full "
-        "sharding without HFSDP",
+        choices=quantize.SCALINGS,
+        help="gather the matrices of units in float8, with scales that rows, matrices or blocks share "
+        "(param_comm_scaling); for full sharding without HFSDP",
     )
     parser.add_argument(
         "--fp8-matmul",

@@ -674,7 +674,10 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
 def _with_buffers(infos: list[BucketInfo], policy: BufferPolicy) -> list[BucketInfo]:
     if not policy.double:
         return infos
-    sizes = [SizesOf(i.layout.numel, i.exchange.sent_dtype, i.exchange.comm_dtype, i.trainable) for i in infos]
+    sizes = [
+        SizesOf(i.layout.numel, i.exchange.sent_numel, i.exchange.sent_dtype, i.exchange.comm_dtype, i.trainable)
+        for i in infos
+    ]
     return [
         replace(info, exchange=info.exchange.with_buffers(*buffers))
         for info, buffers in zip(infos, assign_all(sizes, policy), strict=True)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 from mfsdp_compile.runtime.exchange import stride_of
 
 from .. import roles
@@ -136,8 +136,9 @@ class CostModel:
         """Return the seconds to quantize the shard, once per optimizer step; 0.0 if it is not gathered in float8."""
         if not info.exchange.is_quantized:
             return 0.0
-        moved = info.layout.shard_numel * (2 * info.main_dtype.itemsize + info.exchange.sent_dtype.itemsize)
-        kernels = 4 * len(info.layout.slots)  # for each parameter: absolute values, maxima, scaling, cast
+        moved = info.layout.shard_numel * 2 * info.main_dtype.itemsize + info.quantized_bytes
+        # For each parameter, or with mxfp8 for the shard: absolute values, maxima, scaling, cast.
+        kernels = 4 * (1 if info.exchange.scaling == quantize.MX else len(info.layout.slots))
         return self.moved(moved) + (kernels - 1) * self.hardware.kernel_seconds
 
     def reduce_scales(self, buckets: Sequence[BucketInfo]) -> float:
@@ -147,14 +148,17 @@ class CostModel:
             return 0.0
         ring = Ring(quantized[0].exchange.gather_size, quantized[0].gather_stride)
         payload = torch.float32.itemsize * sum(info.exchange.scale_count for info in quantized)
+        if not payload:  # they are gathered with the data
+            return 0.0
         return collective_seconds("all_reduce", payload, ring, self.hardware)
 
     def dequantize(self, info: BucketInfo) -> float:
         """Return the seconds to dequantize a gathered bucket; 0.0 if it is not, or not gathered in float8."""
         if not info.exchange.dequantizes:
             return 0.0
-        # a cast of the bucket, and a product per parameter
-        more = len(info.layout.slots) * self.hardware.kernel_seconds
+        # A cast of the bucket, and a product per parameter, or of the bucket.
+        products = 1 if info.exchange.scaling == quantize.MX else len(info.layout.slots)
+        more = products * self.hardware.kernel_seconds
         return self.moved(info.sent_bytes + 3 * info.gathered_bytes) + more
 
     def reduction(self, info: BucketInfo, stage: int) -> float:

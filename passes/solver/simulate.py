@@ -188,8 +188,7 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
         is_part = info.resident_bytes and info.main_dtype == info.exchange.held_dtype and not info.releases_resident
         if not is_part:  # a shard that is part of the resident needs no memory of its own
             shards += shard * info.main_dtype.itemsize
-        if info.exchange.is_quantized:
-            shards += shard * info.exchange.sent_dtype.itemsize
+        shards += info.quantized_bytes
         residents += info.resident_bytes
         state += shard * optimizer.state_bytes * info.trainable
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}

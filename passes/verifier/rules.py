@@ -539,8 +539,9 @@ def _matching(found: Analysis, contract: Contract | None) -> Findings:
         for cast in _casts(launch):
             if (cast_to := tensor_of(cast)) is not None and cast_to.dtype != info.exchange.dtype:
                 yield f"it is cast to {cast_to.dtype} before it is sent", cast, launch.bucket
-        if value is not None and (value.dtype, value.numel()) != (dtype, info.layout.numel):
-            what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {info.layout.numel} of {dtype}"
+        numel = info.exchange.sent_numel if quantized else info.layout.numel
+        if value is not None and (value.dtype, value.numel()) != (dtype, numel):
+            what = f"it is gathered as {value.numel()} elements of {value.dtype}, not {numel} of {dtype}"
             yield what, launch.node, launch.bucket
         for wait in launch.waits:
             yield from _dequantized(found, wait, launch.bucket, quantized and info.exchange.dequantizes)

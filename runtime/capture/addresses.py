@@ -53,6 +53,8 @@ class Baked:
             if bucket.quantized is not None and bucket.scales is not None:
                 yield "quantized parameters of bucket", name, bucket.quantized.data_ptr()
                 yield "scales of bucket", name, bucket.scales.data_ptr()
+            if bucket.quantized_columns is not None:
+                yield "columns of quantized parameters of bucket", name, bucket.quantized_columns.data_ptr()
             if not gradients:
                 continue
             if bucket.pending is not None and bucket.pending.total is not None:
@@ -107,6 +109,8 @@ def static_tensors(model: ShardedModel, optimizers: Iterable[torch.optim.Optimiz
         if bucket.quantized is not None and bucket.scales is not None:
             yield bucket.quantized
             yield bucket.scales
+        if bucket.quantized_columns is not None:
+            yield bucket.quantized_columns
         if bucket.pending is not None:
             yield bucket.pending.token
         yield from bucket.kept_memory()

@@ -27,6 +27,9 @@ all. Nothing here imports it: a model that has one of its layers has imported it
 ``Float8Tensor(shape=, dtype=, data=, fp8_scale_inv=, fp8_dtype=, quantizer=)``
     A matrix with one scale, of any memory. Since 2.19, it says what is inside (``__tensor_flatten__``), without which
     it cannot be kept out of what autograd saves.
+``MXFP8Tensor(shape=, dtype=, rowwise_data=, rowwise_scale_inv=, columnwise_data=, columnwise_scale_inv=, ...)``
+    A matrix in two planes, of which one may be None: forward multiplies with the first, backward with the second. Scales are
+    padded to multiples of 128 rows and 4 columns, and of 4 rows and 128 columns.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +47,8 @@ from torch import Tensor, nn
 
 __all__ = [
     "FORMS",
+    "MXFP8",
+    "backward_takes_rows",
     "check_layer",
     "check_weight",
     "discard_weight",
@@ -62,20 +67,11 @@ __all__ = [
     "quantize",
     "scales_of",
     "scales_of_powers_of_2",
+    "scaling_of",
     "unquantized",
     "withdraw_gradient",
-    "wrapper_of",
     "writes_gradients",
 ]
-
-FORMS = {
-    "te": (False, False),
-    "te, powers of 2": (True, False),
-    "te, transposed": (False, True),
-    "te, powers of 2, transposed": (True, True),
-}
-"""Forms of parameters that layers have quantized with ``Float8CurrentScaling``; see :mod:`..forms`. Whether scales are powers
-of 2, and whether the transposed plane, if the device needs one, is kept from forward to backward."""
 
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_DTYPE).max
@@ -311,10 +307,16 @@ def own_attributes(tensor: Tensor) -> set[str]:
 def discard_weight(tensor: Any) -> None:
     """Release the memory of a quantized tensor, which keeps its shape. Other forms than ``Float8Tensor`` are emptied."""
     vars(tensor).pop("_high_precision_init_val", None)
+    nothing = torch.empty((), dtype=torch.uint8, device=tensor.device).expand(tensor.shape)
+    mxfp8: Any = _base("tensor.mxfp8_tensor", "MXFP8Tensor")
+    if isinstance(tensor, mxfp8):
+        tensor._rowwise_data, tensor._columnwise_data = nothing, None
+        tensor._rowwise_scale_inv, tensor._columnwise_scale_inv = nothing, None
+        return
     if not isinstance(tensor, _tensor_class("Float8Tensor")):
         tensor.clear()
         return
-    tensor._data = torch.empty((), dtype=torch.uint8, device=tensor.device).expand(tensor.shape)
+    tensor._data = nothing
     tensor._transpose, tensor._transpose_invalid = None, True
 
 
@@ -334,7 +336,7 @@ def unquantized(module: nn.Module) -> Iterator[None]:
 def form_of(modules: Sequence[nn.Module], attributes: Sequence[str], keeps_transposes: bool) -> str:
     """Return the form in which layers get a parameter, an attribute of each; "" if they get it as an ordinary tensor.
 
-    Only one scale per matrix can be sent with it, and only if it depends on nothing but the matrix.
+    Scales can be sent with it only if they depend on nothing but the matrix.
     """
     forms = {_form(module, attribute, keeps_transposes) for module, attribute in zip(modules, attributes, strict=True)}
     return forms.pop() if len(forms) == 1 else ""
@@ -345,14 +347,18 @@ def _form(module: Any, attribute: str, keeps_transposes: bool) -> str:
         return ""
     index = module.param_init_meta[attribute].fp8_meta_index
     quantizer: Any = module.quantizers["scaling_fwd"][index] if index is not None else None
-    if not issubclass(type(quantizer), _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")):
+    if getattr(getattr(quantizer, "dtype", None), "name", "") != "kFloat8E4M3":
         return ""
     if not hasattr(_tensor_class("Float8Tensor"), "__tensor_flatten__"):
         return ""
-    if quantizer.amax_epsilon or getattr(quantizer.dtype, "name", "") != "kFloat8E4M3":
+    if issubclass(type(quantizer), _base("tensor.mxfp8_tensor", "MXFP8Quantizer")):
+        return MXFP8 if all(size % 32 == 0 for size in module._parameters[attribute].shape) else ""
+    if not issubclass(type(quantizer), _base("tensor.float8_tensor", "Float8CurrentScalingQuantizer")):
         return ""
-    asked = (bool(quantizer.force_pow_2_scales), keeps_transposes)
-    return next(form for form, options in FORMS.items() if options == asked)
+    if quantizer.amax_epsilon:
+        return ""
+    asked = _Wrapper(bool(quantizer.force_pow_2_scales), keeps_transposes)
+    return next(form for form, wrapper in FORMS.items() if wrapper == asked)
 
 
 def scales_of(largest: Tensor) -> Tensor:
@@ -377,7 +383,8 @@ class _Wrapper:
     """Makes a ``Float8Tensor`` of a gathered weight.
 
     Args:
-        powers_of_2, transposed: See :data:`FORMS`.
+        powers_of_2: Whether scales are powers of 2.
+        transposed: Whether the transposed plane, if the device needs one, is kept from forward to backward.
     """
 
     powers_of_2: bool
@@ -396,9 +403,91 @@ class _Wrapper:
         wrapped._data = outdated  # type: ignore[attr-defined]
 
 
-def wrapper_of(form: str) -> _Wrapper:
-    """Return what makes the tensors that layers get for a weight, in a form of :data:`FORMS`."""
-    return _Wrapper(*FORMS[form])
+@dataclass(frozen=True)
+class _PlaneWrapper:
+    """Makes an ``MXFP8Tensor`` of one plane of a gathered weight."""
+
+    def wrap(
+        self,
+        data: Tensor | None,
+        scale: Tensor | None,
+        dtype: torch.dtype,
+        of_columns: Tensor | None = None,
+        scale_of_columns: Tensor | None = None,
+    ) -> Tensor:
+        inside: dict[str, Tensor | None] = dict.fromkeys(_PLANES)
+        if data is not None and scale is not None:
+            rows, columns = data.shape
+            scales = _padded(scale.view(rows, columns // 32), 128, 4)
+            inside |= {"rowwise_data": data.view(torch.uint8), "rowwise_scale_inv": scales}
+        if of_columns is not None and scale_of_columns is not None:
+            rows, columns = of_columns.shape
+            scales = _padded(scale_of_columns.view(rows // 32, columns), 4, 128)
+            inside |= {"columnwise_data": of_columns.view(torch.uint8), "columnwise_scale_inv": scales}
+        return _mxfp8_tensor(dtype, inside)
+
+    def connect(self, anchor: Tensor, data: Tensor, scale: Tensor) -> Tensor:
+        return _Wrapper(False, False).connect(anchor, data, scale)
+
+    def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
+        wrapped._rowwise_data = outdated  # type: ignore[attr-defined]
+        wrapped._columnwise_data = None  # type: ignore[attr-defined]
+
+
+_PLANES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+MXFP8 = "te, mxfp8"
+FORMS: Mapping[str, _Wrapper | _PlaneWrapper] = {
+    "te": _Wrapper(False, False),
+    "te, powers of 2": _Wrapper(True, False),
+    "te, transposed": _Wrapper(False, True),
+    "te, powers of 2, transposed": _Wrapper(True, True),
+    MXFP8: _PlaneWrapper(),
+}
+"""Forms of parameters that layers have quantized; see :mod:`..forms`."""
+
+
+def scaling_of(form: str) -> str:
+    """Return what shares scales in a form of :data:`FORMS`; see :mod:`..quantize`."""
+    return "mxfp8" if form == MXFP8 else "tensorwise"
+
+
+def backward_takes_rows() -> bool:
+    """Whether layers that run now will read the plane of rows in backward: they dequantize it, with ``backward_override``."""
+    for module in ("quantization", "fp8"):  # since 2.9, and before
+        manager: Any = _base(module, "FP8GlobalStateManager")
+        if manager is not _Nothing:
+            recipe = manager.get_fp8_recipe() if manager.is_fp8_enabled() else None
+            return recipe is None or getattr(recipe, "backward_override", None) is not None
+    return True
+
+
+def _padded(scales: Tensor, rows: int, columns: int) -> Tensor:
+    """Pad scales to multiples of these numbers, as kernels read them."""
+    below, beside = -scales.shape[0] % rows, -scales.shape[1] % columns
+    return torch.nn.functional.pad(scales, (0, beside, 0, below)) if below or beside else scales
+
+
+def _mxfp8_tensor(dtype: torch.dtype, inside: Mapping[str, Tensor | None]) -> Tensor:
+    quantizer: Any = _mxfp8_quantizer()
+    data = next(tensor for tensor in inside.values() if tensor is not None)
+    tensor = _base("tensor.mxfp8_tensor", "MXFP8Tensor")(
+        shape=data.shape,
+        dtype=dtype,
+        **inside,
+        fp8_dtype=quantizer.dtype,
+        quantizer=quantizer,
+        with_gemm_swizzled_scales=False,
+        device=data.device,
+    )
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _mxfp8_quantizer() -> Any:
+    """Return the quantizer of gathered weights. Layers ask it which planes they have in forward; it quantizes nothing."""
+    kind: Any = _base("tensor.mxfp8_tensor", "MXFP8Quantizer")
+    return kind(sys.modules["transformer_engine_torch"].DType.kFloat8E4M3, rowwise=True, columnwise=False)
 
 
 def _float8_tensor(data: Tensor, scale: Tensor, dtype: torch.dtype, wrapper: _Wrapper) -> Tensor:

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import itertools
 import weakref
@@ -109,6 +110,14 @@ class EagerUnit:
         return sum(bucket.plan.gathered_bytes for bucket in self.buckets)
 
 
+class Planes(enum.Flag):
+    """Planes of a bucket that is gathered plane by plane; see :mod:`..memory.planes`. Other buckets have rows."""
+
+    ROWS = enum.auto()
+    COLUMNS = enum.auto()
+    BOTH = ROWS | COLUMNS
+
+
 @dataclass(eq=False)
 class _Gathered:
     """One bucket that is being gathered (``started``) or is gathered (``full``)."""
@@ -121,6 +130,8 @@ class _Gathered:
     attached: list[Tensor | None] = field(default_factory=list)
     """The parameters, connected to their shards by autograd; None for those that have been read."""
     references: int = 0  # to the storage, right after the gather
+    planes: Planes = Planes.ROWS
+    """What of it, if the bucket sends planes."""
 
     @property
     def is_used(self) -> bool:
@@ -188,6 +199,19 @@ class _SavedView:
 
 
 @dataclass(frozen=True)
+class _SavedPlane:
+    """A tensor saved for backward that wraps a plane of a parameter, recorded without its memory.
+
+    Backward gets the plane of columns if ``columns``, else that of rows.
+    """
+
+    bucket: Bucket
+    version: int
+    index: int
+    columns: bool
+
+
+@dataclass(frozen=True)
 class _SavedDTensor:
     """A DTensor saved for backward whose local part lies in a bucket."""
 
@@ -206,7 +230,7 @@ class _SavedWrapper:
     stride: tuple[int, ...]
 
 
-_Saved: TypeAlias = "_SavedView | _SavedDTensor | _SavedWrapper | tuple[Tensor, int]"
+_Saved: TypeAlias = "_SavedView | _SavedPlane | _SavedDTensor | _SavedWrapper | tuple[Tensor, int]"
 
 
 def _as_parameters(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -450,7 +474,7 @@ class EagerRuntime:
     def read(self, home: Home) -> Tensor:
         """Return a full parameter, connected to its shard by autograd if gradients are recorded."""
         bucket, index = home.bucket, home.index
-        state = self._gather(bucket)
+        state = self._gather(bucket, Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed: both are used
         self._last_read = state.unit
         if not (bucket.trains[index] and torch.is_grad_enabled()):
             return self._plain(bucket, state, index) if bucket.wrappers[index] is None else self._wrapped(home, state)
@@ -511,8 +535,15 @@ class EagerRuntime:
         """
         view = bucket.whole_view(full, index)
         if (wrapper := bucket.wrappers[index]) is not None:
-            return wrapper.wrap(view.view(quantize.DTYPE), bucket.scale_of(index), bucket.plan.compute_dtype)
+            others: tuple[Tensor, ...] = ()
+            if bucket.plan.has_planes and full.numel() > bucket.plan.held_numel:
+                others = self._inside(bucket, bucket.plane(full, columns=True), index)
+            return wrapper.wrap(*self._inside(bucket, full, index), bucket.plan.compute_dtype, *others)
         return view.detach() if bucket in self._lent else view
+
+    def _inside(self, bucket: Bucket, full: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        """Return data and scales of a parameter in the gathered bucket, or in a plane of it."""
+        return bucket.whole_view(full, index).view(quantize.DTYPE), bucket.scale_of(index, full)
 
     def _given(self, bucket: Bucket, index: int, param: Tensor) -> Tensor:
         """Record that a forward is given a parameter, which no later forward may use."""
@@ -622,32 +653,44 @@ class EagerRuntime:
             if state is not None and state.version != bucket.flat._version:
                 self._release_bucket(bucket)  # shards have changed since the gather
             if bucket not in self._gathered:
-                if bucket.is_stale or bucket.is_quantized_stale:
-                    self.owner.refresh()
-                group = bucket.topology.gather_group
-                started = None
-                if group is not None:
-                    self._announce("gather", bucket, group)
-                    started = self._start_gather(bucket, group)
-                self._gathered[bucket] = _Gathered(unit, started, bucket.flat._version)
+                in_backward = bucket.sends_planes and compat.in_backward()
+                self._start_bucket(unit, bucket, Planes.COLUMNS if in_backward else Planes.ROWS)
 
-    def _start_gather(self, bucket: Bucket, group: Group) -> Tensor:
+    def _start_bucket(self, unit: EagerUnit, bucket: Bucket, plane: Planes) -> None:
+        if bucket.is_stale or bucket.is_quantized_stale:
+            self.owner.refresh()
+        group = bucket.topology.gather_group
+        started = None
+        if group is not None:
+            started = self._start_gather(bucket, group, plane)
+        self._gathered[bucket] = _Gathered(unit, started, bucket.flat._version, planes=plane)
+
+    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes) -> Tensor:
+        self._announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
         shard, (capacity, count) = bucket.source(), bucket.exchange.gather_buffers
+        if plane is Planes.COLUMNS:
+            assert bucket.quantized_columns is not None
+            shard = bucket.quantized_columns
         with compat.below_autograd():
             if capacity:
                 enter_pool(self.owner.comm_buffers)
                 return gather_into_buffer(shard, capacity, count, bucket.exchange.sent_dtype, group.size, group.name)
             return compat.all_gather(shard.to(bucket.exchange.sent_dtype), group.size, group.name)
 
-    def _gather(self, bucket: Bucket) -> _Gathered:
+    def _gather(self, bucket: Bucket, planes: Planes = Planes.ROWS) -> _Gathered:
         state = self._gathered.get(bucket)
-        if state is not None and state.full is not None and state.version == bucket.flat._version:
+        if (
+            state is not None
+            and state.full is not None
+            and state.version == bucket.flat._version
+            and (planes in state.planes or not bucket.sends_planes)
+        ):
             return state
-        return self._gather_now(bucket)
+        return self._gather_now(bucket, planes)
 
     @_unseen
     @_as_parameters
-    def _gather_now(self, bucket: Bucket) -> _Gathered:
+    def _gather_now(self, bucket: Bucket, planes: Planes) -> _Gathered:
         unit = self._unit_of[bucket]
         if not unit.is_root:  # root parameters may be read between two modules of a joined unit
             self._idle += self._begun
@@ -660,8 +703,14 @@ class EagerRuntime:
         if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
             self._start(unit)
             state = self._gathered[bucket]
+        if bucket.sends_planes and planes not in state.planes and (state.full is not None or planes is not Planes.BOTH):
+            self._release_bucket(bucket)
+            self._start_bucket(unit, bucket, planes if planes is Planes.COLUMNS else Planes.ROWS)
+            state = self._gathered[bucket]
         if state.started is not None:
             state.full, state.started = self._await(state.started), None
+            if bucket.sends_planes:
+                self._arrange(bucket, state, planes)
             if bucket.exchange.dequantizes:
                 with compat.below_autograd():
                     state.full = bucket.dequantized(state.full)
@@ -684,6 +733,19 @@ class EagerRuntime:
                 if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit is not following:
                     self._release_checked(other)
         return state
+
+    def _arrange(self, bucket: Bucket, state: _Gathered, planes: Planes) -> None:
+        """Arrange a gathered plane as modules take it, and the other beside it if both are asked for."""
+        assert state.full is not None
+        found = {state.planes: state.full}
+        if planes is Planes.BOTH:
+            other, group = planes ^ state.planes, bucket.topology.gather_group
+            assert group is not None
+            found[other] = self._await(self._start_gather(bucket, group, other))
+        with compat.below_autograd():
+            arranged = [quantize.from_records(found[plane]) for plane in Planes if plane in found]
+            state.full = torch.cat(arranged) if len(arranged) > 1 else arranged[0]
+        state.planes |= planes
 
     def _announce(self, what: str, bucket: Bucket, group: Group | None, more: str = "") -> None:
         conduct = self.owner.conduct
@@ -755,8 +817,8 @@ class EagerRuntime:
         if bucket in self._content_checked and state.full.device.type != "cpu":
             return
         self._content_checked.add(bucket)
-        mine = state.full.view(group.size, -1)[group.rank]
-        if not compat.equal_bits(mine, bucket.own_part()):
+        mine = state.full.narrow(0, 0, bucket.plan.layout.numel).view(group.size, -1)[group.rank]
+        if not compat.equal_bits(mine, bucket.own_part(columns=state.planes is Planes.COLUMNS)):
             self._refuse_writes(bucket)
 
     def _learn(self, order: Sequence[EagerUnit]) -> None:
@@ -775,6 +837,8 @@ class EagerRuntime:
         if type(tensor) not in _ORDINARY and (inside := compat.inner_tensors(tensor)):
             if not any(map(self._lies_in_a_bucket, inside.values())):
                 return tensor.detach(), tensor._version
+            if (saved := self._plane_of(inside.values())) is not None:
+                return saved
             packed = {name: self._pack(inner) for name, inner in inside.items()}
             if isinstance(tensor, DTensor):
                 return _SavedDTensor(packed["_local_tensor"], tensor._spec)
@@ -787,6 +851,18 @@ class EagerRuntime:
             return tensor.detach(), tensor._version
         version, size = self._gathered[bucket].version, tuple(tensor.shape)
         return _SavedView(bucket, version, size, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def _plane_of(self, inside: Iterable[Tensor]) -> _SavedPlane | None:
+        """Return what to save for a tensor that wraps data and scales of a plane, of which backward takes the other."""
+        for tensor in inside:
+            bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
+            if bucket is None or bucket.quantized_columns is None:
+                continue
+            start = tensor.storage_offset() % bucket.plan.held_numel
+            index = next(i for i, slot in enumerate(bucket.plan.layout.slots) if slot.offset == start and slot.numel)
+            columns = not compat.transformer_engine.backward_takes_rows()
+            return _SavedPlane(bucket, self._gathered[bucket].version, index, columns)
+        return None
 
     def _lies_in_a_bucket(self, tensor: Tensor) -> bool:
         """Whether a tensor, or one that it wraps, is in the memory of a gathered bucket."""
@@ -811,17 +887,27 @@ class EagerRuntime:
                 )
             return tensor
         bucket = packed.bucket
+        columns = isinstance(packed, _SavedPlane) and packed.columns
         if bucket.flat._version != packed.version:
             raise RuntimeError(
                 f"Parameters of {bucket.plan.unit!r} were modified in place between forward and backward (by an "
                 "optimizer step?), so that gradients cannot be computed for the values that forward used."
             )
         self.owner.grad_sync.enter_backward()
-        full = self._gather(bucket).full
+        full = self._gather(bucket, Planes.COLUMNS if columns else Planes.ROWS).full
         assert full is not None
+        if isinstance(packed, _SavedPlane):
+            return self._unpacked_plane(packed, bucket.plane(full, columns))
         if packed.dtype != full.dtype:
             full = full.view(packed.dtype)
         return full.as_strided(packed.size, packed.stride, packed.offset)
+
+    def _unpacked_plane(self, saved: _SavedPlane, plane: Tensor) -> Tensor:
+        bucket, index = saved.bucket, saved.index
+        wrapper, inside = bucket.wrappers[index], self._inside(bucket, plane, index)
+        assert wrapper is not None
+        of_rows, of_columns = ((None, None), inside) if saved.columns else (inside, (None, None))
+        return wrapper.wrap(*of_rows, bucket.plan.compute_dtype, *of_columns)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ shells        full-shape parameters without storage: what Dynamo traces. Never h
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -73,7 +74,7 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: ``"rowwise"`` or ``"tensorwise"`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
             not.
         form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
@@ -123,7 +124,17 @@ class BucketPlan:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered bucket in memory."""
-        return self.layout.numel * self.held_dtype.itemsize
+        return self.held_numel * self.held_dtype.itemsize
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
+        return forms.FORMS[self.form].planes
+
+    @property
+    def held_numel(self) -> int:
+        """Elements of the gathered bucket in memory: of one plane, its data and its scales, if there are planes."""
+        return self.sent_numel if self.has_planes else self.layout.numel
 
     @property
     def stays_quantized(self) -> bool:
@@ -139,6 +150,11 @@ class BucketPlan:
     def sent_dtype(self) -> torch.dtype:
         """Dtype in which the bucket is gathered."""
         return quantize.SENT_DTYPE if self.scaling else self.compute_dtype
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements in which the bucket is gathered."""
+        return quantize.sent_numel(self.layout.numel, self.scaling)
 
     @property
     def shard_bytes(self) -> int:
@@ -216,7 +232,9 @@ class Bucket:
         self._resident_awaited = True
         self._kept: dict[str, Tensor] = {}
         self.quantized: Tensor | None = None
-        """This rank's shard in float8, ``[shard_numel]`` bytes; see :mod:`.quantized_shards`, which sets it."""
+        """This rank's shard in float8, as it is sent, in bytes; see :mod:`.quantized_shards`, which sets it."""
+        self.quantized_columns: Tensor | None = None
+        """The same of the plane of columns; see :mod:`.planes`."""
         self.scales: Tensor | None = None
         """Scales of the whole bucket, in the order of its parameters."""
         self._quantized_of = -1  # version of the shard that was quantized
@@ -360,7 +378,7 @@ class Bucket:
         if self.resident is None:
             group = self.topology.resident_group
             assert group is not None
-            numel = self.flat.numel() * group.size
+            numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
             self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.flat.device))
         assert self.resident is not None
         return self.resident
@@ -394,7 +412,11 @@ class Bucket:
         assert group is not None
         resident = self.hold_resident()
         self.await_resident()
-        if self.quantized is None or self.plan.stays_quantized:
+        if self.quantized_columns is not None:
+            for shard, plane in zip((self.quantized, self.quantized_columns), resident.chunk(2), strict=True):
+                gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
+                plane.copy_(quantize.from_records(gathered))
+        elif self.quantized is None or self.plan.stays_quantized:
             shard = self.flat.detach().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
             compat.all_gather_out(shard, group.size, group.name, out=resident)
             self._resident_awaited = False
@@ -430,30 +452,51 @@ class Bucket:
             return self.await_resident()
         return self.flat.detach() if self.quantized is None else self.quantized
 
-    def own_part(self) -> Tensor:
-        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket."""
+    def own_part(self, columns: bool = False) -> Tensor:
+        """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.
+
+        Args:
+            columns: Whether to return the plane of columns. Of planes, the data are returned, without scales.
+        """
         source = self.source()
+        if self.quantized_columns is not None:
+            sent = self.quantized_columns if columns else self.quantized
+            return quantize.from_records(sent)[: self.flat.numel()]
         if source is not self.quantized or self.plan.stays_quantized:
             return source.to(self.plan.held_dtype)
+        if self.plan.scaling == quantize.MX:
+            return quantize.dequantize_mx(source, self.plan.compute_dtype)
         assert self.scales is not None
-        scales = self.scales_of_rows(self.scales)
+        scales = self.scales_per_row(self.scales)
         parts = ((place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True))
-        return quantize.dequantize(source, parts, self.plan.compute_dtype)
+        return quantize.dequantize(source, parts, self.plan.compute_dtype, self.plan.scaling)
 
     # -- quantized shards ---------------------------------------------------------------------------------------------
 
     @property
     def scale_count(self) -> int:
-        """Number of scales of the bucket, which is gathered in float8."""
+        """Number of scales of the bucket, which is gathered in float8, without those that are gathered with the data."""
         return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
 
-    def scales_of_rows(self, scales: Tensor) -> list[Tensor]:
-        """Return those of the bucket's scales that belong to this rank's rows, for each parameter."""
-        slots, rows = self.plan.layout.slots, [split.rows(self.topology.shard) for split in self.splits]
-        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], self.plan.scaling)
+    def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:
+        """Return what :func:`.quantize.entries_of_rows` does for this rank's rows of each parameter.
+
+        Args:
+            scales: Scales of the whole bucket, or what they are made from.
+        """
+        shapes, scaling = [slot.shape for slot in self.plan.layout.slots], self.plan.scaling
+        wholes = quantize.split_scales(scales, shapes, scaling)
         return [
-            whole[own.start : own.stop] if len(whole) == slot.shape[0] else whole
-            for whole, slot, own in zip(wholes, slots, rows, strict=True)
+            quantize.entries_of_rows(whole, len(shape), split.rows(self.topology.shard), scaling)
+            for whole, shape, split in zip(wholes, shapes, self.splits, strict=True)
+        ]
+
+    def scales_per_row(self, scales: Tensor) -> list[Tensor]:
+        """Return the scales of this rank's rows of each parameter, see :func:`.quantize.per_row`."""
+        scaling = self.plan.scaling
+        return [
+            quantize.per_row(entries, place.shape[-2], scaling, before) if math.prod(place.shape) else entries
+            for (entries, before), place in zip(self.entries_of_rows(scales), self.places, strict=True)
         ]
 
     @property
@@ -465,8 +508,25 @@ class Bucket:
         """Set whether the shard must be quantized before the bucket is gathered."""
         self._quantized_of = -1 if stale else self.flat._version
 
-    def scale_of(self, index: int) -> Tensor:
-        """Return the scales of a parameter, of the bucket that is gathered in float8."""
+    @property
+    def sends_planes(self) -> bool:
+        """Whether a gather brings one of two planes. Otherwise there is one, or both stay gathered."""
+        return self.quantized_columns is not None and self.topology.gather_group is not None
+
+    def plane(self, full: Tensor, columns: bool) -> Tensor:
+        """Return a plane of what is gathered: data ``[numel]``, then scales ``[numel / 32]``."""
+        return full if full.numel() == self.plan.held_numel else full.chunk(2)[columns]
+
+    def scale_of(self, index: int, full: Tensor) -> Tensor:
+        """Return the scales of a parameter, of the bucket that is gathered in float8.
+
+        Args:
+            full: The gathered bucket, or the plane of it.
+        """
+        if self.quantized_columns is not None:
+            slot = self.plan.layout.slots[index]
+            place = self.plan.layout.numel + slot.offset // quantize.MX_BLOCK
+            return full.narrow(0, place, slot.numel // quantize.MX_BLOCK)
         assert self.scales is not None
         shapes = [slot.shape for slot in self.plan.layout.slots]
         return quantize.split_scales(self.scales, shapes, self.plan.scaling)[index]
@@ -474,10 +534,8 @@ class Bucket:
     def dequantized(self, gathered: Tensor) -> Tensor:
         """Return a gathered quantized bucket in the compute dtype, ``[numel]``."""
         assert self.scales is not None
-        shapes = [slot.shape for slot in self.plan.layout.slots]
-        scales = quantize.split_scales(self.scales, shapes, self.plan.scaling)
-        offsets = [slot.offset for slot in self.plan.layout.slots]
-        return quantize.dequantize(gathered, zip(offsets, shapes, scales, strict=True), self.plan.compute_dtype)
+        places, plan = [(slot.offset, slot.shape) for slot in self.plan.layout.slots], self.plan
+        return quantize.dequantize_bucket(gathered, self.scales, places, plan.compute_dtype, plan.scaling)
 
     @torch.no_grad()
     def gather_shards(self) -> list[Tensor]:

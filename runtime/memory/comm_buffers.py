@@ -99,17 +99,18 @@ NO_BUFFERS = Buffers()
 
 
 class Sizes(NamedTuple):
-    """What the communication buffers of a bucket depend on: its elements, and the dtypes of gathers and reductions."""
+    """What the communication buffers of a bucket depend on: elements and dtypes of gathers and of reductions."""
 
     numel: int
-    compute_dtype: torch.dtype
+    sent_numel: int
+    sent_dtype: torch.dtype
     comm_dtype: torch.dtype
     has_gradients: bool
 
 
 def assign_all(buckets: Sequence[Sizes], policy: BufferPolicy) -> list[tuple[Buffers, Buffers]]:
     """Return the communication buffers of each of a model's buckets: for gathers, and for gradients."""
-    gathers = assign_buffers([(bucket.numel, bucket.compute_dtype) for bucket in buckets], policy)
+    gathers = assign_buffers([(bucket.sent_numel, bucket.sent_dtype) for bucket in buckets], policy)
     trained = [(bucket.numel, bucket.comm_dtype) for bucket in buckets if bucket.has_gradients]
     gradients = iter(assign_buffers(trained, policy))
     return [

@@ -3,20 +3,21 @@
 Each such bucket keeps a copy of its shard in float8 beside the shard in the main dtype: one byte per element, which
 gathers send as it is. The scales of all buckets are in one tensor, whole on every rank ::
 
-    scales    | layers.0: q k v o ... | layers.1: q k v o ... | ...     one float32 per row, or per matrix
+    scales    | layers.0: q k v o ... | layers.1: q k v o ... | ...     one float32 per row, matrix, or block
                  ^ bucket.scales is a view
 
 so that an optimizer step costs one collective, whatever the number of buckets and microbatches: each rank enters the
 largest absolute values of its rows, and a maximum over ranks makes them whole. Rows are never cut, so with a scale per
-row this amounts to a gather; with a scale per matrix, it is a maximum of what the ranks have of it. Experts, which live
-on other ranks, have a collective of their own.
+row this amounts to a gather; a matrix, or a block of 128 rows, may be cut, and then it is a maximum of what the ranks
+have of it. Experts, which live on other ranks, have a collective of their own. Scales that are gathered with the data
+(``"mxfp8"``) need none: a bucket's ``scales`` are empty.
 
 Shards are quantized again when they have changed, like residents are gathered again: the version of the shard tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor
 
 from .. import compat
 from ..forms import FORMS
-from ..quantize import SENT_DTYPE, amax
+from ..quantize import MX, SENT_DTYPE, amax, quantize_mx, quantize_rows, sent_numel
+from .planes import PlaneShards
 
 if TYPE_CHECKING:
     from ..ranks.conduct import Conduct
@@ -42,11 +44,11 @@ class QuantizedShards:
     """
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
-        by_ranks: dict[bool, list[Bucket]] = {}
+        alike: dict[tuple[bool, bool], list[Bucket]] = {}
         for bucket in buckets:
             if bucket.plan.scaling:
-                by_ranks.setdefault(bucket.plan.is_expert, []).append(bucket)
-        self._groups = [_Group(of_same_ranks) for of_same_ranks in by_ranks.values()]
+                alike.setdefault((bucket.plan.is_expert, bucket.plan.has_planes), []).append(bucket)
+        self._groups = [PlaneShards(group) if has_planes else _Group(group) for (_, has_planes), group in alike.items()]
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -73,7 +75,8 @@ class _Group:
         flat = buckets[0].flat
         self._scales = torch.ones(sum(self._counts), dtype=torch.float32, device=flat.device)
         for bucket, scales in zip(buckets, self._scales.split(self._counts), strict=True):
-            bucket.quantized = torch.zeros(bucket.flat.numel(), dtype=SENT_DTYPE, device=flat.device)
+            numel = sent_numel(bucket.flat.numel(), bucket.plan.scaling)
+            bucket.quantized = torch.zeros(numel, dtype=SENT_DTYPE, device=flat.device)
             bucket.scales = scales
             bucket.mark_quantized(stale=True)
 
@@ -85,35 +88,32 @@ class _Group:
     def refresh(self, conduct: Conduct) -> None:
         largest = torch.zeros_like(self._scales)
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
-            for values, entry in _rows(bucket, bucket.flat.detach(), its):
-                entry.copy_(amax(_rounded(values, bucket.plan), bucket.plan.scaling))
+            if bucket.plan.scaling == MX:
+                continue
+            views = bucket.views(bucket.flat.detach())
+            for values, (entries, before) in zip(views, bucket.entries_of_rows(its), strict=True):
+                if values.numel():
+                    entries.copy_(amax(_rounded(values, bucket.plan), bucket.plan.scaling, before))
         group = self._topology.inner_gathers or self._topology.inner
-        if group.size > 1:
+        if group.size > 1 and largest.numel():
             conduct.start("reduce the scales of quantized parameters", group=group)
             largest = compat.wait_tensor(compat.all_reduce(largest, "max", group.name))
         for bucket, its in zip(self.buckets, largest.split(self._counts), strict=True):
             assert bucket.quantized is not None
             assert bucket.scales is not None
+            bucket.mark_quantized(stale=False)
+            if bucket.plan.scaling == MX:
+                bucket.quantized.copy_(quantize_mx(bucket.flat.detach()))
+                continue
             form = FORMS[bucket.plan.form]
             bucket.scales.copy_(form.scales_of(its))
-            data = [data for data, _ in _rows(bucket, bucket.quantized, bucket.scales)]
-            for to, (values, scales) in zip(data, _rows(bucket, bucket.flat.detach(), bucket.scales), strict=True):
-                to.copy_(form.quantize(_rounded(values, bucket.plan), scales))
-            bucket.mark_quantized(stale=False)
+            views, data_views = bucket.views(bucket.flat.detach()), bucket.views(bucket.quantized)
+            for values, data, rows in zip(views, data_views, bucket.scales_per_row(bucket.scales), strict=True):
+                if values.numel():
+                    rounded = _rounded(values, bucket.plan)
+                    quantize_rows(rounded, rows, bucket.plan.scaling, form.quantize, out=data)
 
 
 def _rounded(values: Tensor, plan: BucketPlan) -> Tensor:
     """Return values as the bucket's form quantizes them."""
     return values.to(plan.compute_dtype) if FORMS[plan.form].casts else values
-
-
-def _rows(bucket: Bucket, flat: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's rows of each parameter, of which it has some, and their scales.
-
-    Args:
-        flat: The shard, or the quantized one.
-        scales: Scales of the whole bucket, or what they are made from.
-    """
-    for view, its in zip(bucket.views(flat), bucket.scales_of_rows(scales), strict=True):
-        if view.numel():
-            yield view, its

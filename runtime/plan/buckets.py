@@ -56,7 +56,7 @@ class BucketPlanner:
             if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
-                scaling, form = "tensorwise", of_layers
+                scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
                 form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
@@ -66,7 +66,7 @@ class BucketPlanner:
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
-                for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self.layout_policy):
+                for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self._policy(scaling)):
                     bucket = self._bucket(unit, layout, dtype, requires_grad, is_expert)
                     plans.append(replace(bucket, scaling=scaling, form=form))
         if len(plans) > 1:
@@ -84,13 +84,28 @@ class BucketPlanner:
             return ""
         if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
             return ""
-        asked = self.precision.param_comm_filter
-        if asked is not None:
-            chosen = asked(sites[0].name, param)
-        else:
+        asked, scaling = self.precision.param_comm_filter, self.precision.param_comm_scaling
+        fits = local_shape(param)[-1] % quantize.MX_BLOCK == 0 or scaling != quantize.MX
+        if asked is None:
             embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
-            chosen = not unit.is_root and not embeds and (ndim == 2 or is_expert)
-        return self.precision.param_comm_scaling if chosen else ""
+            return scaling if fits and not unit.is_root and not embeds and (ndim == 2 or is_expert) else ""
+        if not asked(sites[0].name, param):
+            return ""
+        if not fits:
+            raise ValueError(
+                f"param_comm_scaling='mxfp8' scales {quantize.MX_BLOCK} neighbors in a row together, but rows of "
+                f"{sites[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, which is no "
+                f"multiple of {quantize.MX_BLOCK}. Leave it out with the filter, or use another scaling."
+            )
+        return scaling
+
+    def _policy(self, scaling: str) -> LayoutPolicy | None:
+        """Return the limits for layouts whose shards must not cut blocks of a scaling."""
+        policy, block = self.layout_policy, quantize.block_numel(scaling)
+        if block == 1:
+            return policy
+        policy = policy or LayoutPolicy()
+        return replace(policy, block_numel=max(policy.block_numel, block))  # powers of two
 
     def _form_of_layers(self, sites: Sequence[Site]) -> str:
         """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""

@@ -71,7 +71,7 @@ class ModelPlan:
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
         """Return the plan with communication buffers for its buckets."""
         buckets = list(self.buckets)
-        sizes = [Sizes(b.layout.numel, b.sent_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
+        sizes = [Sizes(b.layout.numel, b.sent_numel, b.sent_dtype, b.comm_dtype, b.requires_grad) for b in buckets]
         made = iter(
             replace(bucket, gather_buffers=gathers, gradient_buffers=gradients)
             for bucket, (gathers, gradients) in zip(buckets, assign_all(sizes, policy), strict=True)
@@ -117,7 +117,8 @@ class ModelPlan:
         """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
         precision, topology = planner.precision, planner.topology
         quantized = [bucket for bucket in self.buckets if bucket.scaling]
-        if planner.keeps_transposes and not any(b.form in compat.transformer_engine.FORMS for b in quantized):
+        with_transposes = compat.transformer_engine.FORMS.keys() - {compat.transformer_engine.MXFP8}
+        if planner.keeps_transposes and not any(bucket.form in with_transposes for bucket in quantized):
             warnings.warn(
                 "keep_fp8_transpose_cache has no effect: it is for weights that layers of Transformer Engine get as they were "
                 "gathered in fp8, and the model has none (quantized_model_init with Float8CurrentScaling, and full sharding).",
@@ -140,8 +141,8 @@ class ModelPlan:
         if not quantized:
             raise ValueError(
                 f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
-                "matrices in units are, and only parameters of two or three dimensions can be. Pass fsdp_unit_modules, or "
-                "param_comm_filter=lambda name, parameter: ..."
+                "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8', "
+                "if their rows are multiples of 32). Pass fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
             if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part

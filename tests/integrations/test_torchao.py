@@ -370,6 +370,20 @@ def test_rowwise_recipes(recipe: str) -> None:
     assert_equal(*found)
 
 
+def test_mxfp8_is_that_of_torchao() -> None:
+    """Bytes and scales of ``param_comm_scaling="mxfp8"``, to the bit; torchao calls its rounding of scales RCEIL."""
+    torchao()
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    values = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 30, 64).unsqueeze(-1)
+    values[3], values[4, :32] = 0, 448 * 2.0
+    scales, data = to_mx(values.bfloat16(), F8, quantize.MX_BLOCK, ScaleCalculationMode.RCEIL)
+    plane = quantize.from_records(quantize.quantize_mx(values.bfloat16().flatten()))
+    assert torch.equal(plane[: values.numel()], data.flatten().view(torch.uint8))
+    assert torch.equal(plane[values.numel() :], scales.flatten().view(torch.uint8))
+
+
 @pytest.mark.parametrize("axis", [-1, 0, None])
 @pytest.mark.parametrize("rounds", [True, False])
 def test_weights_are_quantized_again_without_an_error(rounds: bool, axis: int | None) -> None:
@@ -387,7 +401,7 @@ def test_weights_are_quantized_again_without_an_error(rounds: bool, axis: int | 
     of_rows = quantize.rounded_scales_of if rounds else quantize.scales_of
     scales = of_rows(quantize.amax(values, "rowwise"))
     data = quantize.quantize(values, scales)
-    got = quantize.dequantize(data.flatten(), [(0, values.shape, scales)], BF16).view(values.shape)
+    got = quantize.dequantize(data.flatten(), [(0, values.shape, scales)], BF16, "rowwise").view(values.shape)
     kind = granularity.TENSORWISE if axis is None else granularity.AXISWISE
     again = hp_tensor_to_float8_dynamic(
         got, F8, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=axis, round_scales_to_power_of_2=rounds

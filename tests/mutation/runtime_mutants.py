@@ -334,7 +334,7 @@ RUNTIME = (
     Mutant(
         "runtime/memory/quantized_shards.py",
         "each rank has scales of its own rows only",
-        "        if group.size > 1:",
+        "        if group.size > 1 and largest.numel():",
         "        if group.size < 1:",
         ("runtime/test_quantized.py -k 'equals_one_process and rowwise and not aot'",),
     ),
@@ -374,10 +374,31 @@ RUNTIME = (
         ("integrations/test_torchao.py -k untied",),
     ),
     Mutant(
+        "runtime/quantize.py",
+        "a shard's first row is taken for the first of its block",
+        "    return scales[rows.start // size : math.ceil(rows.stop / size)], rows.start % size",
+        "    return scales[rows.start // size : math.ceil(rows.stop / size)], 0",
+        ("runtime/test_quantized.py -k 'equals_one_process and blockwise and not aot'",),
+    ),
+    Mutant(
+        "runtime/quantize.py",
+        "scales of mxfp8 are rounded down",
+        "torch.where(exponents < 254, exponents + above.int(), exponents)",
+        "torch.where(exponents < 254, exponents, exponents)",
+        ("runtime/test_quantized.py -k scales_of_mxfp8",),
+    ),
+    Mutant(
+        "runtime/plan/buckets.py",
+        "mxfp8 takes rows that it cannot divide",
+        "        if not fits:",
+        "        if False:",
+        ("runtime/test_quantized.py -k cannot_divide",),
+    ),
+    Mutant(
         "runtime/plan/buckets.py",
         "everything is quantized, whatever the filter says",
-        "            chosen = asked(sites[0].name, param)",
-        "            chosen = True",
+        "        if not asked(sites[0].name, param):",
+        "        if False:",
         ("runtime/test_quantized.py -k which_parameters",),
     ),
     Mutant(

@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 LAYERS = "runtime/compat/transformer_engine.py"
 WRITTEN = "runtime/memory/written_gradients.py"
+PLANES = "runtime/memory/planes.py"
 TESTS = "te/test_transformer_engine.py -k"
 QUANTIZED = "te/test_primary_weights.py -k"
 
@@ -115,5 +116,33 @@ TRANSFORMER_ENGINE = (
         "casts=True",
         "casts=False",
         (f"{QUANTIZED} 'test_sharded_equals_alone and 2-Linear'",),
+    ),
+    Mutant(
+        PLANES,
+        "ranks that share 32 rows have different scales for them",
+        "        if self._count and group.size > 1:",
+        "        if group.size < 1:",
+        (f"{QUANTIZED} test_scales_of_cut_blocks",),
+    ),
+    Mutant(
+        PLANES,
+        "blocks that begin with a shard count as cut",
+        "for row in rows if row % MX_BLOCK})",
+        "for row in rows})",
+        (f"{QUANTIZED} test_which_blocks_are_cut",),
+    ),
+    Mutant(
+        LAYERS,
+        "a backward that dequantizes reads another plane than forward",
+        "            return recipe is None or",
+        "            return recipe is None and",
+        (f"{QUANTIZED} test_backward_that_dequantizes",),
+    ),
+    Mutant(
+        "runtime/eager/engine.py",
+        "recomputed layers get only the plane of forward",
+        "Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed",
+        "Planes.ROWS)  # recomputed",
+        (f"{QUANTIZED} 'test_checkpointed_blocks and mxfp8'",),
     ),
 )

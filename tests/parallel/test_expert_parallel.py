@@ -871,23 +871,30 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
     """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
     policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling)  # type: ignore[arg-type]
     batch = batches(0)[0][dist.get_rank()]
-    model, plain = make("2 x 2", mixed_precision_policy=policy), make("2 x 2")
+    config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling == "mxfp8" else CONFIG
+    model, plain = make("2 x 2", config, mixed_precision_policy=policy), make("2 x 2", config)
     losses: list[Tensor] = []
     counts = collectives(lambda: losses.append(loss_of(model, batch).detach()))
     others = collectives(lambda: losses.append(loss_of(plain, batch).detach()))
-    assert counts["all_reduce"] == others["all_reduce"] + 2
+    assert counts["all_reduce"] == others["all_reduce"] + (2 if scaling != "mxfp8" else 0)
     assert 0 < (losses[0] - losses[1]).abs() < 0.05 * losses[1]
     stacked = [b for b in model.sharded.buckets if b.quantized is not None and b.plan.is_expert]
     shapes = [slot.shape for bucket in stacked for slot in bucket.plan.layout.slots]
     assert {len(shape) for shape in shapes} == {3}
-    per_matrix = [shape[0] * (shape[1] if scaling == "rowwise" else 1) for shape in shapes]
-    assert sum(bucket.scale_count for bucket in stacked) == sum(per_matrix)
+    per_matrix = {
+        "rowwise": lambda rows, columns: rows,
+        "tensorwise": lambda rows, columns: 1,
+        "blockwise": lambda rows, columns: -(-rows // 128) * -(-columns // 128),
+        "mxfp8": lambda rows, columns: 0,  # they are gathered with the data
+    }[scaling]
+    counts = [shape[0] * per_matrix(*shape[1:]) for shape in shapes]
+    assert sum(bucket.scale_count for bucket in stacked) == sum(counts)
 
 
 @on_ranks(2)

@@ -46,6 +46,7 @@ EXAMPLES = 8
 KEEPS_NOTHING = {"keep_last": False}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 QUANTIZED = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+MXFP8 = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="mxfp8")
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def graphs() -> list[Scheduled]:
             *captured(
                 "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
             ),
+            *captured("mxfp8", zoo.Aligned, "optim_grads_params", BF16, policy=MXFP8),
             *captured("float8", zoo.Aligned, "optim_grads_params", BF16, fp8_matmul="rowwise", fp8_wgrad=True),
             *captured(
                 "float8, quantized", zoo.Aligned, "optim_grads_params", BF16, policy=QUANTIZED, fp8_matmul="rowwise"

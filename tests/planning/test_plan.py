@@ -403,7 +403,7 @@ def test_command_takes_one_kind_of_communication_buffers(capsys: pytest.CaptureF
 def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--fine-grained", "--no-bucketing"):
         assert main(["plan", "--model", "demo", "--world", "8", flag]) == 0
-    for scaling in ("rowwise", "tensorwise"):
+    for scaling in ("rowwise", "tensorwise", "blockwise", "mxfp8"):
         capsys.readouterr()
         assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
         assert f"gathered in float8 ({scaling})" in capsys.readouterr().out

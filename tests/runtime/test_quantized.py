@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,18 +32,26 @@ from mfsdp_compile.models.llama import Block, Llama, LlamaConfig
 from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.runtime import compat, quantize
-from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
+from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
 
 BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = LlamaConfig(vocabulary=50, width=32, layers=2, heads=4, kv_heads=2, hidden=44)
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE)
 TENSORWISE = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE, param_comm_scaling="tensorwise")
-POLICIES = {"rowwise": ROWWISE, "tensorwise": TENSORWISE}
+BLOCKWISE = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE, param_comm_scaling="blockwise")
+MXFP8 = MixedPrecisionPolicy(param_comm_dtype=quantize.DTYPE, param_comm_scaling="mxfp8")
+POLICIES = {"rowwise": ROWWISE, "tensorwise": TENSORWISE, "blockwise": BLOCKWISE, "mxfp8": MXFP8}
+CONFIGS = {
+    "rowwise": CONFIG,
+    "tensorwise": CONFIG,
+    "blockwise": LlamaConfig(vocabulary=50, width=160, layers=2, heads=4, kv_heads=2, hidden=300),  # shards cut blocks
+    "mxfp8": LlamaConfig(vocabulary=50, width=64, layers=2, heads=4, kv_heads=2, hidden=96),  # multiples of 32
+}
 
 
-def build(factory: Callable[[], nn.Module] | None = None) -> nn.Module:
+def build(config: LlamaConfig = CONFIG) -> nn.Module:
     torch.manual_seed(0)
-    return (factory() if factory is not None else Llama(CONFIG)).to(BF16)
+    return Llama(config).to(BF16)
 
 
 def tokens(step: int, rank: int = 0) -> Tensor:
@@ -97,15 +107,33 @@ def quantized(model: Any) -> list[Any]:
 
 
 def as_gathered(values: Tensor, scaling: str, dtype: torch.dtype = BF16) -> Tensor:
-    """Return what ranks compute with, worked out in another way: in float64, element by element."""
-    dims = -1 if scaling == "rowwise" else (-2, -1)
-    scale = (values.abs().amax(dims, keepdim=True).float() / 448).where(values.abs().amax(dims, keepdim=True) > 0, 1.0)
-    rounded = (values.float() / scale).clamp(-448, 448).to(quantize.DTYPE)
-    return (rounded.double() * scale.double()).float().to(dtype)
+    """Return what ranks compute with, worked out in another way: block by block, in float64."""
+    if scaling == "mxfp8":
+        blocks = values.double().unflatten(-1, (-1, 32))
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = torch.exp2(torch.ceil(torch.log2(largest / 448))).where(largest > 0, 1.0)
+        return ((blocks / scale).to(quantize.DTYPE).double() * scale).flatten(-2).to(dtype)
+    result = torch.empty(values.shape, dtype=dtype)
+    rows, columns = {"rowwise": (1, values.shape[-1]), "tensorwise": values.shape[-2:], "blockwise": (128, 128)}[
+        scaling
+    ]
+    for row, column in itertools.product(range(0, values.shape[-2], rows), range(0, values.shape[-1], columns)):
+        at = ..., slice(row, row + rows), slice(column, column + columns)
+        largest = values[at].abs().amax((-2, -1), keepdim=True)
+        scale = (largest.float() / 448).where(largest > 0, 1.0)
+        rounded = (values[at].float() / scale).clamp(-448, 448).to(quantize.DTYPE)
+        result[at] = (rounded.double() * scale.double()).float().to(dtype)
+    return result
 
 
-@pytest.mark.parametrize("scaling", POLICIES)
-@pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (1, 5)])
+def rounding(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far ``dtype`` rounds values, at most: float16 is coarser below its normal numbers."""
+    limits = torch.finfo(dtype)
+    return (values.abs() + limits.smallest_normal) * limits.eps
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("shape", [(6, 8), (4, 6, 8), (1, 5), (300, 200), (2, 129, 384)])
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
 def test_values_are_rounded_once(shape: tuple[int, ...], scaling: str, dtype: torch.dtype) -> None:
     values = torch.randn(shape) * torch.logspace(-3, 3, shape[-2]).unsqueeze(-1)
@@ -113,24 +141,73 @@ def test_values_are_rounded_once(shape: tuple[int, ...], scaling: str, dtype: to
     scales = quantize.scales_of(quantize.amax(values, scaling))
     assert scales.shape == quantize.scale_shape(shape, scaling)
     assert scales.numel() == quantize.scale_count(shape, scaling)
-    data = quantize.quantize(values, scales)
-    assert (data.dtype, data.shape) == (quantize.SENT_DTYPE, values.shape)
-    padded = torch.cat([data.flatten(), data.new_zeros(3)])
-    result = quantize.dequantize(padded, [(0, shape, scales)], dtype)
-    assert torch.equal(result[:-3].view(shape), as_gathered(values, scaling, dtype))
-    error = (result[:-3].view(shape).double() - values).abs()
-    assert (error <= values.abs() / 16 + scales / 512 + values.abs() * torch.finfo(dtype).eps).all()
+    data = torch.empty(math.prod(shape) + 3, dtype=quantize.SENT_DTYPE)
+    per_row = quantize.per_row(scales, shape[-2], scaling)
+    quantize.quantize_rows(values, per_row, scaling, quantize.quantize, out=data[:-3].view(shape))
+    result = quantize.dequantize_bucket(data, scales.flatten(), [(0, shape)], dtype, scaling)[:-3].view(shape)
+    assert torch.equal(result, as_gathered(values, scaling, dtype))
+    if scaling == "blockwise":
+        scales = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
+    error = (result.double() - values).abs()
+    assert (error <= values.abs() / 16 + scales / 1024 + rounding(values, dtype)).all()
 
 
-@pytest.mark.parametrize("scaling", POLICIES)
+@pytest.mark.parametrize("shape", [(6, 64), (4, 6, 32)])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+def test_mxfp8(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.randn(shape) * torch.logspace(-3, 3, shape[-2]).unsqueeze(-1)
+    values[..., 0, :32] = 0
+    values[..., 1, 0] = 448 * 4  # fills its scale
+    data = quantize.quantize_mx(values.flatten())
+    assert (data.dtype, data.numel()) == (quantize.SENT_DTYPE, quantize.sent_numel(values.numel(), "mxfp8"))
+    assert data.numel() == values.numel() * 33 // 32
+    result = quantize.dequantize_mx(data, dtype).view(shape)
+    assert torch.equal(result, as_gathered(values, "mxfp8", dtype))
+    largest = values.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True).expand(*shape[:-1], -1, 32).flatten(-2)
+    error = (result.double() - values).abs()  # a scale is up to twice as large as the least that is enough
+    assert (error <= values.abs() / 16 + 2 * largest / 448 / 1024 + rounding(values, dtype)).all()
+
+
+@pytest.mark.parametrize(
+    ("largest", "scale"),
+    [
+        (0.0, 0),
+        (448.0, 127),
+        (448.1, 128),  # rounded up: floor(log2) - 8 would be 127, and 448.1 more than the dtype has
+        (511.0, 128),
+        (896.0, 128),
+        (2.0**-140, 0),  # the least scale is 2^-127
+        (448 * 2.0**-127, 0),
+        (449 * 2.0**-127, 1),
+        (448 * 2.0**-126, 1),
+        (3.0e38, 247),
+        (math.inf, 254),
+        (math.nan, 255),
+    ],
+)
+def test_scales_of_mxfp8(largest: float, scale: int) -> None:
+    assert quantize.exponents_of(torch.tensor([largest])).tolist() == [scale]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible_with_mxfp8(bad: float) -> None:
+    values = torch.ones(2, 32)
+    values[1, 2] = bad
+    result = quantize.dequantize_mx(quantize.quantize_mx(values.flatten()), BF16).view(2, 32)
+    assert not result[1, 2].isfinite()
+    assert torch.equal(result[0], torch.ones(32, dtype=BF16))
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_visible(bad: float, scaling: str) -> None:
     values = torch.ones(3, 4)
     values[1, 2] = bad
     scales = quantize.scales_of(quantize.amax(values, scaling))
-    result = quantize.dequantize(quantize.quantize(values, scales).flatten(), [(0, (3, 4), scales)], BF16).view(3, 4)
+    data = quantize.quantize(values, scales).flatten()
+    result = quantize.dequantize_bucket(data, scales.flatten(), [(0, (3, 4))], BF16, scaling).view(3, 4)
     assert result[1].isnan().any()
-    assert scaling == "tensorwise" or torch.equal(result[0], torch.ones(4, dtype=BF16))
+    assert scaling != "rowwise" or torch.equal(result[0], torch.ones(4, dtype=BF16))
 
 
 def test_scales_that_are_powers_of_two() -> None:
@@ -142,27 +219,37 @@ def test_scales_that_are_powers_of_two() -> None:
     assert quantize.rounded_scales_of(torch.tensor([math.nan])).isnan().all()
 
 
-LLAMA_8B = {
-    "attention.q": (4096, 4096),
-    "attention.k": (1024, 4096),
-    "attention.v": (1024, 4096),
-    "attention.o": (4096, 4096),
-    "mlp.gate": (14336, 4096),
-    "mlp.up": (14336, 4096),
-    "mlp.down": (4096, 14336),
+def matrices(width: int, kv: int, hidden: int) -> dict[str, tuple[int, int]]:
+    """Return the matrices of a layer of Llama 3."""
+    attention = {"q": (width, width), "k": (kv, width), "v": (kv, width), "o": (width, width)}
+    return attention | {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+
+
+LLAMA = {
+    "8B": (matrices(4096, 1024, 14336), 445),
+    "70B": (matrices(8192, 1024, 28672), 741),
+    "405B": (matrices(16384, 1024, 53248), 1024),
 }
+"""Shapes, and the number of ranks up to which padding is at most 3 % whatever the number. Beyond it, some numbers need more,
+because shards never cut rows."""
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 512])
-def test_bytes_of_llama_8b(ranks: int) -> None:
-    specs = [ParamSpec(name, shape) for name, shape in LLAMA_8B.items()]
-    layouts = plan_layouts(specs, quantize.SENT_DTYPE.itemsize, ranks, None)
-    numel = sum(math.prod(shape) for shape in LLAMA_8B.values())
-    sent = sum(layout.numel for layout in layouts)  # a byte each
-    assert numel <= sent <= 1.03 * numel
-    for scaling, share in (("rowwise", 1e-3), ("tensorwise", 1e-6)):
-        scales = 4 * sum(quantize.scale_count(shape, scaling) for shape in LLAMA_8B.values())
-        assert scales <= share * sent
+@pytest.mark.parametrize("size", LLAMA)
+def test_bytes_of_llama(size: str) -> None:
+    """Bytes per gather are at most 1.03 x elements, and with mxfp8 1/32 of that more, for scales."""
+    shapes, most = LLAMA[size]
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    for scaling in POLICIES:
+        policy = LayoutPolicy(block_numel=quantize.block_numel(scaling))
+        for ranks in {*range(1, most + 1, 1 if scaling == "mxfp8" else 37), *(2**i for i in range(11))}:
+            layouts = plan_layouts([ParamSpec(name, shape) for name, shape in shapes.items()], 1, ranks, policy)
+            assert all(layout.shard_numel % quantize.block_numel(scaling) == 0 for layout in layouts)
+            data = sum(layout.numel for layout in layouts)
+            assert numel <= data <= 1.03 * numel, (scaling, ranks)
+            sent = sum(quantize.sent_numel(layout.numel, scaling) for layout in layouts)
+            assert sent == (data * 33 // 32 if scaling == "mxfp8" else data)
+        scales = 4 * sum(quantize.scale_count(shape, scaling) for shape in shapes.values())
+        assert scales <= {"rowwise": 1e-3, "tensorwise": 1e-6, "blockwise": 3e-4, "mxfp8": 0}[scaling] * numel
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------
@@ -170,7 +257,7 @@ def test_bytes_of_llama_8b(ranks: int) -> None:
 
 def reference(policy: MixedPrecisionPolicy, steps: int = 3) -> list[Tensor]:
     """Train in one process on weights that are what quantized gathers deliver. Return losses and whole parameters."""
-    model = build()
+    model = build(CONFIGS[policy.param_comm_scaling])
     main_params = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     optimizer = torch.optim.AdamW(main_params, lr=0.01)
     losses = []
@@ -193,7 +280,7 @@ def reference(policy: MixedPrecisionPolicy, steps: int = 3) -> list[Tensor]:
 @on_ranks(2)
 def test_equals_one_process_bitwise(scaling: str, mode: str) -> None:
     policy = POLICIES[scaling]
-    model, call = shard(policy, mode)
+    model, call = shard(policy, mode, module=build(CONFIGS[scaling]))
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     found = []
     for step in range(3):
@@ -208,10 +295,12 @@ def test_equals_one_process_bitwise(scaling: str, mode: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("scaling", ["rowwise", "blockwise", "mxfp8"])
 @on_ranks(2)
-def test_inductor() -> None:
-    _, eager = shard(ROWWISE)
-    _, call = shard(ROWWISE, INDUCTOR)
+def test_inductor(scaling: str) -> None:
+    config = CONFIGS[scaling]
+    _, eager = shard(POLICIES[scaling], module=build(config))
+    _, call = shard(POLICIES[scaling], INDUCTOR, module=build(config))
     for step in range(2):
         mine, its = loss_of(call, step), loss_of(eager, step)
         mine.backward()
@@ -219,6 +308,9 @@ def test_inductor() -> None:
         assert torch.allclose(mine, its, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "scaling", ["tensorwise", *(pytest.param(name, marks=pytest.mark.long) for name in ("blockwise", "mxfp8"))]
+)
 @pytest.mark.parametrize(
     ("strategy", "sharding", "options"),
     [
@@ -231,10 +323,12 @@ def test_inductor() -> None:
     ],
 )
 @on_ranks(4)
-def test_compiled_equals_eager_bitwise(strategy: str, sharding: dict[str, Any], options: dict[str, Any]) -> None:
-    arguments = {**mesh_arguments(strategy), **sharding}
-    eager = train(*shard(TENSORWISE, EAGER, **arguments))
-    model, call = shard(TENSORWISE, AOT_EAGER, options=options, **arguments)
+def test_compiled_equals_eager_bitwise(
+    strategy: str, sharding: dict[str, Any], options: dict[str, Any], scaling: str
+) -> None:
+    arguments, policy, config = {**mesh_arguments(strategy), **sharding}, POLICIES[scaling], CONFIGS[scaling]
+    eager = train(*shard(policy, EAGER, module=build(config), **arguments))
+    model, call = shard(policy, AOT_EAGER, module=build(config), options=options, **arguments)
     assert_equal(train(model, call), eager)
     assert len(quantized(model)) >= 2
 
@@ -325,6 +419,23 @@ def test_one_collective_per_step(mode: str, microbatches: int) -> None:
                 sent = [entry for entry in found if entry[1:] == (torch.uint8, bucket.plan.layout.shard_numel)]
                 assert len(sent) >= microbatches
     assert not any("all_reduce" in name for graph in graphs for name in graph)
+
+
+@on_ranks(2)
+def test_scales_of_mxfp8_are_gathered_with_the_data() -> None:
+    """No collective of their own, and one byte more for 32."""
+    model, call = shard(MXFP8, module=build(CONFIGS["mxfp8"]))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(2):
+        with recorded() as found:
+            loss_of(call, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not any(name == "all_reduce" and dtype in (F32, torch.uint8) for name, dtype, _ in found)
+        for bucket in quantized(model):
+            assert bucket.scales.numel() == 0
+            sent = bucket.plan.layout.shard_numel * 33 // 32
+            assert found.count(("all_gather", torch.uint8, sent)) >= 2
 
 
 @on_ranks(2)
@@ -426,6 +537,17 @@ def test_which_parameters_are_quantized() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_rows_that_mxfp8_cannot_divide() -> None:
+    model, _ = shard(MXFP8)
+    names = [slot.name for bucket in quantized(model) for slot in bucket.plan.layout.slots]
+    assert names
+    assert all(model.module.get_parameter(name).shape[-1] == 32 for name in names)
+    policy = replace(MXFP8, param_comm_filter=lambda name, parameter: name.endswith("down.weight"))
+    with pytest.raises(ValueError, match=r"down.weight', which param_comm_filter has chosen, have 44 elements"):
+        shard(policy)
+
+
+@pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HFSDP"])
 def test_strategies_without_gathers_of_shards_are_refused(strategy: str) -> None:
     with pytest.raises(
@@ -452,7 +574,12 @@ def test_nothing_to_quantize_is_refused() -> None:
         (
             {"param_comm_dtype": quantize.DTYPE, "param_comm_scaling": "block"},
             ValueError,
-            "'rowwise' or 'tensorwise', got 'block'",
+            "takes one of rowwise, tensorwise, blockwise, mxfp8, got 'block'",
+        ),
+        (
+            {"param_comm_dtype": quantize.DTYPE, "param_comm_scaling": "nvfp4"},
+            NotImplementedError,
+            "'nvfp4' is not implemented: weights are gathered with 8 bits",
         ),
         (
             {"param_comm_dtype": quantize.DTYPE, "param_comm_filter": "mlp"},

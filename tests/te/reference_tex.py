@@ -155,7 +155,10 @@ def _quantize_mx(blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     amax = blocks.abs().amax(-1, keepdim=True)
     exponent = torch.ceil(torch.log2(amax / torch.finfo(dtype).max)).clamp(-127, 127)
     exponent = torch.where(amax == 0, torch.full_like(exponent, -127), exponent)
-    return (exponent + 127).to(torch.uint8).squeeze(-1), _to_bytes(blocks / torch.exp2(exponent), dtype)
+    scaled = torch.where(
+        exponent == -127, blocks, blocks / torch.exp2(exponent)
+    )  # the least is for zeros, in kernels too
+    return (exponent + 127).to(torch.uint8).squeeze(-1), _to_bytes(scaled, dtype)
 
 
 def _padded(scales: Tensor, rows: int, columns: int) -> Tensor:

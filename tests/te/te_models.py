@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mfsdp_compile import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
@@ -33,13 +33,16 @@ def te() -> Any:
 
 
 def recipe(name: str) -> Any:
+    """Return a recipe by its name, which ``", <backward_override>"`` may follow."""
     te()
     from transformer_engine.common import recipe as recipes
 
     if name == "bf16":
         return None
+    name, _, override = name.partition(", ")
+    options = {"backward_override": override} if override else {}
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
-    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])()
+    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])(**options)
 
 
 def has_is_fsdp2() -> bool:
@@ -275,25 +278,42 @@ def train_sharded(
 
 
 def compare(
-    kind: str, recipes: Sequence[str], micro: int = 1, first: bool = False, primary: bool = False, **options: Any
+    kind: str,
+    recipes: Sequence[str],
+    micro: int = 1,
+    first: bool = False,
+    primary: bool = False,
+    spread: bool = False,
+    **options: Any,
 ) -> None:
     """Train sharded and alone, on equal data, and compare bit by bit.
 
     Args:
         primary: Whether the weights of layers are quantized when the model is built.
+        spread: Whether rows of weights differ by orders of magnitude. With powers of 2 as scales, what is quantized hardly
+            depends on what shares a scale otherwise.
     """
     for name in recipes:
-        how = {"primary": name} if primary else {}
+        how: dict[str, Any] = {"primary": name} if primary else {}
+        if spread:
+            how["init_method"] = spread_rows
         alone = train_alone(build(kind, **how), kind, name, micro, first)
         sharded = train_sharded(shard(build(kind, **how), **options), kind, name, micro, first)
         assert sharded.losses == alone.losses, name
         assert sharded.distance(alone) == 0, name
 
 
+def spread_rows(weight: Tensor) -> Tensor:
+    """Initialize a weight with rows between 1e-6 and 1."""
+    with torch.no_grad():
+        return weight.normal_().mul_(torch.logspace(-6, 0, len(weight), device=weight.device).unsqueeze(1))
+
+
 def compare_quantizers() -> None:
     """Compare scales and bytes of weights with those of Transformer Engine's quantizers, bit by bit."""
     te()
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+    from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
     values, layers = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), compat.transformer_engine
     for magnitude in (1.0, 0.02, 0.0, 1e-38, 1e38, float("inf")):
@@ -305,6 +325,12 @@ def compare_quantizers() -> None:
             scale = (layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of)(weight.abs().amax().float())
             assert torch.equal(expected._scale_inv, scale.reciprocal().reshape(1)), (magnitude, powers_of_2)
             assert torch.equal(expected._data, layers.quantize(weight, scale)), (magnitude, powers_of_2)
+        weight = (values * magnitude).bfloat16().to(DEVICE)
+        expected = MXFP8Quantizer(reference_tex.e4m3(), rowwise=True, columnwise=False)(weight)
+        plane = quantize.from_records(quantize.quantize_mx(weight.flatten()))
+        assert torch.equal(expected._rowwise_data.flatten(), plane[: weight.numel()]), magnitude
+        scales = expected._rowwise_scale_inv[: len(weight), : weight.shape[1] // 32]
+        assert torch.equal(scales.flatten(), plane[weight.numel() :]), magnitude
 
 
 def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:
@@ -312,9 +338,12 @@ def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recip
     chosen = recipe(recipe_name)
     for first in (True, False):  # the second forward could use what the first has left
         with Storages() as storages, te().autocast(enabled=chosen is not None, recipe=chosen):
-            loss = model(batch(kind, 0, width)[:ROWS], is_first_microbatch=first).float().sum()
+            # MXFP8 takes multiples of 32 rows for each expert.
+            rows = 2 * ROWS if kind == "GroupedLinear" else ROWS
+            loss = model(batch(kind, 0, width)[:rows], is_first_microbatch=first).float().sum()
         gathered = [state.full for state in model.sharded.eager._gathered.values() if state.full is not None]
-        at_rest = [each for bucket in model.sharded.buckets for each in (bucket.flat, bucket.quantized)]
+        buckets = model.sharded.buckets
+        at_rest = [each for b in buckets for each in (b.flat, b.quantized, b.quantized_columns)]
         stay = {key_of(each) for each in [*gathered, *at_rest] if each is not None}
         for _ in range(100):
             kept = {key: size for key, size in storages.alive() if key not in stay}

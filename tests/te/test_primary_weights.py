@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from pool import on_ranks, shared_folder
 from torch.distributed.device_mesh import init_device_mesh
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
+from mfsdp_compile.runtime.memory.planes import cut_blocks
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
 
@@ -60,47 +63,99 @@ def test_what_is_sent(micro: int) -> None:
         return
     kind, width = "LayerNormMLP", 256
     sent = {}
-    for primary in ("", "current"):
+    for primary in ("", "current", "mxfp8"):
         model = te_models.shard(te_models.build(kind, primary, width=width))
         with counted() as counts:
-            te_models.train_sharded(model, kind, "current", micro, width=width)
+            te_models.train_sharded(model, kind, primary or "current", micro, width=width)
         sent[primary] = counts
     assert sent["current"]["bytes"] <= 0.51 * sent[""]["bytes"], sent
     assert sent["current"]["maxima"] - sent[""]["maxima"] == 3  # steps
+    # The last unit, which otherwise stays gathered from forward to backward, is gathered in both: of 14 gathers, one more.
+    assert sent["mxfp8"]["bytes"] <= 1.05 * 33 / 32 * sent["current"]["bytes"], sent
+    assert sent["mxfp8"]["maxima"] == sent[""]["maxima"]  # shard borders cut no 32 rows
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+@on_ranks(4)
+def test_scales_of_cut_blocks(micro: int) -> None:
+    """Shard borders cut each 32 rows of a matrix of 64. One collective per step makes their scales whole."""
+    if not te_models.gathers_in_fp8():
+        return
+    model = te_models.shard(te_models.build("Linear", "mxfp8"))
+    planes = [bucket for bucket in model.sharded.buckets if bucket.quantized_columns is not None]
+    assert [cut_blocks(slot, b.plan.layout.shard_numel) for b in planes for slot in b.plan.layout.slots] == [[0, 1]] * 3
+    sizes = []
+    reduce = compat.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: str, *args: Any) -> torch.Tensor:
+        sizes.extend([tensor.nbytes] if op == "max" else [])
+        return reduce(tensor, op, *args)
+
+    with mock.patch.object(compat, "all_reduce", all_reduce):
+        te_models.train_sharded(model, "Linear", "mxfp8", micro)
+    assert sizes == [3 * 2 * 64] * 3
+    te_models.compare("Linear", ["mxfp8"], micro, primary=True, spread=True)
+
+
+@on_ranks(2)
+def test_backward_that_dequantizes() -> None:
+    """With ``backward_override``, it reads the plane of forward."""
+    if not te_models.gathers_in_fp8():
+        return
+    for kind in ("Linear", "LayerNormLinear"):  # others refuse it
+        te_models.compare(kind, ["mxfp8, dequantized", "mxfp8, high_precision"], primary=True, spread=True)
+
+
+def test_which_blocks_are_cut() -> None:
+    """Compared with the rows that each rank has, in layouts of odd shapes and numbers of ranks."""
+    for ranks in (1, 2, 3, 5, 8, 33):
+        shapes = {"a": (96, 64), "b": (32, 32), "c": (640, 96), "d": (64, 128)}
+        specs = [ParamSpec(name, shape) for name, shape in shapes.items()]
+        for layout in plan_layouts(specs, 1, ranks, LayoutPolicy(block_numel=32)):
+            for index, slot in enumerate(layout.slots):
+                owners: dict[int, set[int]] = {}
+                for rank in range(ranks):
+                    for row in layout.rows(index, rank):
+                        owners.setdefault(row // 32, set()).add(rank)
+                shared = [block for block, its in sorted(owners.items()) if len(its) > 1]
+                assert cut_blocks(slot, layout.shard_numel) == shared
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
-def test_no_quantized_weight_outlives_its_unit(kind: str) -> None:
+def test_no_quantized_weight_outlives_its_unit(kind: str, recipe: str) -> None:
     if not te_models.gathers_in_fp8():
         return  # these versions keep weights that they have quantized
     for fused in (False, True):
-        model = te_models.shard(te_models.build(kind, "current", width=512, fuse_wgrad_accumulation=fused))
-        te_models.check_that_no_weight_stays(model, kind, 512, "current")
+        model = te_models.shard(te_models.build(kind, recipe, width=512, fuse_wgrad_accumulation=fused))
+        te_models.check_that_no_weight_stays(model, kind, 512, recipe)
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_accumulation_and_frozen_weights() -> None:
+def test_accumulation_and_frozen_weights(recipe: str) -> None:
     for micro, first in ((2, False), (2, True)):
-        te_models.compare("LayerNormMLP", ["current"], micro=micro, first=first, primary=True)
+        te_models.compare("LayerNormMLP", [recipe], micro=micro, first=first, primary=True)
 
     def build() -> Any:
-        model = te_models.build("LayerNormMLP", "current")
+        model = te_models.build("LayerNormMLP", recipe)
         for name, param in model.named_parameters():
             param.requires_grad_(not name.startswith("blocks.1.inner.fc1_weight"))
         return model
 
-    alone = te_models.train_alone(build(), "LayerNormMLP", "current")
-    trained = te_models.train_sharded(te_models.shard(build()), "LayerNormMLP", "current")
+    alone = te_models.train_alone(build(), "LayerNormMLP", recipe)
+    trained = te_models.train_sharded(te_models.shard(build()), "LayerNormMLP", recipe)
     assert trained.losses == alone.losses and trained.distance(alone) == 0
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_gradients_written_into_the_bucket() -> None:
+def test_gradients_written_into_the_bucket(recipe: str) -> None:
     for kind in ("Linear", "LayerNormMLP", "GroupedLinear"):
-        fused = {"primary": "current", "fuse_wgrad_accumulation": True}
-        expected = te_models.train_alone(te_models.build(kind, **fused), kind, "current", fused=torch.bfloat16)
-        trained = te_models.train_sharded(te_models.shard(te_models.build(kind, **fused)), kind, "current")
+        fused = {"primary": recipe, "fuse_wgrad_accumulation": True}
+        expected = te_models.train_alone(te_models.build(kind, **fused), kind, recipe, fused=torch.bfloat16)
+        trained = te_models.train_sharded(te_models.shard(te_models.build(kind, **fused)), kind, recipe)
         assert trained.losses == expected.losses and trained.distance(expected) == 0
 
 
@@ -166,21 +221,23 @@ def test_strategies(options: dict[str, Any]) -> None:
     te_models.compare(kind, ["current", "mxfp8"], micro=2, primary=True, **options)
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_checkpointed_blocks() -> None:
+def test_checkpointed_blocks(recipe: str) -> None:
     """Layers are recomputed in backward, by Transformer Engine, which then gathers again."""
-    for primary in ("", "current"):
+    for primary in ("", recipe):
         results = []
         for checkpointed in (False, True):
             model = te_models.build("LayerNormMLP", primary)
             for block in model.blocks if checkpointed else ():
                 block.forward = functools.partial(te_models.te().checkpoint, block.inner, use_reentrant=False)
-            results.append(te_models.train_sharded(te_models.shard(model), "LayerNormMLP", "current"))
+            results.append(te_models.train_sharded(te_models.shard(model), "LayerNormMLP", recipe))
         assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_initialization_on_meta() -> None:
+def test_initialization_on_meta(recipe: str) -> None:
     """Layers on the meta device draw the same values, and quantize none of them."""
     kind = "LayerNormMLP"
     alone = te_models.build(kind, device="meta")
@@ -189,13 +246,13 @@ def test_initialization_on_meta() -> None:
     for module in alone.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    expected = te_models.train_alone(alone, kind, "current")
-    meta = te_models.build(kind, "current", device="meta")
+    expected = te_models.train_alone(alone, kind, recipe)
+    meta = te_models.build(kind, recipe, device="meta")
     torch.manual_seed(3)
     model = te_models.shard(meta, init_model_with_meta_device=True)
     in_fp8 = any(bucket.plan.form in compat.transformer_engine.FORMS for bucket in model.sharded.buckets)
     assert in_fp8 == te_models.gathers_in_fp8()
-    trained = te_models.train_sharded(model, kind, "current")
+    trained = te_models.train_sharded(model, kind, recipe)
     assert trained.losses == expected.losses and trained.distance(expected) == 0
 
 
@@ -247,19 +304,20 @@ class Regularized(torch.nn.Module):
         return self.model(x, **options) + self.model.head.weight.sum()
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
 @on_ranks(2)
-def test_compiled(kind: str) -> None:
+def test_compiled(kind: str, recipe: str) -> None:
     """Graphs break at layers, and at code that reads a layer's weight. Equal to the eager path."""
 
     def build() -> Any:
-        model = te_models.build(kind, "current")
+        model = te_models.build(kind, recipe)
         return te_models.shard(Regularized(model) if kind == "Linear" else model)
 
-    eager = te_models.train_sharded(build(), kind, "current")
+    eager = te_models.train_sharded(build(), kind, recipe)
     model = build()
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
-    compiled = te_models.train_sharded(model, kind, "current", call=call)
+    compiled = te_models.train_sharded(model, kind, recipe, call=call)
     torch._dynamo.reset()
     assert compiled.losses == eager.losses and compiled.distance(eager) == 0
 
@@ -270,12 +328,13 @@ def test_scales_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_two_forwards_before_their_backwards(fused: bool) -> None:
-    kind, recipe, gradients = "LayerNormMLP", te_models.recipe("current"), []
-    for primary in ("", "current"):
+def test_two_forwards_before_their_backwards(fused: bool, recipe: str) -> None:
+    kind, chosen, gradients = "LayerNormMLP", te_models.recipe(recipe), []
+    for primary in ("", recipe):
         model = te_models.shard(te_models.build(kind, primary, fuse_wgrad_accumulation=fused))
-        with te_models.te().autocast(enabled=True, recipe=recipe):
+        with te_models.te().autocast(enabled=True, recipe=chosen):
             losses = [model(te_models.batch(kind, seed)).float().square().mean() for seed in (0, 1)]
         for loss in reversed(losses):
             loss.backward()
@@ -283,23 +342,24 @@ def test_two_forwards_before_their_backwards(fused: bool) -> None:
     assert all(torch.equal(mine, its) for mine, its in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
-def test_other_ways_to_run() -> None:
+def test_other_ways_to_run(recipe: str) -> None:
     """Copies, evaluation, and parameters that stay gathered."""
     kind = "LayerNormMLP"
-    model = te_models.shard(te_models.build(kind, "current"))
+    model = te_models.shard(te_models.build(kind, recipe))
     duplicate = copy.deepcopy(model)
-    results = [te_models.train_sharded(each, kind, "current") for each in (model, duplicate)]
+    results = [te_models.train_sharded(each, kind, recipe) for each in (model, duplicate)]
     assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0
-    x, recipe = te_models.batch(kind, 0), te_models.recipe("current")
-    with te_models.te().autocast(enabled=True, recipe=recipe):
+    x, chosen = te_models.batch(kind, 0), te_models.recipe(recipe)
+    with te_models.te().autocast(enabled=True, recipe=chosen):
         expected = model(x)
         for context in (torch.no_grad(), torch.inference_mode(), model.gathered()):
             with context:
                 assert torch.equal(model(x), expected)
     with model.gathered():
-        kept = te_models.train_sharded(model, kind, "current")
-    again = te_models.train_sharded(duplicate, kind, "current")
+        kept = te_models.train_sharded(model, kind, recipe)
+    again = te_models.train_sharded(duplicate, kind, recipe)
     assert kept.losses == again.losses and kept.distance(again) == 0
 
 
@@ -341,11 +401,11 @@ def test_tensor_parallel_and_expert_parallel() -> None:
         ("LayerNormMLP", tensor_parallel, {"device_mesh": mesh["dp", "tp"], "tp_dim": "tp", "dp_shard_dim": "dp"}),
         ("GroupedLinear", {}, {"expt_device_mesh": experts, "dp_shard_dim": "dp"}),
     ]
-    for kind, built, options in cases:
+    for (kind, built, options), recipe in itertools.product(cases, ("current", "mxfp8")):
         results = []
-        for primary in ("", "current"):
+        for primary in ("", recipe):
             model = te_models.shard(te_models.build(kind, primary, **built), **options)
-            results.append(te_models.train_sharded(model, kind, "current"))
+            results.append(te_models.train_sharded(model, kind, recipe))
         forms = {bucket.plan.form for bucket in model.sharded.buckets if bucket.plan.name.startswith("blocks")}
         assert forms & compat.transformer_engine.FORMS.keys()
         assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0, kind
