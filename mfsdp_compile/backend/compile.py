@@ -249,13 +249,18 @@ def prepare(
 def _fp8(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
     if chosen.fp8_matmul is None:
         return None
-    _check_multiplies_fp8(buckets[0].flat.device)
+    _check_multiplies_fp8(buckets[0].flat.device, chosen.fp8_matmul)
     candidates = tuple(_fp8_candidates(chosen, bucket) for bucket in buckets)
     return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
 
 
-def _check_multiplies_fp8(device: torch.device) -> None:
-    """Raise ValueError if the device has no products in float8."""
+def _check_multiplies_fp8(device: torch.device, scaling: str) -> None:
+    """Raise ValueError if the device has no products in float8 with such scales."""
+    if scaling != "tensorwise" and not compat.multiplies_by_rows(device):
+        raise ValueError(
+            f"options['fp8_matmul'] is {scaling!r}, but torch {torch.__version__} has no products with scales of rows on "
+            "CPUs. Use 'tensorwise', or torch 2.13 or newer."
+        )
     if device.type != "cuda" or torch.version.hip is not None:
         return
     if (has := torch.cuda.get_device_capability(device)) < (8, 9):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
     "equal_bits",
     "inner_tensors",
     "local_shape_and_offset",
+    "multiplies_by_rows",
     "references_to",
     "renew_mesh",
     "scaled_mm",
@@ -39,6 +41,22 @@ __all__ = [
 
 scaled_mm = torch._scaled_mm
 """``scaled_mm(a, b, scale_a, scale_b, bias=..., out_dtype=..., use_fast_accum=...)``, for matrices in float8."""
+
+
+@functools.cache
+def multiplies_by_rows(device: torch.device) -> bool:
+    """Whether ``scaled_mm`` takes a scale per row and column: on CPUs, torch 2.11 and 2.12 do not."""
+    if device.type != "cpu":
+        return True
+    with _disable_current_modes():
+        matrix, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+        try:
+            scaled_mm(matrix, matrix.t(), scales, scales.view(1, 16), out_dtype=torch.bfloat16)
+        except RuntimeError:
+            return False
+    return True
+
+
 copy_each = torch._foreach_copy_
 """``copy_each(targets, sources)`` copies tensors to others, on a GPU with one kernel. Dtypes may differ."""
 

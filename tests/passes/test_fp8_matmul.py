@@ -32,6 +32,10 @@ from mfsdp_compile.runtime.fp8_linear import quantize_over
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 CONFIG = LlamaConfig(vocabulary=48, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
+needs_rows = pytest.mark.skipif(
+    not compat.multiplies_by_rows(torch.device("cpu")), reason="needs products with scales of rows on CPUs"
+)
+SCALINGS = [pytest.param("rowwise", marks=needs_rows), "tensorwise"]
 LINEARS = 7  # in a block
 GATHERED = MixedPrecisionPolicy(param_comm_dtype=E4M3)
 ROUNDING = 2**-4
@@ -92,7 +96,7 @@ def test_values_that_are_not_finite_stay_visible() -> None:
         assert torch.equal(result[3:], values[3:])
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("wgrad", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_and_gradients(scaling: str, wgrad: bool, bias: bool) -> None:
@@ -123,6 +127,7 @@ def test_products_and_gradients(scaling: str, wgrad: bool, bias: bool) -> None:
         assert apart(b.grad, exact[2].grad) < 2**-8
 
 
+@needs_rows
 def test_scales_of_a_weight_are_folded_into_the_gradient() -> None:
     """dgrad is as exact for rows of very different sizes as for equal ones."""
     x = torch.randn(16, 32).to(BF16).requires_grad_()
@@ -180,6 +185,7 @@ def report_of(model: Any, *args: Any, **options: Any) -> list[str]:
     return list(report.lines)
 
 
+@needs_rows
 @pytest.mark.usefixtures("fake_world")
 def test_what_is_rewritten_and_why_the_rest_is_not() -> None:
     torch.manual_seed(0)
@@ -230,6 +236,7 @@ def test_auto_wants_a_gain() -> None:
     )
 
 
+@needs_rows
 @pytest.mark.usefixtures("fake_world")
 @pytest.mark.parametrize("wgrad", [False, True])
 @pytest.mark.parametrize("regions", [False, True])
@@ -319,6 +326,7 @@ def assert_parity(scaling: str = "rowwise", wgrad: bool = False, microbatches: i
         assert torch.equal(mine, its)
 
 
+@needs_rows
 @on_ranks(2, timeout=240)
 def test_parity_with_the_operator_in_modules() -> None:
     assert_parity()
@@ -342,6 +350,7 @@ def _frozen(model: Llama) -> Llama:
     return model
 
 
+@needs_rows
 @pytest.mark.parametrize("case", ["checkpointed", "frozen", "portions", "buffers", "HSDP", "optim", "no_shard"])
 @on_ranks(4, timeout=300)
 def test_parity_with_other_features(case: str) -> None:
@@ -359,6 +368,7 @@ def test_parity_with_other_features(case: str) -> None:
             assert_parity(wgrad=wgrad, **mesh_arguments("HSDP optim_grads_params" if case == "HSDP" else case))
 
 
+@needs_rows
 @pytest.mark.long
 @on_ranks(4, timeout=300)
 def test_layers_with_divided_weights_stay_as_they_are() -> None:
@@ -378,6 +388,7 @@ def test_layers_with_divided_weights_stay_as_they_are() -> None:
     assert_parity(change=divided, where="attention", **dimensions)
 
 
+@needs_rows
 @pytest.mark.parametrize("regions", [False, True])
 @pytest.mark.parametrize("change", [_plain, _checkpointed, _frozen])
 @on_ranks(2, timeout=240)
@@ -419,7 +430,7 @@ def _whole(param: Any, local: Tensor) -> Tensor:
     return spec.full_tensor()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", SCALINGS)
 @on_ranks(2, timeout=300)
 def test_inductor(scaling: str) -> None:
     """Inductor's kernels quantize as the operator does, so losses differ as little as without float8."""
@@ -435,6 +446,7 @@ def test_inductor(scaling: str) -> None:
     torch.testing.assert_close(*losses, rtol=2e-3, atol=0)
 
 
+@needs_rows
 @on_ranks(2, timeout=240)
 def test_verify_step_allows_for_rounding_and_no_more() -> None:
     model = shard(build())
@@ -472,9 +484,19 @@ def test_gpus_without_float8_are_refused() -> None:
         mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA A100"),
         pytest.raises(ValueError, match=r"capability 8\.9 or newer\), but NVIDIA A100 has 8\.0"),
     ):
-        _check_multiplies_fp8(torch.device("cuda", 0))
+        _check_multiplies_fp8(torch.device("cuda", 0), "rowwise")
 
 
+def test_torch_without_scales_of_rows_is_refused() -> None:
+    cpu = torch.device("cpu")
+    with mock.patch.object(compat, "multiplies_by_rows", return_value=False):
+        _check_multiplies_fp8(cpu, "tensorwise")
+        for scaling in ("rowwise", "auto"):
+            with pytest.raises(ValueError, match=r"no products with scales of rows on CPUs\. Use 'tensorwise'"):
+                _check_multiplies_fp8(cpu, scaling)
+
+
+@needs_rows
 @pytest.mark.usefixtures("fake_world")
 def test_code_is_not_shared_between_blocks_that_the_filter_tells_apart() -> None:
     model = shard(build())
