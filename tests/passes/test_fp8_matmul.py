@@ -201,6 +201,7 @@ def test_what_is_rewritten_and_why_the_rest_is_not() -> None:
     ]
 
 
+@needs_rows
 @pytest.mark.usefixtures("fake_world")
 def test_a_filter_and_a_machine_choose() -> None:
     asked: list[tuple[str, torch.Size]] = []
