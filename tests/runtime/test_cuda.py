@@ -250,8 +250,9 @@ def test_full_state_dicts_wait_for_the_gpu_once_per_batch() -> None:
             found = full_state_dict(sharded), full_optimizer_state_dict(optimizer)
     finally:
         dist.destroy_process_group()
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
-    torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0)
+    # Fake collectives leave gradients undefined, so values may be NaN.
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1]["state"], expected[1]["state"], rtol=0, atol=0, equal_nan=True)
     assert gpu.log.count("wait") == 3  # parameters, buffers, and the optimizer's state
     assert gpu.log.count("copy") == 4 + 3 + 4 * 3
 
