@@ -45,7 +45,7 @@ from mfsdp_compile.runtime.quantize import MULTIPLIED
 from .context import Context, NodeKind, Report, role_of
 from .roles import FP8
 from .solver.costs import CostModel
-from .unshard import PLAIN_MARKERS
+from .unshard import PLAIN_MARKERS, body_of
 
 __all__ = ["Fp8Matmul", "apply"]
 
@@ -144,7 +144,7 @@ def _readers(graph: fx.Graph, shells: Mapping[fx.Node, tuple[int, int]]) -> Iter
     """Yield what reads parameters, here and in nested graphs, each with the bucket."""
     for shell, (bucket, _) in shells.items():
         for user in shell.users:
-            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := _graph_of(argument)) is not None]
+            bodies = [(i, body) for i, argument in enumerate(user.args) if (body := body_of(argument)) is not None]
             if user.target in PLAIN_MARKERS:
                 yield from ((reader, bucket) for reader in user.users)
             elif len(bodies) != 1:
@@ -182,20 +182,10 @@ def _linears(
             is_marker = isinstance(weight, fx.Node) and weight.target in PLAIN_MARKERS
             yield node, shells.get(weight.args[0]) if is_marker else None  # type: ignore[union-attr, arg-type]
         for position, argument in enumerate(node.args):
-            body = _graph_of(argument)
+            body = body_of(argument)
             if body is not None:
                 yield from _linears(body.graph, _inputs(body, node.args[position + 1 :], shells))
                 body.recompile()
-
-
-def _graph_of(argument: Any) -> fx.GraphModule | None:
-    """Return the graph that an argument is, such as the body of a checkpoint."""
-    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
-        return None
-    value: Any = argument.graph.owning_module
-    for part in str(argument.target).split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, fx.GraphModule) else None
 
 
 def _operands(linear: fx.Node) -> tuple[Any, Any, Any]:

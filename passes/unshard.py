@@ -37,7 +37,7 @@ from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_r
 from .phase import Phase
 from .roles import MARK, OF_BYTES, REGION, SCALES_MARK, region_calls
 
-__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "erase_markers", "hand_out", "parts_of", "split_scales"]
+__all__ = ["MARKERS", "PLAIN_MARKERS", "apply", "body_of", "erase_markers", "hand_out", "parts_of", "split_scales"]
 
 PLAIN_MARKERS: Any = (torch.ops.mfsdp.unshard, torch.ops.mfsdp.unshard.default)
 _UNSHARD_QUANTIZED: Any = (torch.ops.mfsdp.unshard_quantized, torch.ops.mfsdp.unshard_quantized.default)
@@ -174,7 +174,7 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
                 user.graph.erase_node(item)
             user.graph.erase_node(user)
             continue
-        bodies = [body for argument in user.args if (body := _body(argument)) is not None]
+        bodies = [body for argument in user.args if (body := body_of(argument)) is not None]
         inputs = _placeholders(bodies[0]) if len(bodies) == 1 else []
         if not inputs or shell not in (operands := user.args[-len(inputs) :]):
             raise NotImplementedError(
@@ -193,11 +193,13 @@ def hand_out(shell: fx.Node, parts: tuple[fx.Node, fx.Node, fx.Node]) -> None:
         user.args = (*user.args[: -len(inputs)], *expanded)
 
 
-def _body(argument: Any) -> fx.GraphModule | None:
-    """Return the graph that an argument of an operator is, if it is one."""
+def body_of(argument: Any) -> fx.GraphModule | None:
+    """Return the graph that an argument of an operator is, such as the body of a checkpoint."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return None
-    value = getattr(argument.graph.owning_module, str(argument.target), None)
+    value: Any = argument.graph.owning_module
+    for part in str(argument.target).split("."):
+        value = getattr(value, part, None)
     return value if isinstance(value, fx.GraphModule) else None
 
 

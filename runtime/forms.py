@@ -91,12 +91,12 @@ def _of_transformer_engine(form: str) -> Form:
     wrapper: Any = layers.FORMS[form]
     planes = form == layers.MXFP8
     scales_of = layers.scales_of if planes or not wrapper.powers_of_2 else layers.scales_of_powers_of_2
-    return Form(scales_of, layers.quantize, lambda original, modules: wrapper, casts=True, planes=planes)
+    return Form(scales_of, quantize.quantize_by_factors, lambda original, modules: wrapper, casts=True, planes=planes)
 
 
 FORMS: Mapping[str, Form] = {
     quantize.DEQUANTIZED: Form(quantize.scales_of, quantize.quantize, _no_wrapper),
     quantize.ROUNDED: Form(quantize.rounded_scales_of, quantize.quantize, _no_wrapper),
-    compat.torchao.FORM: Form(compat.torchao.scales_of, compat.torchao.quantize, compat.torchao.wrapper_of),
+    compat.torchao.FORM: Form(compat.torchao.scales_of, quantize.quantize_by_factors, compat.torchao.wrapper_of),
     **{form: _of_transformer_engine(form) for form in compat.transformer_engine.FORMS},
 }

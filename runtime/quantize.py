@@ -57,6 +57,7 @@ __all__ = [
     "numel_of_sent",
     "per_row",
     "quantize",
+    "quantize_by_factors",
     "quantize_mx",
     "quantize_rows",
     "quantize_with_exponents",
@@ -239,6 +240,11 @@ def quantize_rows(
     """
     for (part, its), (to, _) in zip(divided(values, scales, scaling), divided(out, scales, scaling), strict=True):
         to.copy_(kernel(part, its))
+
+
+def quantize_by_factors(values: Tensor, factors: Tensor) -> Tensor:
+    """Quantize ``values`` as libraries do that multiply by reciprocal scales, torchao and Transformer Engine, to the bit."""
+    return (values.float() * factors).clamp_(-LARGEST, LARGEST).to(DTYPE).view(SENT_DTYPE)
 
 
 def dequantize(

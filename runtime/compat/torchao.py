@@ -31,7 +31,6 @@ __all__ = [
     "check_weight",
     "is_weight",
     "plain",
-    "quantize",
     "refusal",
     "rounds_scales",
     "scales_of",
@@ -118,11 +117,6 @@ _INSTEAD = {
 def scales_of(largest: Tensor) -> Tensor:
     """Return torchao's scales for these largest absolute values, to the bit. Values are multiplied by them."""
     return (_LARGEST / largest.double().clamp(min=_SMALLEST_AMAX)).float()
-
-
-def quantize(values: Tensor, scales: Tensor) -> Tensor:
-    """Quantize ``values`` as torchao does, to the bit; returns their bytes."""
-    return (values.float() * scales).clamp_(-_LARGEST, _LARGEST).to(_DTYPE).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,6 @@ __all__ = [
     "packs_saved_tensors",
     "plain",
     "prepare_layer",
-    "quantize",
     "scales_of",
     "scales_of_powers_of_2",
     "scaling_of",
@@ -73,8 +72,7 @@ __all__ = [
     "writes_gradients",
 ]
 
-_DTYPE = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_DTYPE).max
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def _base(module: str, name: str) -> type:
@@ -371,11 +369,6 @@ def scales_of_powers_of_2(largest: Tensor) -> Tensor:
     """Like :func:`scales_of`, rounded down to powers of 2."""
     mantissa, exponent = torch.frexp(scales_of(largest))
     return torch.ldexp(torch.full_like(mantissa, 0.5), exponent)
-
-
-def quantize(values: Tensor, scales: Tensor) -> Tensor:
-    """Quantize ``values`` as Transformer Engine does, to the bit; returns their bytes."""
-    return (values.float() * scales).clamp_(-_LARGEST, _LARGEST).to(_DTYPE).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ def test_scales_are_those_of_torchao() -> None:
         scales = compat.torchao.scales_of(quantize.amax(values, "tensorwise"))
         its = hp_tensor_to_float8_dynamic(values, F8, LinearMMConfig())
         assert torch.equal(scales.reshape(()), its._scale)
-        assert torch.equal(compat.torchao.quantize(values, scales), its._data.view(torch.uint8))
+        assert torch.equal(quantize.quantize_by_factors(values, scales), its._data.view(torch.uint8))
 
 
 # -- eager, compiled --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ TRANSFORMER_ENGINE = (
     ),
     Mutant(
         WRITTEN,
-        "gradients that layers write are in the place of the first parameter",
+        "layers write every gradient where the first parameter's belongs",
         "lambda: self._place(index)",
         "lambda: self._place(0)",
         (f"{TESTS} test_gradients_are_the_mean_over_ranks",),

@@ -11,7 +11,9 @@ from typing import Any
 
 import reference_tex
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +24,13 @@ WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
 BITWISE = ("bf16", "current", "mxfp8", "blockwise")
 """Recipes whose results depend on nothing but the values at hand."""
+
+
+def two_levels() -> dict[str, Any]:
+    """Return the arguments of ``fully_shard_model`` for two groups of two ranks."""
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
+    names = {"dp_shard_dim": "dp", "dp_outer_dim": "outer"}
+    return {"device_mesh": mesh, "hybrid_fsdp_group": dist.group.WORLD, **names}
 
 
 def te() -> Any:
@@ -324,7 +333,7 @@ def compare_quantizers() -> None:
             expected = quantizer(weight)
             scale = (layers.scales_of_powers_of_2 if powers_of_2 else layers.scales_of)(weight.abs().amax().float())
             assert torch.equal(expected._scale_inv, scale.reciprocal().reshape(1)), (magnitude, powers_of_2)
-            assert torch.equal(expected._data, layers.quantize(weight, scale)), (magnitude, powers_of_2)
+            assert torch.equal(expected._data, quantize.quantize_by_factors(weight, scale)), (magnitude, powers_of_2)
         weight = (values * magnitude).bfloat16().to(DEVICE)
         expected = MXFP8Quantizer(reference_tex.e4m3(), rowwise=True, columnwise=False)(weight)
         plane = quantize.from_records(quantize.quantize_mx(weight.flatten()))

@@ -15,7 +15,6 @@ import pytest
 import reference_tex
 import te_models
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import on_ranks, shared_folder
 from torch.distributed.device_mesh import init_device_mesh
@@ -210,14 +209,7 @@ def test_strategies(options: dict[str, Any]) -> None:
     """Weights that stay gathered between uses are in bfloat16, and layers quantize them at each use."""
     kind = "LayerNormMLP"
     if outer := options.pop("outer", None):
-        mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
-        options = {
-            "device_mesh": mesh,
-            "dp_shard_dim": "dp",
-            "dp_outer_dim": "outer",
-            "hybrid_fsdp_group": dist.group.WORLD,
-            "outer_dp_sharding_strategy": outer,
-        }
+        options = te_models.two_levels() | {"outer_dp_sharding_strategy": outer}
     te_models.compare(kind, ["current", "mxfp8"], micro=2, primary=True, **options)
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from pool import on_ranks, shared_folder
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile.runtime import compat
@@ -123,13 +122,7 @@ def test_strategies(options: dict[str, Any]) -> None:
     """Each works, also with gradients that layers write themselves."""
     kind, fused = "LayerNormMLP", {"fuse_wgrad_accumulation": True}
     if options.pop("hsdp", False):
-        mesh = init_device_mesh(te_models.DEVICE, (2, 2), mesh_dim_names=("outer", "dp"))
-        options = {
-            "device_mesh": mesh,
-            "dp_shard_dim": "dp",
-            "dp_outer_dim": "outer",
-            "hybrid_fsdp_group": dist.group.WORLD,
-        }
+        options = te_models.two_levels()
     alone = te_models.train_alone(te_models.build(kind), kind, "current", micro=2)
     trained = te_models.train_sharded(te_models.shard(te_models.build(kind), **options), kind, "current", micro=2)
     assert trained.losses == alone.losses and trained.distance(alone) == 0
