@@ -1,9 +1,10 @@
-"""Memory that contains NaN until its data arrives, which is as late as possible."""
+"""Memory that contains NaN until its data arrives, which is as late as possible; and buffers that are free on time."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.memory.comm_buffers import _Buffer
 
-__all__ = ["poisoned"]
+__all__ = ["patient", "poisoned"]
 
 
 class _Late(dist.Work):
@@ -46,4 +48,25 @@ def poisoned(late: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, MFSDP_POISON="1"))
         if late:
             stack.enter_context(mock.patch.object(compat, "all_gather_out", _gather_late))
+        yield
+
+
+@contextlib.contextmanager
+def patient(seconds: float = 2.0) -> Iterator[None]:
+    """Context in which a communication buffer counts as used only if something refers to it for some time.
+
+    A thread of gloo drops its reference to a collective's tensors after it has woken up those who wait for it. On a
+    busy machine that can be later than the next use of the buffer, which then gets fresh memory. Tests that count how
+    often that happens would count the thread's delays.
+    """
+
+    def is_free(buffer: _Buffer) -> bool:
+        deadline = time.monotonic() + seconds
+        while compat.references_to(buffer.storage) != buffer.unused:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    with mock.patch.object(_Buffer, "is_free", property(is_free)):
         yield

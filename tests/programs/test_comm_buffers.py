@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, MODELS, Run
-from poisoning import poisoned
+from poisoning import patient, poisoned
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -107,7 +107,8 @@ def test_inductor(regions: bool, sizes: tuple[int, int]) -> None:
     factory = functools.partial(SmallLlama, *sizes)
     plain = parity.train_sharded(factory, INDUCTOR, parity.batches(steps=3), parity.sgd, **options)
     for sharding in (DOUBLE, ALL):
-        run = train(factory, INDUCTOR, sharding=sharding, **options)
+        with patient():
+            run = train(factory, INDUCTOR, sharding=sharding, **options)
         parity.assert_bitwise(plain, run)
         assert_few(run)
         assert {kind.use for kind in pool_of(run).addresses} == {"gather", "gradients"}
@@ -120,10 +121,11 @@ def test_addresses_stay() -> None:
     model: Any = fully_shard_model(parity.build(SmallLlama), fsdp_unit_modules=[Block], **ALL)
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
     found = []
-    for step in (call, call, model, model):
-        step(torch.randn(2, 8)).backward()
-        model.zero_grad()
-        found.append(model.sharded.comm_buffers.addresses)
+    with patient():
+        for step in (call, call, model, model):
+            step(torch.randn(2, 8)).backward()
+            model.zero_grad()
+            found.append(model.sharded.comm_buffers.addresses)
     pool = model.sharded.comm_buffers
     for before, after in itertools.pairwise(found):
         for kind, addresses in before.items():
@@ -161,7 +163,7 @@ def test_more_buffers_where_more_is_prefetched() -> None:
     options = {"units": [zoo.Block], "fullgraph": True, "prefetch": 2, "report": True}
     factory = lambda: zoo.Plain(layers=5)  # noqa: E731
     plain = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, **options)
-    with poisoned():
+    with poisoned(), patient():
         run = parity.train_sharded(factory, AOT_EAGER, data, parity.sgd, sharding=DOUBLE, **options)
     parity.assert_bitwise(plain, run)
     counts = {kind.use: len(addresses) for kind, addresses in pool_of(run).addresses.items()}
@@ -307,7 +309,8 @@ def test_buffers_in_memory_of_the_user(mode: str) -> None:
     plain = parity.train_sharded(zoo.Plain, mode, parity.batches(steps=3), parity.sgd)
     for policy in (DOUBLE, LARGEST, ALL):
         arena = Arena()
-        run = train(zoo.Plain, mode, sharding={**policy, "buffer_allocator": arena})
+        with patient():
+            run = train(zoo.Plain, mode, sharding={**policy, "buffer_allocator": arena})
         parity.assert_bitwise(plain, run)
         assert_few(run)
         uses = {kind.use: addresses for kind, addresses in pool_of(run).addresses.items()}
@@ -469,6 +472,7 @@ def on_nccl(version: tuple[int, ...] = (2, 28, 9)) -> Iterator[list[Any]]:
         mock.patch("torch.cuda.MemPool", MemPool),
         mock.patch("torch.cuda.use_mem_pool", use),
         mock.patch("torch.cuda.nccl.version", return_value=version),
+        patient(),
     ):
         yield log
 
