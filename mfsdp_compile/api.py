@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
+from mfsdp_compile.runtime.plan.units import UnitModules
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
@@ -49,7 +50,7 @@ def fully_shard_model(
     expt_device_mesh: DeviceMesh | None = None,
     fsdp_group_ag: dist.ProcessGroup | None = None,
     expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    fsdp_unit_modules: Sequence[type[nn.Module] | str] | str | None = None,
+    fsdp_unit_modules: UnitModules = None,
     zero_dp_strategy: ShardingStrategy | str | int = 3,
     outer_dp_sharding_strategy: ShardingStrategy | str | int = 0,
     device: torch.device | str | None = None,
@@ -85,6 +86,8 @@ def fully_shard_model(
     init_fn: InitFn | Initializer | None = None,
     communication: Communication | Mapping[str, Any] | None = None,
     buffer_allocator: Allocate | None = None,
+    ignored_params: Collection[nn.Parameter] = (),
+    reshard_after_forward: bool | int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -110,7 +113,8 @@ def fully_shard_model(
             the collectives of one communicator one after the other; with a second one, gathers do not queue behind
             reductions.
         fsdp_unit_modules: Classes, or import paths of classes, whose instances are units: each is gathered and released
-            as a whole. Typically a transformer's layer. ``"auto"``: the model's repeated blocks. None: the whole model
+            as a whole. Typically a transformer's layer. The list may also contain modules, each of which is a unit, and
+            lists of modules, which are one unit together: it is gathered when the first of them runs. ``"auto"``: the model's repeated blocks. None: the whole model
             is one unit.
         zero_dp_strategy: What to shard, as in ZeRO. 0 or ``"no_shard"``: nothing. 1 or ``"optim"``: optimizer state. 2
             or ``"optim_grads"``: also gradients. 3 or ``"optim_grads_params"``: also parameters.
@@ -211,6 +215,13 @@ def fully_shard_model(
             for copies of the model. Needs buffers (``fsdp_double_buffer``, ``maxpool_double_buffer``), and excludes
             ``nccl_ub``, whose buffers NCCL allocates. Memory that is used while all buffers are in use is torch's.
             None: torch allocates.
+        ignored_params: Parameters of the model that are left alone: neither sharded, nor moved to ``device``, nor compared
+            between ranks. Their gradients are this rank's own; reduce them yourself.
+        reshard_after_forward: Whether parameters are released after forward and gathered again in backward. A number n
+            of ranks, which divides the ranks that parameters are sharded over: each rank keeps one of n portions, and
+            backward gathers over n neighbors. None: True, except for the unit that forward uses last. For
+            ``optim_grads_params``. :mod:`mfsdp_compile.fsdp2` sets it by unit. The option of the same name of
+            ``torch.compile`` goes before, if it is not True.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -259,6 +270,7 @@ def fully_shard_model(
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
     _refuse_other_data_parallelism(module)
+    _check_reshard(reshard_after_forward)
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
@@ -324,6 +336,8 @@ def fully_shard_model(
         symmetric=not disable_symmetric_registration,
         communication=communicators,
         keeps_transposes=keep_fp8_transpose_cache,
+        ignored=frozenset(ignored_params),
+        reshard_after_forward=reshard_after_forward,
     )
     if buffer_allocator is not None and not options.buffer_policy.double:
         raise ValueError(
@@ -458,17 +472,29 @@ def _refuse_wrong_types(given: Mapping[str, Any]) -> None:
             "StorageResizeBasedBucketAllocator, is what models without fsdp_double_buffer use; with it, buffers are used in "
             "turn, as by its rotary and fixed pools."
         )
+    ignored = given["ignored_params"]
+    if not isinstance(ignored, Collection) or not all(isinstance(param, nn.Parameter) for param in ignored):
+        raise TypeError(f"ignored_params takes a collection of parameters, got {reprlib.repr(ignored)}")
     units = given["fsdp_unit_modules"]
     if units is not None and (isinstance(units, nn.Module) or not isinstance(units, (str, type, Iterable))):
         raise TypeError(
-            "fsdp_unit_modules takes a list of nn.Module classes (not instances) or their import paths, 'auto', or "
-            f"None; got a {type(units).__name__}"
+            "fsdp_unit_modules takes a list of nn.Module classes, their import paths, or modules; 'auto'; or None; "
+            f"got a {type(units).__name__}"
         )
 
 
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
+
+
+def _check_reshard(value: object) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if not isinstance(value, int):
+        raise TypeError(f"reshard_after_forward takes True, False, a number of ranks or None, got {reprlib.repr(value)}")
+    if value < 1:
+        raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
 
 
 def _refuse_without_experts(given: Mapping[str, Any]) -> None:

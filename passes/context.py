@@ -50,7 +50,7 @@ class SchedulePolicy:
         prefetch_bytes: Largest unit, in gathered bytes, that is prefetched when ``prefetch`` is a number. Two larger
             units might not fit in memory.
         reshard_after_forward: True: the backward gathers every unit again, except the unit that forward used last if
-            ``keep_last`` is set. False: gathered parameters stay for the backward. ``"auto"``: those parameters stay
+            ``keep_last`` is set, and units for which the model says otherwise. False: gathered parameters stay for the backward. ``"auto"``: those parameters stay
             that fit in memory, if that saves time. A number n: as True, but each rank keeps one of n portions of each
             gathered bucket, and the backward gathers over n neighboring ranks only, for example those of a node. It
             must divide the number of ranks that parameters are sharded over. 1 means False and that number of ranks
@@ -139,6 +139,8 @@ class BucketInfo:
             backward. They are neighboring ranks out of those that forward gathers over. 0 and "" for none.
         releases_resident: Whether the bucket has memory of its own, which is released at the end of each step.
         grad_dtype: Dtype of the sum of gradients over microbatches.
+        stays: Whether the bucket stays gathered from forward to backward, where the policy says True; None: as the
+            policy says.
     """
 
     name: str
@@ -159,6 +161,7 @@ class BucketInfo:
     portion_group: str = ""
     releases_resident: bool = False
     grad_dtype: torch.dtype = torch.float32
+    stays: bool | None = None
 
     @property
     def signature(self) -> str:
@@ -170,7 +173,7 @@ class BucketInfo:
             f"{self.layout.signature}:{self.exchange[4:]}:{self.gathered_bytes}:{self.trainable}:"
             f"{self.has_resident}:{self.has_token}:{self.main_dtype}:{self.gather_stride}:{self.reduce_strides}:"
             f"{self.resident_bytes}:{self.resident_size}:{self.resident_stride}:{self.portion_size}:{self.portion_group}:"
-            f"{self.releases_resident}"
+            f"{self.releases_resident}:{self.stays}"
         )
 
     @property

@@ -146,16 +146,22 @@ def gather_by_policy(policy: SchedulePolicy, size: int, overlap: bool = True) ->
 
 
 def kept_by_policy(
-    policy: SchedulePolicy, whole_model: bool, last_used: Mapping[int, Any], needed: Mapping[int, Any]
+    policy: SchedulePolicy,
+    whole_model: bool,
+    last_used: Mapping[int, Any],
+    needed: Mapping[int, Any],
+    buckets: Sequence[BucketInfo],
 ) -> frozenset[int]:
     """Return the buckets that stay gathered from forward to backward.
 
     With ``reshard_after_forward=False`` these are all buckets that both graphs use. Otherwise, with ``keep_last``, it
     is the bucket that forward uses last, if the backward uses it before all others. A graph's only bucket is not kept.
+    What the model says of a bucket goes before ``keep_last``.
 
     Args:
         last_used: Place of each bucket's last use in forward. Places are comparable.
         needed: Place of each bucket's first use in backward.
+        buckets: All buckets of the graph.
     """
     if not whole_model or not last_used or not needed:
         return frozenset()
@@ -163,7 +169,11 @@ def kept_by_policy(
         return frozenset(last_used.keys() & needed.keys())
     last, first = max(last_used, key=last_used.__getitem__), min(needed, key=needed.__getitem__)
     alone = len(last_used.keys() | needed.keys()) == 1
-    return frozenset({last}) if policy.keep_last and last == first and not alone else frozenset()
+    kept = {last} if policy.keep_last and last == first and not alone else set()
+    if policy.reshard_after_forward is True:
+        kept = {bucket for bucket in kept if buckets[bucket].stays is None}
+        kept |= {bucket for bucket in last_used.keys() & needed.keys() if buckets[bucket].stays}
+    return frozenset(kept)
 
 
 def reductions_by_policy(policy: SchedulePolicy, buckets: Sequence[BucketInfo], overlap: bool = True) -> list[Behind]:

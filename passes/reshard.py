@@ -107,7 +107,7 @@ def kept_buckets(graph: fx.Graph, context: Context) -> frozenset[int]:
     in_backward = {bucket: [use for use in found if use in backward] for bucket, found in uses.items()}
     last_used = {bucket: max(found) for bucket, found in in_forward.items() if found}
     needed = {bucket: min(found) for bucket, found in in_backward.items() if found}
-    return kept_by_policy(context.policy, context.whole_model, last_used, needed)
+    return kept_by_policy(context.policy, context.whole_model, last_used, needed, context.buckets)
 
 
 def _final_uses(gather: roles.Gather) -> list[fx.Node]:

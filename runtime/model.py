@@ -103,7 +103,7 @@ class ShardedModel:
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
-        self._known = frozenset(id(param) for bucket in self.buckets for param in bucket.params)
+        self._known = frozenset(id(param) for param in module.parameters())  # sharded or ignored
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
@@ -303,18 +303,75 @@ class ShardedModel:
         for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
             label_module(module, self._schedules_replaced)
 
-    def make_portions(self, size: int) -> None:
+    def make_portions(self, size: int, asked: str) -> None:
         """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.
 
         The first call for a size is a collective.
 
+        Args:
+            asked: Who asked for it, for messages.
+
         Raises:
+            ValueError: It means nothing for this model, or ``size`` does not divide the ranks.
             RuntimeError: Not all ranks have requested it.
         """
-        if size not in self.topology.portions:
+        group = self.topology.gather_group
+        if group is None:
+            raise ValueError(
+                f"{asked} is {size}, but with {self.topology} parameters are not gathered at each use, so the backward "
+                "gathers nothing. Take it out, or shard parameters too (zero_dp_strategy='optim_grads_params')."
+            )
+        if group.size % size:
+            divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
+            raise ValueError(
+                f"{asked} is {size}, but parameters are sharded over {group.size} ranks, which cannot be divided into "
+                f"groups of {size}. Numbers that divide them: {', '.join(map(str, divisors))}."
+            )
+        if size < group.size and size not in self.topology.portions:
             self.conduct.note("process groups for reshard_after_forward")
             self.conduct.agree("Compiling", [f"reshard_after_forward={size}"])
             self.topology.make_portions(size)
+
+    def set_reshard_after_forward(self, buckets: Collection[Bucket], value: bool | int | None) -> None:
+        """Change what happens to buckets between forward and backward; see :class:`.BucketPlan`.
+
+        A collective for numbers. Compiled graphs are compiled again.
+
+        Raises:
+            RuntimeError: A step is in progress.
+            ValueError: See :meth:`make_portions`.
+        """
+        self._refuse_in_step("reshard_after_forward was changed")
+        if value is not None and not isinstance(value, bool):
+            self.make_portions(value, "reshard_after_forward")
+            group = self.topology.gather_group
+            assert group is not None
+            value = False if value == 1 else True if value == group.size else value
+        for bucket in buckets:
+            bucket.set_plan(replace(bucket.plan, reshard_after_forward=value))
+        self.label_modules_of(*buckets)
+
+    def set_reshard_after_backward(self, buckets: Collection[Bucket], value: bool) -> None:
+        """Set whether buckets are released after backward, or stay gathered until the step's gradients are reduced.
+
+        Raises:
+            RuntimeError, ValueError: See :meth:`set_accumulation`.
+        """
+        self._refuse_in_step("reshard_after_backward was changed")
+        self._set_topologies(
+            {
+                bucket: bucket.topology.accumulating(
+                    replace(bucket.topology.accumulation, keeps_gathered=not value)
+                )
+                for bucket in buckets
+            }
+        )
+
+    def set_gradient_divide_factor(self, buckets: Collection[Bucket], factor: float) -> None:
+        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks."""
+        for bucket in buckets:
+            bucket.set_plan(replace(bucket.plan, reduce_op="sum", scale=1 / factor))
+        self.label_modules_of(*buckets)
 
     # -- what is kept, and in which dtype -----------------------------------------------------------------------------
 

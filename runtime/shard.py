@@ -29,7 +29,7 @@ from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan, divide
 from .plan.references import move_hooks, retire
-from .plan.units import UnitClasses
+from .plan.units import UnitModules
 from .precision import GradientPolicy, MixedPrecisionPolicy
 from .ranks.agreement import agree
 from .ranks.conduct import Conduct
@@ -48,7 +48,7 @@ class ShardingOptions:
     """How a model is sharded.
 
     Args:
-        unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
+        unit_modules: See :data:`~mfsdp_compile.runtime.plan.units.UnitModules`.
         by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         precision: Dtypes of shards and gradients.
         gradient_policy: Options for gradients.
@@ -67,9 +67,11 @@ class ShardingOptions:
         symmetric: Whether they are registered as symmetric memory, if NCCL has that.
         communication: Communicators, and NCCL's settings for them.
         keeps_transposes: See :class:`~.plan.buckets.BucketPlanner`.
+        ignored: Parameters that are not sharded, moved or reduced.
+        reshard_after_forward: See :class:`~.memory.bucket.BucketPlan`; of all buckets.
     """
 
-    unit_modules: UnitClasses
+    unit_modules: UnitModules
     precision: MixedPrecisionPolicy
     gradient_policy: GradientPolicy = field(default_factory=GradientPolicy)
     overlap: Overlap = field(default_factory=Overlap)
@@ -87,6 +89,8 @@ class ShardingOptions:
     communication: Communication = field(default_factory=Communication)
     by_module: bool = False
     keeps_transposes: bool = False
+    ignored: frozenset[nn.Parameter] = frozenset()
+    reshard_after_forward: bool | int | None = None
 
 
 def shard_model(
@@ -131,6 +135,8 @@ def shard_model(
         registration.register(buckets)
     _shard_modules(module, eager, made.homes)
     sharded.forget_old_code()
+    if options.reshard_after_forward is not None:
+        sharded.set_reshard_after_forward(buckets, options.reshard_after_forward)
     for reference, name in made.replaced:
         if (held := reference()) is not None:
             retire(held, name)
@@ -154,7 +160,7 @@ def _agree_on_plan(
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
         unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
         units = divide(
-            module, options.unit_modules, unit_bytes, options.by_module, allows_meta=options.from_meta is not None
+            module, options.unit_modules, unit_bytes, options.by_module, options.from_meta is not None, options.ignored
         )
         own = options.experts() if options.experts is not None else None
         communicating = [topology] if own is None else [topology, own.topology]
@@ -176,6 +182,7 @@ def _agree_on_plan(
             *([str(own)] if own is not None else []),
             f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
             *found[0].describe(options.check_values),
+            *([f"reshard_after_forward={options.reshard_after_forward}"] if options.reshard_after_forward is not None else []),
             *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
             *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]

@@ -177,7 +177,7 @@ def prepare(
         )
     portions = chosen.schedule.portions
     for owner in owners if portions else ():
-        _make_portions(owner, portions)
+        owner.make_portions(portions, "options['reshard_after_forward']")
     context = Context(
         buckets=tuple(
             served_info(bucket.plan, bucket.topology) if served else bucket_info(bucket.plan, bucket.topology, portions)
@@ -475,37 +475,14 @@ def find_shells(gm: fx.GraphModule) -> dict[int, Home]:
     return {i: value.mfsdp_home for i, value in enumerate(arguments) if hasattr(value, "mfsdp_home")}
 
 
-def _make_portions(owner: ShardedModel, size: int) -> None:
-    """Create the process groups for ``options={"reshard_after_forward": size}``.
-
-    Raises:
-        ValueError: If the option has no meaning for this model, or ``size`` does not divide the ranks.
-    """
-    group = owner.topology.gather_group
-    if group is None:
-        raise ValueError(
-            f"options['reshard_after_forward'] is {size}, but with {owner.topology} parameters are not gathered at "
-            "each use, so the backward gathers nothing. Take the option out, or shard parameters too "
-            "(zero_dp_strategy='optim_grads_params')."
-        )
-    if group.size % size:
-        divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
-        raise ValueError(
-            f"options['reshard_after_forward'] is {size}, but parameters are sharded over {group.size} ranks, which cannot "
-            f"be divided into groups of {size}. Numbers that divide them: {', '.join(map(str, divisors))}."
-        )
-    if size < group.size:
-        owner.make_portions(size)
-
-
 def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> BucketInfo:
     """Return the passes' description of a bucket.
 
     Args:
-        portions: Number of ranks that backwards gather over. 0, or if there is no group of that size: the ranks that
-            forwards gather over.
+        portions: Number of ranks that backwards gather over, for all buckets; 0: as the plan says. If there is no group
+            of that size: the ranks that forwards gather over.
     """
-    few = topology.portions.get(portions)
+    few, reshard = topology.portions.get(portions or plan.portions), plan.reshard_after_forward
     exchange = plan.exchange(topology)
     gathers, resident = topology.gather_group, topology.resident_group
     resident_numel = plan.layout.shard_numel * resident.size if resident is not None else 0
@@ -528,6 +505,7 @@ def bucket_info(plan: BucketPlan, topology: Topology, portions: int = 0) -> Buck
         portion_group=few.name if few is not None else "",
         releases_resident=topology.releases_resident,
         grad_dtype=plan.grad_dtype,
+        stays=None if reshard is None or topology.accumulation.forwards_overlap else reshard is False,
     )
 
 

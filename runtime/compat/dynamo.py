@@ -9,6 +9,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,11 +24,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .version import MODULE_FILE
 
 __all__ = [
+    "CompileSettings",
     "add_parameter_placeholder",
     "backend_failed",
     "called_by_guards",
     "checkpoint_policy",
     "compilation_metrics",
+    "compile_settings",
     "concrete",
     "copy_graph_module",
     "detect_fake_mode",
@@ -341,3 +344,36 @@ def compilation_metrics() -> Sequence[Any]:
     from torch._dynamo.utils import get_compilation_metrics
 
     return get_compilation_metrics()
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """How ``torch.compile`` was called.
+
+    Args:
+        backend: Name of the backend.
+        fullgraph, dynamic: Its arguments.
+        inductor: Settings of Inductor from ``mode`` and ``options``.
+    """
+
+    backend: str
+    fullgraph: bool
+    dynamic: bool | None
+    inductor: dict[str, Any]
+
+
+def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
+    """Return how ``compiled = torch.compile(function, ...)`` was called; None if ``compiled`` is something else.
+
+    Dynamo keeps it in the closure of the function that it returns.
+    """
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=False))
+    if "self" not in cells or not hasattr(context := cells["self"].cell_contents, "callback"):
+        return None
+    backend = context.callback
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
+    name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+    return CompileSettings(name, bool(context.fullgraph), context._dynamic, dict(config))

@@ -70,7 +70,16 @@ from ..topology import Group
 if TYPE_CHECKING:
     from ..owner import Owner
 
-__all__ = ["EagerPolicy", "EagerRuntime", "EagerUnit", "GatheredParameter", "Window", "as_gathered", "refuse_write"]
+__all__ = [
+    "EagerPolicy",
+    "EagerRuntime",
+    "EagerUnit",
+    "GatheredParameter",
+    "UnitControl",
+    "Window",
+    "as_gathered",
+    "refuse_write",
+]
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,25 @@ class EagerUnit:
         return sum(bucket.plan.gathered_bytes for bucket in self.buckets)
 
 
+@dataclass(eq=False)
+class UnitControl:
+    """What the user has set for a unit. None: as the runtime does by itself.
+
+    Args:
+        forward_prefetch: Units to start gathering when this unit has been gathered in forward.
+        backward_prefetch: The same for backward.
+        reduced_hook: Called with each reduced gradient of the unit's buckets, ``[shard_numel]`` in the main dtype, before
+            it is accumulated. It may change it in place.
+    """
+
+    forward_prefetch: tuple[EagerUnit, ...] | None = None
+    backward_prefetch: tuple[EagerUnit, ...] | None = None
+    reduced_hook: Callable[[Tensor], None] | None = None
+
+
+_NO_CONTROL = UnitControl()
+
+
 class Planes(enum.Flag):
     """Planes of a bucket that is gathered plane by plane; see :mod:`..memory.planes`. Other buckets have rows."""
 
@@ -132,6 +160,8 @@ class _Gathered:
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
+    is_from_portions: bool = False
+    """Whether portions of the gathered bucket were gathered, which are dequantized already."""
 
     @property
     def is_used(self) -> bool:
@@ -300,6 +330,9 @@ class EagerRuntime:
         self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
         self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
         self._last_read: EagerUnit | None = None
+        self._controls: dict[EagerUnit, UnitControl] = {}
+        self._held: set[EagerUnit] = set()  # by unshard(), until their next forward
+        self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
         self._windows_of: dict[EagerUnit | Bucket, list[Window]] = {}
         self._reductions: deque[_RunningReduction] = deque()
@@ -336,7 +369,10 @@ class EagerRuntime:
                 for waiting in (self._idle, self._begun):
                     if window.unit in waiting:
                         waiting.remove(window.unit)
+                self._held.discard(window.unit)
                 self._start(window.unit)
+            if window.is_root:
+                self._held.difference_update([unit for unit in self._held if unit.is_root])
         except BaseException as error:
             if self._depth == 0:
                 self.owner.failed(error)
@@ -422,8 +458,7 @@ class EagerRuntime:
         for bucket, state in list(self._gathered.items()):
             self._check_content(bucket, state)
         for unit in self.units:
-            if not keep_last or unit is not self._last_read:
-                self._release(unit)
+            self._end_forward_of(unit, keep_last and unit is self._last_read)
         self._idle.clear()
         self._begun.clear()
         if self._order:
@@ -432,12 +467,39 @@ class EagerRuntime:
             self._release_bucket(bucket)
             self._refuse_writes(bucket)
 
+    def _end_forward_of(self, unit: EagerUnit, is_last: bool) -> None:
+        """Release a unit that forward has used, except for what its backward is to find.
+
+        Args:
+            is_last: Whether forward used it last, and a backward may follow.
+        """
+        if unit in self._held:
+            return
+        for bucket in unit.buckets:
+            reshard = bucket.plan.reshard_after_forward
+            if reshard is None and is_last:
+                continue
+            if reshard is not None and torch.is_grad_enabled() and bucket in self._gathered:
+                if reshard is False:
+                    continue
+                self._keep_portion(bucket)
+            self._release_checked(bucket)
+
+    def _keep_portion(self, bucket: Bucket) -> None:
+        """Keep this rank's portion of a gathered bucket, if backward is to gather portions."""
+        few, state = bucket.topology.portions.get(bucket.plan.portions), self._gathered[bucket]
+        if few is not None and state.full is not None and not bucket.sends_planes and not self._is_written(state):
+            portion = state.full.view(few.size, -1)[few.rank].clone()
+            self._portions[bucket] = portion, state.version
+
     def reset(self) -> None:
         """Release everything that belongs to a running step. Wait for running reductions and drop their results."""
         self._unhook()
         self._depth = 0
         for unit in self.units:
-            self._release(unit)
+            if unit not in self._held:
+                self._release(unit)
+        self._portions.clear()
         while self._reductions:
             compat.wait_tensor(self._reductions.popleft().result)
         self._anchors.clear()
@@ -455,6 +517,7 @@ class EagerRuntime:
         self._gathered.clear()
         self._by_storage.clear()
         self._reductions.clear()
+        self._held.clear()
         self.reset()
         self._learn(self.units)  # ranks may have learned different orders
 
@@ -468,6 +531,41 @@ class EagerRuntime:
         """Release what was gathered by reads outside of a window."""
         if self._depth == 0:
             self.reset()
+
+    # -- what the user controls ---------------------------------------------------------------------------------------
+
+    def control(self, unit: EagerUnit) -> UnitControl:
+        """Return the settings of a unit, to be changed."""
+        return self._controls.setdefault(unit, UnitControl())
+
+    def holds(self, bucket: Bucket) -> bool:
+        """Whether :meth:`unshard` keeps a bucket gathered, so that its parameters can be read outside of forwards."""
+        return bool(self._held) and self._unit_of[bucket] in self._held
+
+    def unshard(self, units: Sequence[EagerUnit]) -> Callable[[], None]:
+        """Start gathering units, and keep them gathered until their next forward has run, or :meth:`reshard`.
+
+        A collective, outside of backward.
+
+        Returns:
+            A function that waits until they are gathered. Their first use waits as well.
+        """
+        for unit in units:
+            self._start(unit)
+            self._held.add(unit)
+
+        def wait() -> None:
+            for unit in units:
+                for bucket in unit.buckets if unit in self._held else ():
+                    self._gather(bucket)
+
+        return wait
+
+    def reshard(self, units: Sequence[EagerUnit]) -> None:
+        """Release units."""
+        for unit in units:
+            self._held.discard(unit)
+            self._release(unit)
 
     # -- gather and release -------------------------------------------------------------------------------------------
 
@@ -660,10 +758,19 @@ class EagerRuntime:
         if bucket.is_stale or bucket.is_quantized_stale:
             self.owner.refresh()
         group = bucket.topology.gather_group
-        started = None
-        if group is not None:
+        started, is_from_portions = None, False
+        if group is not None and compat.in_backward() and (kept := self._portions.pop(bucket, None)) is not None:
+            portion, version = kept
+            if is_from_portions := version == bucket.flat._version:
+                few = bucket.topology.portions[bucket.plan.portions]
+                self._announce("gather", bucket, few, f", portions of {few.size}")
+                with compat.below_autograd():
+                    started = compat.all_gather(portion, few.size, few.name)
+        if group is not None and started is None:
             started = self._start_gather(bucket, group, plane)
-        self._gathered[bucket] = _Gathered(unit, started, bucket.flat._version, planes=plane)
+        self._gathered[bucket] = _Gathered(
+            unit, started, bucket.flat._version, planes=plane, is_from_portions=is_from_portions
+        )
 
     def _start_gather(self, bucket: Bucket, group: Group, plane: Planes) -> Tensor:
         self._announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
@@ -697,7 +804,7 @@ class EagerRuntime:
             self._begun.clear()
         for idle in self._idle:
             if idle is not unit:
-                self._release(idle)
+                self._end_forward_of(idle, is_last=False)
         self._idle.clear()
         state = self._gathered.get(bucket)
         if state is None or state.version != bucket.flat._version:  # else others of the unit may have been reduced
@@ -711,7 +818,7 @@ class EagerRuntime:
             state.full, state.started = self._await(state.started), None
             if bucket.sends_planes:
                 self._arrange(bucket, state, planes)
-            if bucket.exchange.dequantizes:
+            if bucket.exchange.dequantizes and not state.is_from_portions:
                 with compat.below_autograd():
                     state.full = bucket.dequantized(state.full)
         else:
@@ -723,14 +830,15 @@ class EagerRuntime:
         in_backward = compat.in_backward()
         if not in_backward and (not self._order or self._order[-1] is not unit):
             self._order.append(unit)
-        following = (self._previous if in_backward else self._next).get(unit)
-        if following is not None and self._may_prefetch(following):
-            self._start(following)
+        following = self._following(unit, in_backward)
+        for each in following:
+            if self._may_prefetch(each):
+                self._start(each)
         if in_backward:
             # Buckets with trainable parameters are released when their gradients are complete. Frozen buckets have no
             # such event, so they are released when another unit is gathered.
             for other, gathered in list(self._gathered.items()):
-                if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit is not following:
+                if not other.plan.requires_grad and gathered.unit is not unit and gathered.unit not in following:
                     self._release_checked(other)
         return state
 
@@ -767,6 +875,15 @@ class EagerRuntime:
         except RuntimeError as error:
             self.owner.failed(error)  # in a backward, nothing else catches it
             raise
+
+    def _following(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
+        """Return the units to prefetch when a unit has been gathered."""
+        control = self._controls.get(unit, _NO_CONTROL)
+        chosen = control.backward_prefetch if in_backward else control.forward_prefetch
+        if chosen is not None:
+            return chosen
+        following = (self._previous if in_backward else self._next).get(unit)
+        return () if following is None else (following,)
 
     def _may_prefetch(self, unit: EagerUnit) -> bool:
         return unit not in self._gather_themselves and unit.gathered_bytes <= self.policy.prefetch_bytes
@@ -958,7 +1075,7 @@ class EagerRuntime:
             self._start_stage(bucket, following, result, reduction.used)
             return
         if not bucket.gradient_waits:  # a deferred gradient is zeros here
-            gradients.accumulate(bucket, exchange.finish(result, bucket.plan.main_dtype), reduction.used)
+            gradients.accumulate(bucket, self._finished(bucket, result), reduction.used)
         self.owner.grad_sync.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:
@@ -977,7 +1094,15 @@ class EagerRuntime:
             more = f", {why}{f', stage {stage + 1}' if stage else ''}"
             self._announce("reduce", bucket, bucket.topology.stages[stage].group, more)
             gradient = self._await(start_collective(gradient, stage, exchange))
-        return exchange.finish(gradient, bucket.plan.main_dtype)
+        return self._finished(bucket, gradient)
+
+    def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
+        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, after the user's hook has seen it."""
+        gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
+        if (hook := self._controls.get(self._unit_of[bucket], _NO_CONTROL).reduced_hook) is not None:
+            with torch.no_grad():
+                hook(gradient)
+        return gradient
 
     def finish_reductions(self) -> None:
         while self._reductions:
@@ -987,6 +1112,7 @@ class EagerRuntime:
         self.finish_reductions()
         for unit in self.units:
             self._release(unit)
+        self._portions.clear()
         self._anchors.clear()
         self._served.clear()
         self._written.clear()
@@ -997,6 +1123,13 @@ class EagerRuntime:
         memo[id(self)] = duplicate
         units, modules, duplicate.owner = copy.deepcopy((self.units, tuple(self.modules), self.owner), memo)
         EagerRuntime.__init__(duplicate, units, modules, self.policy)
+        twin = dict(zip(self.units, units, strict=True))
+        for unit, control in self._controls.items():
+            ahead, back = (
+                None if chosen is None else tuple(twin[each] for each in chosen)
+                for chosen in (control.forward_prefetch, control.backward_prefetch)
+            )
+            duplicate._controls[twin[unit]] = UnitControl(ahead, back, control.reduced_hook)
         for window in copy.deepcopy(
             list(dict.fromkeys(w for windows in self._windows_of.values() for w in windows)), memo
         ):

@@ -247,9 +247,10 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
         param = self._parameters.get(name)
         if param is None:  # removed temporarily: see _apply
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if not (runtime.in_forward() or (reads_in_backward and compat.in_backward())) or compat.called_by_guards():
-            return param
         home: Home = self._mfsdp_homes[name]  # type: ignore[index,operator]
+        is_in_use = runtime.in_forward() or runtime.holds(home.bucket) or (reads_in_backward and compat.in_backward())
+        if not is_in_use or compat.called_by_guards():
+            return param
         if home.bucket.params[home.index] is not param:
             home.bucket.check_unchanged()  # torch.func.functional_call replaces parameters
         part = runtime.read(home)

@@ -78,6 +78,10 @@ class BucketPlan:
             not.
         form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
+        reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
+            it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many
+            portions, and backward gathers these. None: True, except for the bucket that forward uses last, if backward
+            needs it first.
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
     """
@@ -100,6 +104,13 @@ class BucketPlan:
     gather_buffers: Buffers = NO_BUFFERS
     gradient_buffers: Buffers = NO_BUFFERS
     keeps_memory: bool = False
+    reshard_after_forward: bool | int | None = None
+
+    @property
+    def portions(self) -> int:
+        """Number of ranks over which backward gathers portions; 0: it gathers shards, if anything."""
+        reshard = self.reshard_after_forward
+        return reshard if reshard is not None and not isinstance(reshard, bool) else 0
 
     @property
     def grad_attribute(self) -> str:
@@ -294,7 +305,7 @@ class Bucket:
         # Buckets with equal signatures can run each other's compiled graphs.
         self.signature = (
             f"{plan.layout.signature}:{plan.main_dtype}:{plan.requires_grad}:{self.frozen}:{not self.has_resident}:"
-            f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}"
+            f"{self.exchange[4:]}:{self.topology.accumulation.forwards_overlap}:{plan.reshard_after_forward}"
         )
         if not self.exchange.needs_token:
             self.pending = None

@@ -19,7 +19,7 @@ from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .partition import Partition, Partitioner, Peers, local_part
 from .references import check_not_replaced, check_references
-from .units import Unit, UnitClasses, find_units, join, repeated_blocks, resolve_unit_classes
+from .units import Unit, UnitModules, find_units, join, repeated_blocks, resolve_units
 
 __all__ = ["ModelPlan", "divide", "shared_buffers"]
 
@@ -32,7 +32,7 @@ class ModelPlan:
         module: The model, with full parameters on this rank.
         units: Units with the plans of their buckets.
         experts: Which parameters are experts. None: all ranks hold the same parameters.
-        partitions: How parameters are already divided, by name. None: not at all.
+        partitions: How parameters are already divided, by name. None: not at all. Ignored parameters are absent.
     """
 
     module: nn.Module
@@ -96,15 +96,16 @@ class ModelPlan:
         lines = []
         for name, param in params.items():
             called = "an expert's" if name in experts else name
+            ignored = "" if name in self.partitions else "ignored "
             lines.append(
-                f"parameter {called}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
+                f"{ignored}parameter {called}: {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
             )
         for name, buffer in shared_buffers(self.module, experts).items():
             lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
         for bucket in self.buckets:
             digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
             lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}{_quantized(bucket)}")
-        return lines + (_values(params, params.keys() - experts) if check_values else [])
+        return lines + (_values(params, self.partitions.keys() - experts) if check_values else [])
 
     def describe_experts(self, check_values: bool) -> list[str]:
         """Describe what ranks with the same experts have in common beyond that."""
@@ -174,22 +175,29 @@ class ModelPlan:
 
 
 def divide(
-    module: nn.Module, unit_modules: UnitClasses, unit_bytes: int | None, by_module: bool, allows_meta: bool
+    module: nn.Module,
+    unit_modules: UnitModules,
+    unit_bytes: int | None,
+    by_module: bool,
+    allows_meta: bool,
+    ignored: Collection[nn.Parameter] = (),
 ) -> tuple[Unit, ...]:
     """Divide a model that can be sharded into units.
 
     Args:
         module: The model.
-        unit_modules: See :func:`~mfsdp_compile.runtime.plan.units.resolve_unit_classes`.
+        unit_modules: See :data:`~mfsdp_compile.runtime.plan.units.UnitModules`.
         unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
         by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         allows_meta: Whether parameters may be on the meta device.
+        ignored: Parameters that are not sharded.
 
     Raises:
         ValueError, TypeError, NotImplementedError: Unit classes or parameters cannot be sharded.
     """
     check_not_replaced(module)
-    _check_shardable(module, allows_meta)
+    _check_ignored(module, ignored)
+    _check_shardable(module, allows_meta, ignored)
     check_references(module)
     if unit_modules is None and unit_bytes is not None:
         raise ValueError(
@@ -208,8 +216,25 @@ def divide(
             f"Candidates for units, by repetition: {names}. Pass them, or 'auto' to use these.",
             stacklevel=4,
         )
-    units = find_units(module, resolve_unit_classes(module, unit_modules), by_module)
+    classes, groups = resolve_units(module, unit_modules)
+    if (several := next((group for group in groups if len(group) > 1), None)) and (unit_bytes is not None or by_module):
+        raise ValueError(
+            f"fsdp_unit_modules makes one unit of {len(several)} modules, and "
+            + ("unit_bytes joins units by size" if unit_bytes is not None else "enable_fine_grained_param_gather divides")
+            + ": pass only one of them."
+        )
+    units = find_units(module, classes, by_module, groups, ignored)
+    if not units:
+        raise ValueError("There is nothing to shard: the model has no parameters, or ignored_params contains all of them.")
     return join(module, units, unit_bytes) if unit_bytes is not None else units
+
+
+def _check_ignored(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
+    own = set(module.parameters())
+    if strangers := [param for param in ignored if param not in own]:
+        raise ValueError(
+            f"ignored_params contains a parameter of shape {tuple(strangers[0].shape)} that does not belong to the model."
+        )
 
 
 def shared_buffers(module: nn.Module, experts: Collection[str]) -> dict[str, Tensor]:
@@ -244,11 +269,13 @@ def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[
     return [f"values of {name}: {value_digest(local_part(param))}" for name, param in found.items()]
 
 
-def _check_shardable(module: nn.Module, allows_meta: bool) -> None:
+def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[nn.Parameter]) -> None:
     for name, part in module.named_modules():
         compat.transformer_engine.check_layer(part, name)
     names: dict[int, str] = {}
     for name, param in module.named_parameters():
+        if param in ignored:
+            continue
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run the model once before fully_shard_model."

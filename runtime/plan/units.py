@@ -1,6 +1,6 @@
 """Units: which modules are gathered and released together, and which unit each parameter belongs to.
 
-A unit is an instance of a class in ``fsdp_unit_modules``. A parameter belongs to the innermost unit around all the
+A unit is an instance of a class in ``fsdp_unit_modules``, a module given there, or a list of modules. A parameter belongs to the innermost unit around all the
 places that hold it. Parameters in no unit belong to the root, in up to three parts: parameters before, among and after
 the units (in a language model: embedding, nothing, norm and head). A single root unit would keep the embedding gathered
 until the head has run.
@@ -13,8 +13,9 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from .partition import local_shape
 
 __all__ = [
     "Unit",
-    "UnitClasses",
+    "UnitModules",
     "find_units",
     "group_by_size",
     "join",
@@ -31,9 +32,13 @@ __all__ = [
     "neighbors",
     "repeated_blocks",
     "resolve_unit_classes",
+    "resolve_units",
 ]
 
-UnitClasses = Sequence[type[nn.Module] | str] | type[nn.Module] | str | None
+UnitEntry = type[nn.Module] | str | nn.Module | Sequence[nn.Module]
+UnitModules = Sequence[UnitEntry] | type[nn.Module] | str | None
+"""Classes and import paths of classes whose instances are units, modules that are units, and lists of modules that are
+one unit together."""
 
 ROOT_PARTS = ("before", "among", "after")
 
@@ -63,7 +68,43 @@ class Unit:
         return sum(local_shape(param).numel() * param.itemsize for param, _ in self.params)
 
 
-def resolve_unit_classes(model: nn.Module, unit_modules: UnitClasses) -> tuple[type[nn.Module], ...]:
+def resolve_units(
+    model: nn.Module, unit_modules: UnitModules
+) -> tuple[tuple[type[nn.Module], ...], tuple[tuple[nn.Module, ...], ...]]:
+    """Return the classes whose instances are units, and the groups of modules that are one unit each.
+
+    Raises:
+        TypeError: An entry is neither a class of modules, nor a string, nor modules.
+        ValueError: See :func:`resolve_unit_classes`; or a module is not inside the model, or in two groups.
+    """
+    entries: list[Any] = (
+        [unit_modules] if isinstance(unit_modules, (str, type)) else [] if unit_modules is None else list(unit_modules)
+    )
+    groups: list[tuple[nn.Module, ...]] = []
+    names = {module: name for name, module in model.named_modules()}
+    for entry in entries:
+        if isinstance(entry, nn.Module):
+            groups.append((entry,))
+        elif isinstance(entry, (list, tuple)) and entry and all(isinstance(each, nn.Module) for each in entry):
+            groups.append(tuple(entry))
+    grouped = [module for group in groups for module in group]
+    for module in grouped:
+        if not names.get(module):
+            where = "is the model itself" if module in names else "is not a part of the model"
+            raise ValueError(
+                f"fsdp_unit_modules contains a {type(module).__name__} that {where}. Pass modules inside the model, or "
+                "their classes."
+            )
+        if grouped.count(module) > 1:
+            raise ValueError(
+                f"fsdp_unit_modules contains module {names[module]!r} twice: a module belongs to one unit only."
+            )
+    rest = [entry for entry in entries if not isinstance(entry, (nn.Module, list, tuple))]
+    rest += [entry for entry in entries if isinstance(entry, (list, tuple)) and tuple(entry) not in groups]
+    return resolve_unit_classes(model, rest or None), tuple(groups)
+
+
+def resolve_unit_classes(model: nn.Module, unit_modules: UnitModules) -> tuple[type[nn.Module], ...]:
     """Resolve unit classes, given as classes, import paths, names of classes in the model, ``"auto"``, or a mixture.
 
     Import paths look like ``"package.module.Class"``.
@@ -126,20 +167,40 @@ def _repeated(module: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
     return {cls: blocks for cls, blocks in children.items() if len(blocks) >= 2}
 
 
-def find_units(model: nn.Module, classes: Sequence[type[nn.Module]], by_module: bool = False) -> tuple[Unit, ...]:
+def find_units(
+    model: nn.Module,
+    classes: Sequence[type[nn.Module]],
+    by_module: bool = False,
+    groups: Sequence[Sequence[nn.Module]] = (),
+    ignored: Collection[nn.Parameter] = (),
+) -> tuple[Unit, ...]:
     """Return all units that own parameters, in registration order of their first parameter.
 
     Args:
+        classes: Classes whose instances are units.
         by_module: Whether each module inside a unit that holds parameters is a unit of its own.
+        groups: Modules that are one unit together, even if they are instances of ``classes``.
+        ignored: Parameters that belong to no unit.
     """
+    grouped = {module for group in groups for module in group}
     unit_modules: dict[str, nn.Module] = {
-        name: module for name, module in model.named_modules() if name and isinstance(module, tuple(classes))
+        name: module
+        for name, module in model.named_modules()
+        if name and (module in grouped or isinstance(module, tuple(classes)))
+    }
+    names = {module: name for name, module in unit_modules.items()}
+    group_of = {
+        names[module]: (joined_name([names[each] for each in group]), tuple(group))
+        for group in groups
+        for module in group
     }
     if by_module:
         holders = {f"{name}.{inner}": m for name in unit_modules for inner, m in _holders(unit_modules[name])}
         unit_modules |= {name: module for name, module in holders.items() if name not in unit_modules}
-    sites = _sites(model)
+    sites = {param: places for param, places in _sites(model).items() if param not in ignored}
     owners = {param: _innermost([s.module_name for s in places], unit_modules) for param, places in sites.items()}
+    owners = {param: _group_name(owner, param, group_of, sites[param]) for param, owner in owners.items()}
+    modules_of = {name: (module,) for name, module in unit_modules.items()} | dict(group_of.values())
 
     owned: dict[str, list[nn.Parameter]] = {}
     positions = [i for i, param in enumerate(sites) if owners[param]]
@@ -151,10 +212,10 @@ def find_units(model: nn.Module, classes: Sequence[type[nn.Module]], by_module: 
     return tuple(
         Unit(
             name,
-            (unit_modules.get(name, model),),
+            modules_of.get(name, (model,)),
             tuple((param, tuple(sites[param])) for param in params),
-            is_root=name not in unit_modules,
-            is_module=by_module and name in unit_modules,
+            is_root=name not in modules_of,
+            is_module=by_module and name in modules_of,
         )
         for name, params in owned.items()
     )
@@ -255,6 +316,23 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, list[Site]]:
             if param is not None:
                 sites.setdefault(param, []).append(Site(module, name, attribute))
     return sites
+
+
+def _group_name(
+    owner: str,
+    param: nn.Parameter,
+    group_of: Mapping[str, tuple[str, tuple[nn.Module, ...]]],
+    sites: Sequence[Site],
+) -> str:
+    """Return the name of the group that owns a parameter, whose innermost common unit is ``owner``.
+
+    A parameter that is tied between modules of one group belongs to the group.
+    """
+    if owner in group_of:
+        return group_of[owner][0]
+    holders = [[name for name in _prefixes(site.module_name) if name in group_of] for site in sites]
+    common = {group_of[names[-1]][0] if names else "" for names in holders}
+    return common.pop() if len(common) == 1 and "" not in common else owner
 
 
 def _innermost(module_names: Iterable[str], unit_modules: dict[str, nn.Module]) -> str:

@@ -138,8 +138,8 @@ PASSES_MUTANTS = (
     Mutant(
         "passes/reshard.py",
         "a part of a model keeps what forward used last",
-        "kept_by_policy(context.policy, context.whole_model, last_used, needed)",
-        "kept_by_policy(context.policy, True, last_used, needed)",
+        "kept_by_policy(context.policy, context.whole_model, last_used, needed, context.buckets)",
+        "kept_by_policy(context.policy, True, last_used, needed, context.buckets)",
         ("passes/test_passes.py",),
     ),
     Mutant(

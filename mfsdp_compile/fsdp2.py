@@ -1,0 +1,593 @@
+"""FSDP2's interface: a script written for ``torch.distributed.fsdp.fully_shard`` moves by changing an import.
+
+::
+
+    from mfsdp_compile.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+One model is planned, checked and compiled as a whole, but FSDP2's calls come one by one and none says that it is the
+last. So a call only records what is asked for, and the model is sharded when it is used for the first time: when its
+parameters or its state dict are read, when it is moved, compiled or called. The outermost module that was given to
+``fully_shard`` is then the model. Until then, parameters are whole.
+
+Modules that were compiled before (``layer.compile()``) are compiled with ``backend="mfsdp"`` instead, with the same
+settings: other backends do not know how to gather parameters.
+
+What differs from FSDP2 is listed in docs/moving/fsdp2.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.tensor import Shard
+
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import precision as dtypes
+from mfsdp_compile.runtime.eager.engine import EagerUnit
+from mfsdp_compile.runtime.eager.modules import register_forward
+from mfsdp_compile.runtime.init import meta
+from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.ranks.agreement import agree
+from mfsdp_compile.runtime.topology import Accumulation
+
+from .api import fully_shard_model
+from .backend.options import INNER_COMPILERS
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+_REQUEST = "_mfsdp_request"
+_SHARDED = "_mfsdp_fsdp2"
+
+
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """One call of :func:`fully_shard`: its arguments."""
+
+    modules: tuple[nn.Module, ...]
+    mesh: DeviceMesh | None
+    dims: tuple[tuple[str, ...], tuple[str, ...]] | None
+    reshard_after_forward: bool | int | None
+    mp_policy: MixedPrecisionPolicy
+    ignored: frozenset[nn.Parameter]
+
+
+@dataclass(eq=False)
+class _Sharded:
+    """What a module of a sharded model controls.
+
+    Args:
+        model: The sharded model.
+        units: Units of the module; empty if it owns no parameters.
+        is_root: Whether the module is the model.
+        syncs, all_reduces: Whether gradients are to be reduced at all, and over outer ranks.
+    """
+
+    model: ShardedModel
+    units: tuple[EagerUnit, ...]
+    is_root: bool
+    syncs: bool = True
+    all_reduces: bool = True
+
+
+_pending: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that were given to :func:`fully_shard` and are not sharded yet."""
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: Collection[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Make a module a unit of the model that it belongs to. See ``torch.distributed.fsdp.fully_shard``.
+
+    The model is sharded when it is used for the first time, which is a collective: every rank of the mesh makes the
+    same calls.
+
+    Args:
+        module: The unit, or a list of modules that are one unit together; last, the model itself. Parameters of the
+            model in no unit are gathered in up to three parts: those before, among and after the units.
+        mesh: The ranks to shard over; with two dimensions, the first one replicates (HSDP). The same for all calls. None:
+            all ranks.
+        reshard_after_forward: Whether the unit's parameters are released after forward and gathered again in backward; or
+            the number of ranks to gather over in backward. None: True, except for the unit that forward uses last.
+            ``torch.compile``'s option of the same name goes before, if it is not True.
+        shard_placement_fn: May return None or ``Shard(0)`` only.
+        mp_policy: Dtypes; see :class:`mfsdp_compile.MixedPrecisionPolicy`.
+        offload_policy: Must be ``OffloadPolicy()``.
+        ignored_params: Parameters that are neither sharded nor reduced.
+        dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
+
+    Returns:
+        ``module``. Its class is a subclass of :class:`FSDPModule` and of its class.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: An argument is wrong or not supported. Nothing has changed. What
+            concerns the model as a whole is raised at its first use.
+    """
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    _check_modules(modules)
+    _check_placements(modules, shard_placement_fn)
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"fully_shard(offload_policy={offload_policy}): parameters stay on the device. Leave it out; to save memory, "
+            "recompute activations (torch.utils.checkpoint), or shard over more ranks."
+        )
+    request = _Request(
+        modules,
+        mesh,
+        None if dp_mesh_dims is None else (dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names),
+        reshard_after_forward,
+        mp_policy,
+        frozenset(ignored_params or ()),
+    )
+    for each in modules:
+        vars(each)[_REQUEST] = request
+        each.__class__ = _class_of(type(each), is_pending=True)
+        _pending.add(each)
+    return module
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ValueError("fully_shard got an empty list of modules.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard takes a module or a list of modules, got a {type(module).__name__}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard got a {type(module).__name__}, which has no forward, so nothing would gather its parameters. "
+                "Pass its modules, one by one or as a list."
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"fully_shard was called twice on the same {type(module).__name__}.")
+        sharded = next((name for name, inner in module.named_modules() if _SHARDED in vars(inner)), None)
+        if sharded is not None:
+            raise ValueError(
+                f"Module {sharded!r} inside the {type(module).__name__} is sharded already: it was used after its own call "
+                "of fully_shard (its parameters were read, or it was called). Call fully_shard on all modules, from the "
+                "inside out, before anything uses them."
+            )
+    for one in modules:
+        inside = set(one.modules()) - {one}
+        if any(other in inside for other in modules):
+            raise ValueError("fully_shard got a list of modules of which one contains another: pass modules side by side.")
+
+
+def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Parameter], Any] | None) -> None:
+    if placement is None:
+        return
+    for module in modules:
+        for name, param in module.named_parameters():
+            wanted = placement(param)
+            if wanted is not None and not (isinstance(wanted, Shard) and wanted.dim == 0):
+                raise NotImplementedError(
+                    f"shard_placement_fn asks for {wanted} for parameter {name!r}: rows (dimension 0) are divided, unevenly "
+                    "if need be. For experts on a mesh of their own use fully_shard_model(expt_device_mesh=...); for "
+                    "whole matrices on one rank, whole_params."
+                )
+
+
+# -- classes ----------------------------------------------------------------------------------------------------------
+
+
+class FSDPModule:
+    """What :func:`fully_shard` adds to a module; see ``torch.distributed.fsdp.FSDPModule``.
+
+    Gradients are synchronized, and the last backward is known, for the model as a whole: methods about these are called
+    on the model. What concerns gathers in eager code has no effect on code compiled for the whole model, whose graph
+    has a schedule of its own (options ``prefetch``, ``schedule``).
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make ``type(module)(...)`` return a module of the class that the user wrote."""
+        original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
+        return original(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep generated classes from subclass hooks of the user's classes, such as registries."""
+
+    # -- gathered parameters ------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the module's own parameters, not those of units inside. A collective.
+
+        Until the module's next forward has run, or :meth:`reshard`, its parameters can be read outside of forwards
+        (``module.weight``); ``parameters()`` still returns shards.
+
+        Args:
+            async_op: Return a handle whose ``wait()`` waits for the parameters. A forward waits by itself.
+        """
+        state = _state(self)
+        if not state.model.eager.is_in_window:
+            state.model.leave_backward()
+        handle = _Unshard(state.model.eager.unshard(state.units))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Release the module's own gathered parameters."""
+        state = _state(self)
+        state.model.eager.reshard(state.units)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Set whether parameters are released after forward and gathered again in backward. Not during a step."""
+        _check_bool("reshard_after_forward", reshard_after_forward)
+        for model, units in _models(self, recurse):
+            model.set_reshard_after_forward(_buckets(units), reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Set whether parameters are released after backward. Not during a step.
+
+        If not, they stay gathered from their first forward until the backward that reduces the step's gradients, so they
+        are not released after forward either.
+        """
+        _check_bool("reshard_after_backward", reshard_after_backward)
+        for model, units in _models(self, recurse):
+            model.set_reshard_after_backward(_buckets(units), reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules to start gathering when this one has been gathered in forward."""
+        for unit in (state := _state(self)).units:
+            state.model.eager.control(unit).forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Set the modules to start gathering when this one has been gathered in backward."""
+        for unit in (state := _state(self)).units:
+            state.model.eager.control(unit).backward_prefetch = _units_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let everything that the current stream runs from now on, gathers included, wait for ``event``."""
+        torch.accelerator.current_stream().wait_event(event)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Set whether the next backwards reduce gradients. If not, each rank sums its whole gradients.
+
+        Call it on the model. The first call with False, which must not be during a step, has graphs compiled again.
+        """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
+        state = _root_state(self, "set_requires_gradient_sync", recurse)
+        state.syncs = state.all_reduces = requires_gradient_sync
+        accumulation = state.model.topology.accumulation
+        if not requires_gradient_sync and not accumulation.whole_gradients:
+            state.model.set_accumulation(Accumulation(True, accumulation.keeps_gathered))
+        _apply_sync(state)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether the next backwards reduce gradients over the ranks that replicate shards (HSDP).
+
+        Call it on the model.
+        """
+        _check_bool("requires_all_reduce", requires_all_reduce)
+        state = _root_state(self, "set_requires_all_reduce", recurse)
+        state.all_reduces = requires_all_reduce
+        _apply_sync(state)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Has no effect: every backward waits for its own reductions before it returns."""
+        _check_bool("is_last_backward", is_last_backward)
+        _root_state(self, "set_is_last_backward", recurse=True)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's own gradients over ranks by ``factor``, instead of the number of ranks.
+
+        Graphs are compiled again.
+        """
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not factor > 0:
+            raise ValueError(f"set_gradient_divide_factor takes a number above 0, got {factor!r}")
+        state = _state(self)
+        state.model.set_gradient_divide_factor(_buckets(state.units), float(factor))
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Has no effect: gradients are summed, and the sum is scaled."""
+        _check_bool("enable", enable)
+        _state(self)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(gradient)`` with each reduced gradient of this module's own parameters before it is accumulated.
+
+        ``gradient`` is this rank's flat shard in the shards' dtype, already divided. The hook may change it in place; if
+        it communicates, all ranks do. For eager code, and for modules that are compiled one by one; code compiled for the
+        whole model is refused.
+
+        Args:
+            stream: Must be None: the hook runs on the current stream.
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "set_all_reduce_hook(stream=...): the hook runs on the current stream. Leave stream out, and switch streams "
+                "in the hook."
+            )
+        for unit in (state := _state(self)).units:
+            state.model.eager.control(unit).reduced_hook = hook
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Has no effect: ranks may always use different parameters, and add zeros for those that they did not use."""
+        _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        _state(self)
+
+    # -- after failures -----------------------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Drop what is left of a step that failed: gathered parameters, and gradients. Call it on the model."""
+        state = _root_state(self, "reset_iter_state", recurse=True)
+        state.model.leave_backward()
+        state.model.eager.reset()
+        state.model.zero_gradients()
+
+
+class _Pending(FSDPModule):
+    """A module that :func:`fully_shard` was called on, and that nothing has used yet. Any use shards the model."""
+
+    @property
+    def __call__(self) -> Callable[..., Any]:  # type: ignore[override]
+        return _sharded(self).__call__
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return _sharded(self).named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _sharded(self).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return _sharded(self).load_state_dict(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        _sharded(self).compile(*args, **kwargs)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> nn.Module:
+        return _sharded(self).apply(fn)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return _sharded(self)._apply(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError("Copy the model before fully_shard, or after its first use.")
+
+
+@functools.cache
+def _class_of(cls: type[nn.Module], is_pending: bool) -> type[nn.Module]:
+    bases = (_Pending, FSDPModule, cls) if is_pending else (FSDPModule, cls)
+    namespace = {"__module__": cls.__module__, "__qualname__": f"FSDP{cls.__qualname__}", "__doc__": cls.__doc__}
+    return type(f"FSDP{cls.__name__}", bases, namespace)
+
+
+class _Unshard(UnshardHandle):
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Wait until the parameters are gathered."""
+        self._wait()
+
+
+# -- sharding at first use --------------------------------------------------------------------------------------------
+
+
+def _sharded(module: Any) -> Any:
+    """Shard the model that a module belongs to, if it is not sharded yet. Return the module."""
+    if module in _pending:
+        holders = [holder for holder in _pending if any(module is inner for inner in holder.modules())]
+        root = max(holders, key=lambda holder: sum(1 for _ in holder.modules()))
+        _shard(root)
+    return module
+
+
+def _shard(root: nn.Module) -> None:
+    pending = [module for module in root.modules() if module in _pending]
+    requests = list(dict.fromkeys(vars(module)[_REQUEST] for module in pending))
+    own: _Request = vars(root)[_REQUEST]
+    _check_requests(root, own, requests)
+    for module in pending:
+        module.__class__ = _class_of(type(module).__mro__[3], is_pending=False)
+    try:
+        model = _shard_now(root, own, requests)
+    except BaseException:
+        for module in pending:  # as before: the model can be used, or the call repeated
+            module.__class__ = _class_of(type(module).__mro__[2], is_pending=True)
+        raise
+    for module in pending:
+        _pending.discard(module)
+        request = vars(module).pop(_REQUEST)
+        units = tuple(unit for unit in model.eager.units if (unit.is_root if module is root else module in unit.modules))
+        vars(module)[_SHARDED] = _Sharded(model, units, is_root=module is root)
+        buckets = _buckets(units)
+        if request.reshard_after_forward is not None and buckets:
+            model.set_reshard_after_forward(buckets, request.reshard_after_forward)
+    for module in root.modules():
+        for name in vars(module).pop(_METHODS, ()):
+            vars(module).pop(name)
+            register_forward(module, name)
+        _compile_again(module)
+
+
+def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> ShardedModel:
+    units = [list(request.modules) for request in requests if request is not own]
+    is_meta = meta.has_meta(root)
+    model = fully_shard_model(
+        root,
+        **_mesh(own),
+        fsdp_unit_modules=units,
+        mixed_precision_policy=_policy(requests),
+        init_model_with_meta_device=is_meta,
+        init_fn=(lambda module: None) if is_meta else None,
+        ignored_params=frozenset().union(*(request.ignored for request in requests)),
+    ).sharded
+    agree(
+        model.group,
+        "fully_shard",
+        lambda: [f"reshard_after_forward={request.reshard_after_forward}" for request in requests],
+    )
+    return model
+
+
+def _check_requests(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> None:
+    if len(own.modules) > 1:
+        raise ValueError(
+            f"fully_shard was called on a list of {len(own.modules)} modules, but on no module that contains them. Call it "
+            "on the model last."
+        )
+    for request in requests:
+        if (request.mesh, request.dims) != (own.mesh, own.dims):
+            name = next(name for name, module in root.named_modules() if module is request.modules[0])
+            raise NotImplementedError(
+                f"fully_shard got another mesh for {name!r} ({request.mesh}) than for the model ({own.mesh}). Experts, "
+                "which other ranks hold, are sharded with fully_shard_model(expt_device_mesh=...)."
+            )
+
+
+def _mesh(request: _Request) -> dict[str, Any]:
+    mesh = request.mesh
+    if mesh is None:
+        return {}
+    if request.dims is None:
+        if mesh.ndim == 1:
+            return {"device_mesh": mesh}
+        if mesh.ndim != 2 or mesh.mesh_dim_names is None:
+            raise ValueError(f"fully_shard takes a mesh of one dimension, or of two with names, got {mesh}")
+        (outer, shard) = mesh.mesh_dim_names
+    else:
+        shard_names, replicate_names = request.dims
+        if len(shard_names) != 1 or len(replicate_names) > 1:
+            raise NotImplementedError(
+                f"dp_mesh_dims names {shard_names} to shard over and {replicate_names} to replicate over: one dimension is "
+                "needed to shard over, and at most one to replicate. Flatten several into one first."
+            )
+        shard, outer = shard_names[0], next(iter(replicate_names), None)  # type: ignore[assignment]
+    if outer is None:
+        return {"device_mesh": mesh, "dp_shard_dim": shard}
+    group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
+    return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}
+
+
+def _policy(requests: Sequence[_Request]) -> dtypes.MixedPrecisionPolicy:
+    policy = requests[0].mp_policy
+    return dtypes.MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=policy.reduce_dtype)
+
+
+def _compile_again(module: nn.Module) -> None:
+    """Compile a module with ``backend="mfsdp"`` that was compiled with another backend before it was sharded."""
+    compiled = module._compiled_call_impl
+    if compiled is None or (settings := compat.compile_settings(compiled)) is None or settings.backend == "mfsdp":
+        return
+    if settings.backend not in INNER_COMPILERS:
+        raise ValueError(
+            f"A {type(module).__name__} was compiled with backend={settings.backend!r} before fully_shard, which does not "
+            f"know how to gather parameters. Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then "
+            "the compiler behind it."
+        )
+    options: dict[str, Any] = {"inner": settings.backend}
+    if settings.inductor:
+        options["inductor"] = settings.inductor
+    module.compile(backend="mfsdp", fullgraph=settings.fullgraph, dynamic=settings.dynamic, options=options)
+
+
+# -- methods other than forward ---------------------------------------------------------------------------------------
+
+_METHODS = "_mfsdp_forward_methods"
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` read gathered parameters.
+
+    Raises:
+        AttributeError: The module has no such method.
+    """
+    if not hasattr(module, method_name):
+        raise AttributeError(f"{type(module).__name__!r} has no method {method_name!r}")
+    if not isinstance(module, FSDPModule):
+        return  # as in FSDP2
+    if module not in _pending:
+        register_forward(cast(nn.Module, module), method_name)
+        return
+    vars(module).setdefault(_METHODS, []).append(method_name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_sharded(self), method_name)(*args, **kwargs)
+
+    vars(module)[method_name] = types.MethodType(call, module)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Has no effect: a model's schedule does not depend on others."""
+    _units_of(modules)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def _state(module: Any) -> _Sharded:
+    return vars(_sharded(module))[_SHARDED]
+
+
+def _root_state(module: Any, method: str, recurse: bool) -> _Sharded:
+    state = _state(module)
+    if not state.is_root or not recurse:
+        raise ValueError(
+            f"{method} was called on a {type(module).__name__}{'' if recurse else ' with recurse=False'}: it is for the model "
+            "as a whole. Call it on the module that the last fully_shard was called on."
+        )
+    return state
+
+
+def _models(module: Any, recurse: bool) -> list[tuple[ShardedModel, list[EagerUnit]]]:
+    """Return a module's model, and its units, with those inside if ``recurse``."""
+    state = _state(module)
+    inner = [vars(each)[_SHARDED] for each in module.modules() if _SHARDED in vars(each)] if recurse else [state]
+    return [(state.model, list(dict.fromkeys(unit for each in inner for unit in each.units)))]
+
+
+def _units_of(modules: Sequence[Any]) -> tuple[EagerUnit, ...]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expected modules that fully_shard was called on, got a {type(module).__name__}")
+    return tuple(unit for module in modules for unit in _state(module).units)
+
+
+def _buckets(units: Sequence[EagerUnit]) -> list[Any]:
+    return [bucket for unit in units for bucket in unit.buckets]
+
+
+def _apply_sync(state: _Sharded) -> None:
+    settings = state.model.grad_sync.settings
+    settings.last_microbatch = None if state.syncs and state.all_reduces else False
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} takes True or False, got {value!r}")
