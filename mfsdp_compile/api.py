@@ -27,11 +27,11 @@ from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
-from mfsdp_compile.runtime.plan.units import UnitModules
+from mfsdp_compile.runtime.plan.units import Unit, UnitModules
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
-from mfsdp_compile.runtime.topology import ShardingStrategy
+from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
 
 from .wrapper import MegatronFSDP
 
@@ -87,7 +87,7 @@ def fully_shard_model(
     communication: Communication | Mapping[str, Any] | None = None,
     buffer_allocator: Allocate | None = None,
     ignored_params: Collection[nn.Parameter] = (),
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -219,9 +219,9 @@ def fully_shard_model(
             between ranks. Their gradients are this rank's own; reduce them yourself.
         reshard_after_forward: Whether parameters are released after forward and gathered again in backward. A number n
             of ranks, which divides the ranks that parameters are sharded over: each rank keeps one of n portions, and
-            backward gathers over n neighbors. None: True, except for the unit that forward uses last. For
-            ``optim_grads_params``. :mod:`mfsdp_compile.fsdp2` sets it by unit. The option of the same name of
-            ``torch.compile`` goes before, if it is not True.
+            backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from unit
+            modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
+            ``optim_grads_params``. The option of the same name of ``torch.compile`` goes before, if it is not True.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -270,7 +270,6 @@ def fully_shard_model(
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard_model takes an nn.Module, got a {type(module).__name__}")
     _refuse_other_data_parallelism(module)
-    _check_reshard(reshard_after_forward)
     strategy = ShardingStrategy.of(zero_dp_strategy, "zero_dp_strategy")
     outer_strategy = ShardingStrategy.of(outer_dp_sharding_strategy, "outer_dp_sharding_strategy")
     topology, every = build_topology(
@@ -337,7 +336,7 @@ def fully_shard_model(
         communication=communicators,
         keeps_transposes=keep_fp8_transpose_cache,
         ignored=frozenset(ignored_params),
-        reshard_after_forward=reshard_after_forward,
+        reshard_after_forward=_resharding(reshard_after_forward, module, topology),
     )
     if buffer_allocator is not None and not options.buffer_policy.double:
         raise ValueError(
@@ -488,13 +487,32 @@ def _check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} takes True or False, got {reprlib.repr(value)}, a {type(value).__name__}")
 
 
-def _check_reshard(value: object) -> None:
-    if value is None or isinstance(value, bool):
-        return
-    if not isinstance(value, int):
-        raise TypeError(f"reshard_after_forward takes True, False, a number of ranks or None, got {reprlib.repr(value)}")
-    if value < 1:
-        raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
+def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:
+    """Return the function that says what happens to a unit's buckets between forward and backward."""
+    values = dict(given) if isinstance(given, Mapping) else {nn.Module: given}
+    for key, value in values.items():
+        if not (isinstance(key, nn.Module) or (isinstance(key, type) and issubclass(key, nn.Module))):
+            raise TypeError(
+                f"reshard_after_forward has the key {reprlib.repr(key)}, which is no module or class of modules"
+            )
+        if isinstance(key, nn.Module) and not any(key is inner for inner in module.modules()):
+            raise ValueError(f"reshard_after_forward has a {type(key).__name__} as a key that is not part of the model")
+        if value is None or isinstance(value, bool):
+            continue
+        if not isinstance(value, int):
+            raise TypeError(
+                f"reshard_after_forward takes True, False, a number of ranks or None, got {reprlib.repr(value)}"
+            )
+        if value < 1:
+            raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
+        values[key] = topology.portions_of(value, "reshard_after_forward")
+
+    def of_unit(unit: Unit) -> bool | int | None:
+        found = [values[key] for key in (*unit.modules, *map(type, unit.modules)) if key in values]
+        found += [value for key, value in values.items() if isinstance(key, type) and isinstance(unit.modules[0], key)]
+        return found[0] if found else None
+
+    return of_unit
 
 
 def _refuse_without_experts(given: Mapping[str, Any]) -> None:

@@ -26,12 +26,11 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.tensor import Shard
@@ -42,7 +41,6 @@ from mfsdp_compile.runtime.eager.engine import EagerUnit
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.ranks.agreement import agree
 from mfsdp_compile.runtime.topology import Accumulation
 
 from .api import fully_shard_model
@@ -103,8 +101,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -180,7 +178,9 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for one in modules:
         inside = set(one.modules()) - {one}
         if any(other in inside for other in modules):
-            raise ValueError("fully_shard got a list of modules of which one contains another: pass modules side by side.")
+            raise ValueError(
+                "fully_shard got a list of modules of which one contains another: pass modules side by side."
+            )
 
 
 def _check_placements(modules: Sequence[nn.Module], placement: Callable[[nn.Parameter], Any] | None) -> None:
@@ -413,6 +413,7 @@ def _shard(root: nn.Module) -> None:
     requests = list(dict.fromkeys(vars(module)[_REQUEST] for module in pending))
     own: _Request = vars(root)[_REQUEST]
     _check_requests(root, own, requests)
+    compiled = _compiled(root)
     for module in pending:
         module.__class__ = _class_of(type(module).__mro__[3], is_pending=False)
     try:
@@ -423,23 +424,23 @@ def _shard(root: nn.Module) -> None:
         raise
     for module in pending:
         _pending.discard(module)
-        request = vars(module).pop(_REQUEST)
-        units = tuple(unit for unit in model.eager.units if (unit.is_root if module is root else module in unit.modules))
+        del vars(module)[_REQUEST]
+        units = tuple(
+            unit for unit in model.eager.units if (unit.is_root if module is root else module in unit.modules)
+        )
         vars(module)[_SHARDED] = _Sharded(model, units, is_root=module is root)
-        buckets = _buckets(units)
-        if request.reshard_after_forward is not None and buckets:
-            model.set_reshard_after_forward(buckets, request.reshard_after_forward)
     for module in root.modules():
         for name in vars(module).pop(_METHODS, ()):
             vars(module).pop(name)
             register_forward(module, name)
-        _compile_again(module)
+    for module, settings in compiled.items():
+        _compile_again(module, settings)
 
 
 def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> ShardedModel:
     units = [list(request.modules) for request in requests if request is not own]
     is_meta = meta.has_meta(root)
-    model = fully_shard_model(
+    return fully_shard_model(
         root,
         **_mesh(own),
         fsdp_unit_modules=units,
@@ -447,13 +448,8 @@ def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> 
         init_model_with_meta_device=is_meta,
         init_fn=(lambda module: None) if is_meta else None,
         ignored_params=frozenset().union(*(request.ignored for request in requests)),
+        reshard_after_forward={module: each.reshard_after_forward for each in requests for module in each.modules},
     ).sharded
-    agree(
-        model.group,
-        "fully_shard",
-        lambda: [f"reshard_after_forward={request.reshard_after_forward}" for request in requests],
-    )
-    return model
 
 
 def _check_requests(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> None:
@@ -500,17 +496,31 @@ def _policy(requests: Sequence[_Request]) -> dtypes.MixedPrecisionPolicy:
     return dtypes.MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=policy.reduce_dtype)
 
 
-def _compile_again(module: nn.Module) -> None:
-    """Compile a module with ``backend="mfsdp"`` that was compiled with another backend before it was sharded."""
-    compiled = module._compiled_call_impl
-    if compiled is None or (settings := compat.compile_settings(compiled)) is None or settings.backend == "mfsdp":
-        return
-    if settings.backend not in INNER_COMPILERS:
-        raise ValueError(
-            f"A {type(module).__name__} was compiled with backend={settings.backend!r} before fully_shard, which does not "
-            f"know how to gather parameters. Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then "
-            "the compiler behind it."
-        )
+def _compiled(root: nn.Module) -> dict[nn.Module, compat.CompileSettings]:
+    """Return the modules that were compiled with another backend than ours, and how.
+
+    Raises:
+        ValueError: The backend cannot be the compiler behind ours.
+    """
+    found = {}
+    for name, module in root.named_modules():
+        if (
+            module._compiled_call_impl is None
+            or (settings := compat.compile_settings(module._compiled_call_impl)) is None
+        ):
+            continue
+        if settings.backend not in (*INNER_COMPILERS, "mfsdp"):
+            raise ValueError(
+                f"Module {name!r} was compiled with backend={settings.backend!r} before fully_shard, which does not know how "
+                f"to gather parameters. Compile it with backend='mfsdp', or one of {INNER_COMPILERS}, which is then the "
+                "compiler behind it."
+            )
+        if settings.backend != "mfsdp":
+            found[module] = settings
+    return found
+
+
+def _compile_again(module: nn.Module, settings: compat.CompileSettings) -> None:
     options: dict[str, Any] = {"inner": settings.backend}
     if settings.inductor:
         options["inductor"] = settings.inductor

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -67,6 +68,7 @@ class ShardedModel:
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
         registration: Their registration with NCCL, if it was asked for.
+        ignored: Parameters of the module that are not sharded.
 
     Attributes:
         compiled_graphs: Records of the passes, added by the backend.
@@ -86,6 +88,7 @@ class ShardedModel:
         overlap: Overlap,
         comm_buffers: BufferPool,
         registration: Registration | None = None,
+        ignored: Iterable[nn.Parameter] = (),
     ) -> None:
         self.buckets = tuple(buckets)
         self.comm_buffers = comm_buffers
@@ -103,7 +106,9 @@ class ShardedModel:
         self.compiled_graphs: list[Any] = []
         self.captured_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._module = weakref.ref(module)
-        self._known = frozenset(id(param) for param in module.parameters())  # sharded or ignored
+        self._ignored = tuple(ignored)
+        sharded = (param for bucket in self.buckets for param in bucket.params)
+        self._known = frozenset(map(id, itertools.chain(sharded, self._ignored)))
         self._schedules_replaced = 0
         eager.owner = self
         for bucket in self.buckets:
@@ -115,13 +120,23 @@ class ShardedModel:
         """Copy the model with its memory, but without the state of a running step."""
         duplicate = object.__new__(ShardedModel)
         memo[id(self)] = duplicate  # buckets refer to their owner
-        buckets, eager, module = copy.deepcopy((self.buckets, self.eager, self.module), memo)
+        buckets, eager, module, ignored = copy.deepcopy((self.buckets, self.eager, self.module, self._ignored), memo)
         members = copy.copy(self.members)
         conduct = self.conduct.of_copy(members)
         pool = copy.deepcopy(self.comm_buffers)
         registration = self.registration.of_copy(pool) if self.registration is not None else None
         ShardedModel.__init__(
-            duplicate, module, buckets, eager, members, conduct, self.precision, self.overlap, pool, registration
+            duplicate,
+            module,
+            buckets,
+            eager,
+            members,
+            conduct,
+            self.precision,
+            self.overlap,
+            pool,
+            registration,
+            ignored,
         )
         duplicate.grad_sync.settings = copy.copy(self.grad_sync.settings)
         duplicate.grad_sync.microbatches = self.grad_sync.microbatches
@@ -303,50 +318,29 @@ class ShardedModel:
         for module in {site.module for bucket in buckets for sites in bucket.sites for site in sites}:
             label_module(module, self._schedules_replaced)
 
-    def make_portions(self, size: int, asked: str) -> None:
+    def make_portions(self, size: int) -> None:
         """Create the process group for ``reshard_after_forward=size``, which backwards gather over, if there is none.
 
         The first call for a size is a collective.
 
         Args:
-            asked: Who asked for it, for messages.
+            size: A number that divides the ranks; see :meth:`.Topology.portions_of`.
 
         Raises:
-            ValueError: It means nothing for this model, or ``size`` does not divide the ranks.
             RuntimeError: Not all ranks have requested it.
         """
-        group = self.topology.gather_group
-        if group is None:
-            raise ValueError(
-                f"{asked} is {size}, but with {self.topology} parameters are not gathered at each use, so the backward "
-                "gathers nothing. Take it out, or shard parameters too (zero_dp_strategy='optim_grads_params')."
-            )
-        if group.size % size:
-            divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
-            raise ValueError(
-                f"{asked} is {size}, but parameters are sharded over {group.size} ranks, which cannot be divided into "
-                f"groups of {size}. Numbers that divide them: {', '.join(map(str, divisors))}."
-            )
-        if size < group.size and size not in self.topology.portions:
+        if size not in self.topology.portions:
             self.conduct.note("process groups for reshard_after_forward")
             self.conduct.agree("Compiling", [f"reshard_after_forward={size}"])
             self.topology.make_portions(size)
 
-    def set_reshard_after_forward(self, buckets: Collection[Bucket], value: bool | int | None) -> None:
-        """Change what happens to buckets between forward and backward; see :class:`.BucketPlan`.
-
-        A collective for numbers. Compiled graphs are compiled again.
+    def set_reshard_after_forward(self, buckets: Collection[Bucket], value: bool) -> None:
+        """Change what happens to buckets between forward and backward. Compiled graphs are compiled again.
 
         Raises:
             RuntimeError: A step is in progress.
-            ValueError: See :meth:`make_portions`.
         """
         self._refuse_in_step("reshard_after_forward was changed")
-        if value is not None and not isinstance(value, bool):
-            self.make_portions(value, "reshard_after_forward")
-            group = self.topology.gather_group
-            assert group is not None
-            value = False if value == 1 else True if value == group.size else value
         for bucket in buckets:
             bucket.set_plan(replace(bucket.plan, reshard_after_forward=value))
         self.label_modules_of(*buckets)
@@ -360,9 +354,7 @@ class ShardedModel:
         self._refuse_in_step("reshard_after_backward was changed")
         self._set_topologies(
             {
-                bucket: bucket.topology.accumulating(
-                    replace(bucket.topology.accumulation, keeps_gathered=not value)
-                )
+                bucket: bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=not value))
                 for bucket in buckets
             }
         )

@@ -29,7 +29,7 @@ from .plan.communicators import Communication
 from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan, divide
 from .plan.references import move_hooks, retire
-from .plan.units import UnitModules
+from .plan.units import Unit, UnitModules
 from .precision import GradientPolicy, MixedPrecisionPolicy
 from .ranks.agreement import agree
 from .ranks.conduct import Conduct
@@ -68,7 +68,8 @@ class ShardingOptions:
         communication: Communicators, and NCCL's settings for them.
         keeps_transposes: See :class:`~.plan.buckets.BucketPlanner`.
         ignored: Parameters that are not sharded, moved or reduced.
-        reshard_after_forward: See :class:`~.memory.bucket.BucketPlan`; of all buckets.
+        reshard_after_forward: Function that returns for each unit what its buckets have; see
+            :class:`~.memory.bucket.BucketPlan`.
     """
 
     unit_modules: UnitModules
@@ -90,7 +91,7 @@ class ShardingOptions:
     by_module: bool = False
     keeps_transposes: bool = False
     ignored: frozenset[nn.Parameter] = frozenset()
-    reshard_after_forward: bool | int | None = None
+    reshard_after_forward: Callable[[Unit], bool | int | None] = lambda unit: None
 
 
 def shard_model(
@@ -129,14 +130,23 @@ def shard_model(
     pool = BufferPool(Allocator(options.allocate)) if options.allocate is not None else BufferPool()
     registration = Registration(pool, options.symmetric) if options.registers != "never" else None
     sharded = ShardedModel(
-        module, buckets, eager, members, conduct, options.precision, options.overlap, pool, registration
+        module,
+        buckets,
+        eager,
+        members,
+        conduct,
+        options.precision,
+        options.overlap,
+        pool,
+        registration,
+        options.ignored,
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)
     _shard_modules(module, eager, made.homes)
     sharded.forget_old_code()
-    if options.reshard_after_forward is not None:
-        sharded.set_reshard_after_forward(buckets, options.reshard_after_forward)
+    for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):
+        sharded.make_portions(size)
     for reference, name in made.replaced:
         if (held := reference()) is not None:
             retire(held, name)
@@ -173,7 +183,8 @@ def _agree_on_plan(
             own,
             options.keeps_transposes,
         )
-        found.append(ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy))
+        plan = ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy)
+        found.append(plan.with_resharding(options.reshard_after_forward))
         # Includes versions, because passes and Inductor's choices of kernels differ between them.
         return [
             f"torch {torch.__version__}",
@@ -182,7 +193,6 @@ def _agree_on_plan(
             *([str(own)] if own is not None else []),
             f"tp_dim of {tensor_parallel.size()} ranks" if tensor_parallel is not None else "no tp_dim",
             *found[0].describe(options.check_values),
-            *([f"reshard_after_forward={options.reshard_after_forward}"] if options.reshard_after_forward is not None else []),
             *([str(options.buffer_policy)] if options.buffer_policy != BufferPolicy() else []),
             *([f"{_RANDOM}: {meta.random_state(device)}"] if initializer is not None and initializer.draws else []),
         ]

@@ -268,6 +268,31 @@ class Topology:
         """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
         return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp
 
+    def portions_of(self, reshard: bool | int | None, asked: str) -> bool | int | None:
+        """Return what ``reshard_after_forward`` means for these ranks: a number of all ranks is True, and 1 is False.
+
+        Args:
+            asked: Who asked for it, for messages.
+
+        Raises:
+            ValueError: A number means nothing here, or does not divide the ranks.
+        """
+        if reshard is None or isinstance(reshard, bool):
+            return reshard
+        group = self.gather_group
+        if group is None:
+            raise ValueError(
+                f"{asked} is {reshard}, but with {self} parameters are not gathered at each use, so the backward "
+                "gathers nothing. Take it out, or shard parameters too (zero_dp_strategy='optim_grads_params')."
+            )
+        if group.size % reshard:
+            divisors = [n for n in range(1, group.size + 1) if group.size % n == 0]
+            raise ValueError(
+                f"{asked} is {reshard}, but parameters are sharded over {group.size} ranks, which cannot be divided into "
+                f"groups of {reshard}. Numbers that divide them: {', '.join(map(str, divisors))}."
+            )
+        return {1: False, group.size: True}.get(reshard, reshard)
+
     def make_portions(self, size: int) -> None:
         """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s.
 

@@ -168,6 +168,8 @@ def prepare(
     if chosen.float32_gradients:
         _check_float32_gradients(buckets)
     owners = models_of(buckets)
+    if not served:
+        _refuse_hooks(owners, buckets)
     if chosen.inner == "inductor" and any(owner.is_miscompiled() for owner in owners):
         warnings.warn(
             f"The Inductor of torch {torch.__version__} computes wrong gradients for the routers of GPT-OSS on the "
@@ -177,7 +179,9 @@ def prepare(
         )
     portions = chosen.schedule.portions
     for owner in owners if portions else ():
-        owner.make_portions(portions, "options['reshard_after_forward']")
+        meant = owner.topology.portions_of(portions, "options['reshard_after_forward']")
+        if not isinstance(meant, bool):
+            owner.make_portions(portions)
     context = Context(
         buckets=tuple(
             served_info(bucket.plan, bucket.topology) if served else bucket_info(bucket.plan, bucket.topology, portions)
@@ -538,6 +542,18 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         main_dtype=plan.comm_dtype,
         grad_dtype=plan.grad_dtype,
     )
+
+
+def _refuse_hooks(owners: Sequence[ShardedModel], buckets: Sequence[Bucket]) -> None:
+    """Raise NotImplementedError if reduced gradients are to be shown to a hook: graphs do not call it."""
+    for unit in (unit for owner in owners for unit in owner.eager.units if not set(buckets).isdisjoint(unit.buckets)):
+        owner = unit.buckets[0].owner
+        if owner.eager.control(unit).reduced_hook is not None:
+            raise NotImplementedError(
+                f"set_all_reduce_hook was called for {unit.name!r}, whose gradients a graph of the whole model would reduce "
+                "without calling the hook. Compile layer by layer (layer.compile(backend='mfsdp')), where the hook is "
+                "called, or change gradients after backward."
+            )
 
 
 def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:

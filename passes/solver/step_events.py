@@ -144,9 +144,7 @@ class StepOutlines:
             return frozenset()
         last_used = {bucket: last for use in forward.uses for bucket, _, last in use.lives}
         needed = {bucket: first for use in backward.uses for bucket, first, _ in use.lives}
-        return kept_by_policy(
-            self.context.policy, self.context.whole_model, last_used, needed, self.context.buckets
-        )
+        return kept_by_policy(self.context.policy, self.context.whole_model, last_used, needed, self.context.buckets)
 
     def resting(self, optimizer: OptimizerCost) -> Mapping[Category, int]:
         """Return the bytes that a rank holds between steps, without gradients, by category."""

@@ -430,7 +430,9 @@ def _not_saved(found: Analysis, contract: Contract | None) -> Findings:
     before: set[str | None] = {output.name for output in contract.outputs} if contract is not None else set()
     own = contract.user_outputs if contract is not None else 0
     policy = found.context.policy
-    may_keep = policy.keep_last or policy.reshard_after_forward is not True or any(b.stays for b in found.context.buckets)
+    may_keep = (
+        policy.keep_last or policy.reshard_after_forward is not True or any(b.stays for b in found.context.buckets)
+    )
     started = {launch.node: launch for launch in found.launches if launch.gathers}
     for position, value in enumerate(found.outputs):
         whole = found.whole_of.get(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -80,6 +80,16 @@ class ModelPlan:
             self, units=tuple((unit, tuple(itertools.islice(made, len(plans)))) for unit, plans in self.units)
         )
 
+    def with_resharding(self, of_unit: Callable[[Unit], bool | int | None]) -> ModelPlan:
+        """Return the plan with what happens to the buckets of each unit between forward and backward."""
+        return replace(
+            self,
+            units=tuple(
+                (unit, tuple(replace(bucket, reshard_after_forward=of_unit(unit)) for bucket in buckets))
+                for unit, buckets in self.units
+            ),
+        )
+
     @property
     def buckets(self) -> Iterator[BucketPlan]:
         return (bucket for _, buckets in self.units for bucket in buckets)
@@ -104,7 +114,9 @@ class ModelPlan:
             lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
         for bucket in self.buckets:
             digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
-            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}{_quantized(bucket)}")
+            reshard = bucket.reshard_after_forward
+            more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
+            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}{more}")
         return lines + (_values(params, self.partitions.keys() - experts) if check_values else [])
 
     def describe_experts(self, check_values: bool) -> list[str]:
@@ -220,12 +232,18 @@ def divide(
     if (several := next((group for group in groups if len(group) > 1), None)) and (unit_bytes is not None or by_module):
         raise ValueError(
             f"fsdp_unit_modules makes one unit of {len(several)} modules, and "
-            + ("unit_bytes joins units by size" if unit_bytes is not None else "enable_fine_grained_param_gather divides")
+            + (
+                "unit_bytes joins units by size"
+                if unit_bytes is not None
+                else "enable_fine_grained_param_gather divides"
+            )
             + ": pass only one of them."
         )
     units = find_units(module, classes, by_module, groups, ignored)
     if not units:
-        raise ValueError("There is nothing to shard: the model has no parameters, or ignored_params contains all of them.")
+        raise ValueError(
+            "There is nothing to shard: the model has no parameters, or ignored_params contains all of them."
+        )
     return join(module, units, unit_bytes) if unit_bytes is not None else units
 
 

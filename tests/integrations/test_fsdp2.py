@@ -1,0 +1,628 @@
+"""FSDP2's interface: the same calls, with the same numbers as torch's own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pool import on_ranks
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+
+from mfsdp_compile import fsdp2, fully_shard_model
+from mfsdp_compile.runtime import compat
+
+APIS = (fsdp, fsdp2)
+"""The two implementations, torch's first."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    model: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Run)
+        assert self.params.keys() == other.params.keys()
+        same = all(torch.equal(param, other.params[name]) for name, param in self.params.items())
+        return same and self.losses == other.losses
+
+
+def shard(api: Any, model: Net, **kwargs: Any) -> Net:
+    """Shard as most scripts do: each layer, the norm with the head, the model."""
+    for layer in model.layers:
+        api.fully_shard(layer, **kwargs)
+    api.fully_shard([model.norm, model.head], **kwargs)
+    return api.fully_shard(model, **kwargs)
+
+
+def built() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def train(
+    model: nn.Module, call: Any = None, steps: int = 3, micro: Callable[[int], None] = lambda _: None, count: int = 1
+) -> Run:
+    """Train a sharded model on data of this rank.
+
+    Args:
+        call: What to call in its place.
+        micro: Called with the number of each microbatch, before it.
+        count: Number of microbatches.
+    """
+    run = Run(model=model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        torch.manual_seed(100 * step + dist.get_rank())
+        for number in range(count):
+            micro(number)
+            loss = (model if call is None else call)(torch.randn(6, 8)).square().mean()
+            loss.backward()
+            run.losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.params = {
+        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+        for name, param in model.named_parameters()
+    }
+    return run
+
+
+def by_block(api: Any) -> Net:
+    return shard(api, built())
+
+
+def root_only(api: Any) -> Net:
+    return api.fully_shard(built())
+
+
+def inside_out(api: Any) -> Net:
+    model = built()
+    for layer in model.layers:
+        api.fully_shard(layer.up)
+        api.fully_shard(layer)
+    return api.fully_shard(model)
+
+
+def kept(api: Any) -> Net:
+    return shard(api, built(), reshard_after_forward=False)
+
+
+def released(api: Any) -> Net:
+    return shard(api, built(), reshard_after_forward=True)
+
+
+def checkpointed(api: Any) -> Net:
+    model = built()
+    for layer in model.layers:
+        forward = layer.forward
+        layer.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    return shard(api, model)
+
+
+def frozen(api: Any) -> Net:
+    model = built()
+    model.layers[1].requires_grad_(False)
+    model.embed.weight.requires_grad_(False)
+    return shard(api, model)
+
+
+def tied(api: Any) -> Net:
+    model = built()
+    model.layers[2].up.weight = model.layers[0].up.weight
+    api.fully_shard(model.layers[1])
+    return api.fully_shard(model)
+
+
+MODELS = [by_block, root_only, inside_out, kept, released, checkpointed, frozen, tied]
+
+
+@pytest.mark.parametrize("make", MODELS)
+@on_ranks(2)
+def test_same_as_fsdp2(make: Callable[[Any], Net]) -> None:
+    """Bitwise: two numbers have one sum."""
+    theirs = train(make(fsdp))
+    assert theirs == train(make(fsdp2))
+    model = make(fsdp2)
+    assert theirs == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("reshard", [None, False, True])
+@on_ranks(2)
+def test_compiled_before_it_is_sharded(reshard: bool | None) -> None:
+    """``layer.compile()`` before ``fully_shard``, as most scripts do: the backend is replaced."""
+    model = built()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    shard(fsdp2, model, reshard_after_forward=reshard)
+    assert train(by_block(fsdp)) == train(model)
+    records = model.layers[0]._mfsdp_window.runtime.owner.compiled_graphs
+    assert len(records) == 1, "equal layers share code"
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def gathers() -> Iterator[list[int]]:
+    """Record the number of ranks of every gather of the eager path."""
+    found: list[int] = []
+    plain = compat.all_gather
+
+    def gather(mine: Tensor, size: int, group: str) -> Tensor:
+        found.append(size)
+        return plain(mine, size, group)
+
+    with mock.patch.object(compat, "all_gather", gather):
+        yield found
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[str]]:
+    """Record every collective of the eager path that reduces gradients."""
+    from mfsdp_compile.runtime.eager import engine
+
+    found: list[str] = []
+    plain = engine.start_stage
+
+    def start(gradient: Tensor, stage: int, exchange: Any, token: Any) -> Tensor:
+        if exchange.when[stage] == "always":
+            found.append(exchange.collectives[stage])
+        return plain(gradient, stage, exchange, token)
+
+    with mock.patch.object(engine, "start_stage", start):
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("reshard", "expected"),
+    [
+        (True, [4] * 5 + [4] * 5),
+        (False, [4] * 5),
+        (None, [4] * 5 + [4] * 4),
+        (2, [4] * 5 + [2] * 5),
+        (4, [4] * 5 + [4] * 5),
+    ],
+)
+@on_ranks(4)
+def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
+    """Embedding, three layers, norm and head: backward gathers what was released, over as many ranks as asked for."""
+    reference = train(by_block(fsdp2), steps=2)
+    model = shard(fsdp2, built(), reshard_after_forward=reshard)
+    list(model.parameters())
+    with gathers() as found:
+        model(torch.randn(6, 8)).sum().backward()
+    assert found == expected
+    model.zero_grad()
+    assert reference == train(model, steps=2)
+    model = shard(fsdp2, built(), reshard_after_forward=reshard)
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
+    assert reference == train(model, call, steps=2)
+    (record,) = model._mfsdp_window.runtime.owner.compiled_graphs
+    lines = [line for reports in record.reports.values() for report in reports for line in report.lines]
+    stay = sum("kept for backward" in line for line in lines)
+    assert stay == {False: 4, None: 1}.get(reshard, 0), "backward does not need the embedding"
+    assert sum("one of 2 portions" in line for line in lines) == (4 if reshard == 2 else 0)
+    torch.compiler.reset()
+
+
+@on_ranks(4)
+def test_units_differ() -> None:
+    """One layer keeps its parameters, one its portions, one releases them."""
+    reference = train(by_block(fsdp2), steps=2)
+
+    def made() -> Net:
+        model = built()
+        for layer, reshard in zip(model.layers, (False, 2, True), strict=True):
+            fsdp2.fully_shard(layer, reshard_after_forward=reshard)
+        fsdp2.fully_shard([model.norm, model.head])
+        return fsdp2.fully_shard(model)
+
+    model = made()
+    list(model.parameters())
+    with gathers() as found:
+        model(torch.randn(6, 8)).sum().backward()
+    assert found == [4] * 5 + [4, 2], "the head was used last, and the first layer stays gathered"
+    model.zero_grad()
+    assert reference == train(model, steps=2)
+    model = made()
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
+    assert reference == train(model, call, steps=2)
+    torch.compiler.reset()
+
+
+@on_ranks(2)
+def test_changed_between_steps() -> None:
+    theirs, ours = (by_block(api) for api in APIS)
+    runs = []
+    for model in (theirs, ours):
+        run = train(model, steps=1)
+        model.set_reshard_after_forward(False)
+        run.losses += train(model, steps=1).losses
+        model.layers[0].set_reshard_after_forward(True, recurse=False)
+        run.losses += train(model, steps=1).losses
+        runs.append(run.losses)
+    assert runs[0] == runs[1]
+    with gathers() as found:
+        ours(torch.randn(6, 8)).sum().backward()
+    assert found == [2] * 6, "backward gathers the first layer only"
+    model.zero_grad()
+    ours.set_reshard_after_backward(False)
+    with gathers() as found:
+        for _ in range(2):
+            ours(torch.randn(6, 8)).sum().backward()
+    assert not found, "parameters stay gathered, and were gathered by the model"
+    ours.zero_grad()
+    with pytest.raises(RuntimeError, match="during a step"):
+        ours(torch.randn(6, 8)).sum().backward()
+        ours.set_requires_gradient_sync(False)
+        ours(torch.randn(6, 8)).sum().backward()
+        ours.set_reshard_after_forward(True)
+
+
+@on_ranks(2)
+def test_without_gradient_sync() -> None:
+    def micro(model: Any) -> Callable[[int], None]:
+        return lambda number: model.set_requires_gradient_sync(number == 2)
+
+    theirs = by_block(fsdp)
+    expected = train(theirs, micro=micro(theirs), count=3)
+    ours = by_block(fsdp2)
+    assert expected == train(ours, micro=micro(ours), count=3)
+    ours.set_requires_gradient_sync(False)
+    with reductions() as found:
+        ours(torch.randn(6, 8)).sum().backward()
+    assert not found
+    ours.zero_grad()
+    compiled = by_block(fsdp2)
+    call = torch.compile(compiled, backend="mfsdp", options={"inner": "aot_eager"})
+    assert expected == train(compiled, call, micro=micro(compiled), count=3)
+    torch.compiler.reset()
+    with pytest.raises(ValueError, match="for the model as a whole"):
+        ours.layers[0].set_requires_gradient_sync(False)
+
+
+@on_ranks(4)
+def test_hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def micro(model: Any) -> Callable[[int], None]:
+        return lambda number: model.set_requires_all_reduce(number == 1)
+
+    theirs, ours = (shard(api, built(), mesh=mesh) for api in APIS)
+    expected = train(theirs, micro=micro(theirs), count=2)
+    run = train(ours, micro=micro(ours), count=2)
+    assert expected.losses[:2] == run.losses[:2]
+    # Four numbers are added in another order, and three steps follow.
+    for name, param in expected.params.items():
+        torch.testing.assert_close(run.params[name], param, rtol=1e-5, atol=1e-6)
+    ours.set_requires_all_reduce(False)
+    with reductions() as found:
+        ours(torch.randn(6, 8)).sum().backward()
+    assert found == ["reduce_scatter"] * 5
+
+
+@on_ranks(2)
+def test_unshard_and_reshard() -> None:
+    model = by_block(fsdp2)
+    layer, whole = model.layers[1], built().layers[1]
+    assert layer.unshard() is None
+    assert torch.equal(layer.up.weight, whole.up.weight)
+    assert not isinstance(layer.up.weight, DTensor)
+    assert isinstance(next(layer.parameters()), DTensor)
+    assert isinstance(model.layers[0].up.weight, DTensor)
+    layer.reshard()
+    assert isinstance(layer.up.weight, DTensor)
+
+    handle = layer.unshard(async_op=True)
+    handle.wait()
+    with gathers() as found:
+        loss = model(torch.randn(6, 8)).sum()
+    assert len(found) == 4, "the layer was gathered already"
+    assert isinstance(layer.up.weight, DTensor), "released after its forward"
+    loss.backward()
+    model.zero_grad()
+
+    # What is computed outside of a forward has gradients, too.
+    model.unshard()
+    layer.unshard()
+    layer(model.embed.weight.t()).sum().backward()
+    grad = layer.up.weight.grad.full_tensor()
+    whole(built().embed.weight.t()).sum().backward()
+    assert torch.equal(grad, whole.up.weight.grad)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model.zero_grad()
+    assert not torch.equal(model.layers[1].up.weight.full_tensor(), built().layers[1].up.weight)
+    layer.unshard()
+    assert torch.equal(layer.up.weight, next(iter(layer.up.parameters())).full_tensor()), "gathered after the step"
+    layer.reshard()
+
+
+@on_ranks(2)
+def test_explicit_prefetch() -> None:
+    from mfsdp_compile.runtime.eager.engine import EagerRuntime
+
+    model = by_block(fsdp2)
+    expected = train(by_block(fsdp2), steps=1)
+    first, second, third = model.layers
+    first.set_modules_to_forward_prefetch([second, third])
+    third.set_modules_to_backward_prefetch([second, first])
+    for layer in (second, third):
+        layer.set_modules_to_forward_prefetch([])
+    order = []
+    start = EagerRuntime._start_bucket
+
+    def recorded(self: Any, unit: Any, bucket: Any, plane: Any) -> None:
+        order.append((len(used), unit.name))
+        start(self, unit, bucket, plane)
+
+    used: list[str] = []
+    for name, layer in zip("123", model.layers, strict=True):
+        layer.register_forward_hook(lambda *_, name=name: used.append(name))
+    with mock.patch.object(EagerRuntime, "_start_bucket", recorded):
+        run = train(model, steps=1)
+    assert run == expected
+    forward = [name for _, name in order[:5]]
+    assert forward[:4] == ["root:before", "layers.0", "layers.1", "layers.2"]
+    assert [when for when, name in order if name == "layers.2"][0] == 0, "started with the second, before the first ran"
+    backward = [name for _, name in order[5:]]
+    assert backward[:3] == ["layers.2", "layers.1", "layers.0"]
+
+
+@on_ranks(2)
+def test_divide_factor_and_hook() -> None:
+    runs = []
+    for api in APIS:
+        model = by_block(api)
+        for module in (model, *model.layers, model.head):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_gradient_divide_factor(4.0)
+        runs.append(train(model))
+    assert runs[0] == runs[1]
+    model = by_block(fsdp2)
+    for module in (model, *model.layers, model.head):
+        module.set_gradient_divide_factor(4.0)
+    assert runs[0] == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
+    torch.compiler.reset()
+
+    seen: list[int] = []
+
+    def halve(gradient: Tensor) -> None:
+        seen.append(gradient.numel())
+        gradient.mul_(0.5)
+
+    runs = []
+    for api in APIS:
+        model = by_block(api)
+        for module in (model, *model.layers):
+            module.set_all_reduce_hook(halve)
+        seen.clear()
+        runs.append(train(model, steps=2))
+        assert len(seen) == 2 * 4
+    assert runs[0] == runs[1]
+    model = by_block(fsdp2)
+    for layer in model.layers:
+        layer.compile(backend="mfsdp", options={"inner": "aot_eager"})
+    for module in (model, *model.layers):
+        module.set_all_reduce_hook(halve)
+    assert runs[0] == train(model, steps=2)
+    call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+    with pytest.raises(Exception, match="set_all_reduce_hook"):
+        call(torch.randn(6, 8))
+    torch.compiler.reset()
+
+
+@on_ranks(2)
+def test_ignored_parameters() -> None:
+    """They stay as they are, and their gradients are this rank's own."""
+    runs = []
+    for api in APIS:
+        model = built()
+        ignored = {model.layers[1].up.weight, model.embed.bias}
+        shard(api, model, ignored_params=ignored)
+        run = train(model)
+        assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {
+            "layers.1.up.weight",
+            "embed.bias",
+        }
+        assert all(any(p is param for p in model.parameters()) for param in ignored)
+        runs.append(run)
+    assert runs[0] == runs[1]
+    model = built()
+    shard(fsdp2, model, ignored_params={model.layers[1].up.weight, model.embed.bias})
+    assert runs[0] == train(model, torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"}))
+    torch.compiler.reset()
+    twin = copy.deepcopy(model)
+    twin(torch.randn(6, 8)).sum().backward()
+    assert twin.embed.bias.grad is not None
+    assert model.embed.bias.grad is None
+    with pytest.raises(ValueError, match="does not belong to the model"):
+        fully_shard_model(built(), ignored_params={model.embed.bias})
+
+
+class Generator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def sample(self, x: Tensor) -> Tensor:
+        return x @ self.layer.weight.t()
+
+
+@on_ranks(2)
+def test_forward_methods() -> None:
+    for used_first in (False, True):
+        torch.manual_seed(0)
+        model = Generator()
+        weight = model.layer.weight.detach().clone()
+        fsdp2.fully_shard(model)
+        if used_first:
+            list(model.parameters())
+        fsdp2.register_fsdp_forward_method(model, "sample")
+        assert torch.equal(model.sample(torch.eye(8)), weight.t())
+        assert isinstance(model.layer.weight, DTensor)
+    with pytest.raises(AttributeError, match="no method 'absent'"):
+        fsdp2.register_fsdp_forward_method(model, "absent")
+
+
+@on_ranks(2)
+def test_meta_and_checkpoints(tmp_path: Path) -> None:
+    """A model that was made on the meta device, with values from FSDP2's checkpoint, and back."""
+    theirs = by_block(fsdp)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+    theirs(torch.ones(6, 8)).sum().backward()
+    optimizer.step()
+    model_state, optim_state = get_state_dict(theirs, optimizer)
+    dcp.save({"model": model_state, "optimizer": optim_state}, checkpoint_id=tmp_path / "a")
+
+    with torch.device("meta"):
+        ours = Net()
+    shard(fsdp2, ours)
+    ours.to_empty(device="cpu")
+    again = torch.optim.AdamW(ours.parameters(), lr=0.01)
+    model_state, optim_state = get_state_dict(ours, again)
+    dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=tmp_path / "a")
+    set_state_dict(ours, again, model_state_dict=model_state, optim_state_dict=optim_state)
+    for model, optim in ((theirs, optimizer), (ours, again)):
+        optim.zero_grad()
+        model(torch.ones(6, 8)).sum().backward()
+        optim.step()
+    expected, found = (get_model_state_dict(model) for model in (theirs, ours))
+    assert list(expected) == list(found), "names have no prefix"
+    for name, value in expected.items():
+        assert torch.equal(value.full_tensor(), found[name].full_tensor()), name
+
+
+@on_ranks(2)
+def test_not_used_yet() -> None:
+    """Whatever comes first shards the model."""
+    uses: Sequence[Callable[[Net], Any]] = [
+        lambda model: list(model.parameters()),
+        lambda model: model.state_dict(),
+        lambda model: model(torch.randn(2, 8)),
+        lambda model: torch.compile(model, backend="mfsdp"),
+        lambda model: model.compile(backend="mfsdp"),
+        lambda model: model.to(torch.device("cpu")),
+        lambda model: model.apply(lambda module: None),
+        lambda model: model.layers[0].unshard(),
+        lambda model: model.set_requires_gradient_sync(True),
+        lambda model: list(model.layers[1].parameters()),
+        lambda model: torch.optim.SGD(model.parameters()),
+    ]
+    for use in uses:
+        model = by_block(fsdp2)
+        assert isinstance(model, fsdp2.FSDPModule)
+        assert isinstance(model, Net)
+        assert isinstance(model.layers[0], fsdp2.FSDPModule)
+        assert not isinstance(model.layers[0].up.weight, DTensor)
+        use(model)
+        model.reshard()
+        assert isinstance(next(model.layers[0].up.parameters()), DTensor)
+        assert isinstance(type(model)(), Net)
+        assert not isinstance(type(model)(), fsdp2.FSDPModule)
+    del model
+    gc.collect()
+    assert not fsdp2._pending
+
+
+@on_ranks(2, timeout=60)
+def test_refusals() -> None:
+    """Each is an error at once, by name, and leaves a model that works."""
+    model = built()
+    cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: fsdp2.fully_shard([]), ValueError, "an empty list"),
+        (lambda: fsdp2.fully_shard(3), TypeError, "is not iterable|takes a module"),
+        (lambda: fsdp2.fully_shard(model.layers), ValueError, "ModuleList, which has no forward"),
+        (lambda: fsdp2.fully_shard([model.layers[0], model.layers[0].up]), ValueError, "one contains another"),
+        (
+            lambda: fsdp2.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1)),
+            NotImplementedError,
+            "asks for S.* for parameter 'embed.weight'",
+        ),
+    ]
+    for call, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            call()
+    fsdp2.fully_shard(model.layers[0])
+    with pytest.raises(ValueError, match="called twice"):
+        fsdp2.fully_shard(model.layers[0])
+    other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+    fsdp2.fully_shard(model.layers[1], mesh=other)
+    fsdp2.fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match="another mesh for 'layers.1'"):
+            list(model.parameters())
+
+    model = built()
+    fsdp2.fully_shard([model.norm, model.head])
+    with pytest.raises(ValueError, match="on no module that contains them"):
+        list(model.head.parameters())
+    fsdp2.fully_shard(model)
+    train(model, steps=1)
+
+    model = built()
+    fsdp2.fully_shard(model.layers[0])
+    list(model.layers[0].parameters())
+    with pytest.raises(ValueError, match="'layers.0' inside the Net is sharded already"):
+        fsdp2.fully_shard(model)
+
+    model = shard(fsdp2, built(), reshard_after_forward=3)
+    with pytest.raises(ValueError, match="reshard_after_forward is 3, but parameters are sharded over 2 ranks"):
+        list(model.parameters())
+
+    model = built()
+    model.layers[0].compile(backend="eager")
+    shard(fsdp2, model)
+    with pytest.raises(ValueError, match="compiled with backend='eager' before fully_shard"):
+        list(model.parameters())
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_that_ask_for_different_things() -> None:
+    model = shard(fsdp2, built(), reshard_after_forward=dist.get_rank() == 0)
+    with pytest.raises(RuntimeError, match="reshard_after_forward"):
+        list(model.parameters())
