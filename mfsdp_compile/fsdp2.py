@@ -150,7 +150,7 @@ def fully_shard(
     )
     for each in modules:
         vars(each)[_REQUEST] = request
-        each.__class__ = _class_of(type(each), is_pending=True)
+        each.__class__ = _class_of(cast(Any, type(each)), is_pending=True)
         _pending.add(each)
     return module
 

@@ -376,4 +376,4 @@ def compile_settings(compiled: Callable[..., Any]) -> CompileSettings | None:
         backend = inner
     config = backend.config if isinstance(backend, torch._TorchCompileInductorWrapper) else {}
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
-    return CompileSettings(name, bool(context.fullgraph), context._dynamic, dict(config))
+    return CompileSettings(str(name), bool(context.fullgraph), context._dynamic, dict(config))

@@ -15,7 +15,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -35,8 +35,9 @@ __all__ = [
     "resolve_units",
 ]
 
-UnitEntry = type[nn.Module] | str | nn.Module | Sequence[nn.Module]
-UnitModules = Sequence[UnitEntry] | type[nn.Module] | str | None
+UnitModules: TypeAlias = (
+    Sequence[type[nn.Module] | str | nn.Module | Sequence[nn.Module]] | type[nn.Module] | str | None
+)
 """Classes and import paths of classes whose instances are units, modules that are units, and lists of modules that are
 one unit together."""
 

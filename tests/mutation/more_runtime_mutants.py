@@ -265,9 +265,30 @@ MORE_RUNTIME = (
     ),
     Mutant(
         "runtime/eager/engine.py",
+        "what is to stay gathered is released",
+        "                if reshard is False:\n                    continue\n",
+        "",
+        ("integrations/test_fsdp2.py -k backward_gathers_over",),
+    ),
+    Mutant(
+        "runtime/eager/engine.py",
+        "backward gathers the portions of another rank",
+        "state.full.view(few.size, -1)[few.rank].clone()",
+        "state.full.view(few.size, -1)[0].clone()",
+        ("integrations/test_fsdp2.py -k backward_gathers_over",),
+    ),
+    Mutant(
+        "runtime/eager/engine.py",
+        "portions of old values are gathered",
+        "            if is_from_portions := version == bucket.flat._version:",
+        "            if is_from_portions := True:",
+        ("integrations/test_fsdp2.py -k changed_between",),
+    ),
+    Mutant(
+        "runtime/eager/engine.py",
         "the next unit is not gathered early",
-        "        if following is not None and self._may_prefetch(following):\n            self._start(following)",
-        "        pass",
+        "            if self._may_prefetch(each):\n                self._start(each)",
+        "            pass",
         ("programs/test_more_programs.py -k gathered_in_a_step",),
     ),
     Mutant(

@@ -281,7 +281,7 @@ def test_ranks_that_ask_for_something_else_are_told() -> None:
     [
         (3, 3, r"is 3, but parameters are sharded over 4 ranks.*groups of 3\. Numbers that divide them: 1, 2, 4"),
         (8, 3, "divided into groups of 8"),
-        (2, 2, "with optim_grads over 4 ranks parameters are not gathered at each use.*Take the option out"),
+        (2, 2, "with optim_grads over 4 ranks parameters are not gathered at each use.*Take it out"),
         (2, 1, "with optim over 4 ranks"),
         (2, 0, "with no_shard over 4 ranks"),
     ],
