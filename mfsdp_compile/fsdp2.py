@@ -26,8 +26,8 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -341,6 +341,16 @@ class FSDPModule:
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _state(self)
 
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many units' reductions may run in eager code before it waits for the oldest. Call it on the model."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ValueError(
+                f"set_reduce_scatter_max_input_buffers takes a whole number from 1 on, got {max_input_buffers!r}"
+            )
+        state = _root_state(self, "set_reduce_scatter_max_input_buffers", recurse)
+        runtime = state.model.eager
+        runtime.policy = replace(runtime.policy, reductions_in_flight=max_input_buffers)
+
     # -- after failures -----------------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
@@ -349,6 +359,34 @@ class FSDPModule:
         state.model.leave_backward()
         state.model.eager.reset()
         state.model.zero_gradients()
+
+
+_PASSES = "a pass can change the collectives of a graph (torch.compile's option passes)"
+_NCCL = "shard with fully_shard_model(nccl_ub=True), which registers buffers with NCCL"
+_REFUSED = {
+    "set_custom_all_gather": _PASSES,
+    "set_custom_reduce_scatter": _PASSES,
+    "set_allocate_memory_from_process_group_for_comm": _NCCL,
+    "set_symm_mem_for_comm": _NCCL,
+    "set_separate_reduce_scatter_group": "gathers have a communicator of their own with NCCL",
+    "set_unshard_in_backward": "backward gathers what it reads",
+    "set_keep_unsharded_storage": "for CUDA graphs use fully_shard_model(cuda_graph_mode=True)",
+    "set_manual_backward_finalization": "use fully_shard_model, and model.set_model_auto_sync(False)",
+    "finalize_backward": "use fully_shard_model, and model.finish_grad_sync()",
+}
+"""Methods of FSDP2 that are refused, and what is there instead."""
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"FSDPModule.{name} is not implemented: {_REFUSED[name]}.")
+
+    refuse.__doc__ = f"Not implemented: {_REFUSED[name]}."
+    return refuse
+
+
+for _name in _REFUSED:
+    setattr(FSDPModule, _name, _refusing(_name))
 
 
 class _Pending(FSDPModule):

@@ -294,10 +294,9 @@ def test_changed_between_steps() -> None:
             ours(torch.randn(6, 8)).sum().backward()
     assert not found, "parameters stay gathered, and were gathered by the model"
     ours.zero_grad()
+    ours.set_requires_gradient_sync(False)
+    ours(torch.randn(6, 8)).sum().backward()
     with pytest.raises(RuntimeError, match="during a step"):
-        ours(torch.randn(6, 8)).sum().backward()
-        ours.set_requires_gradient_sync(False)
-        ours(torch.randn(6, 8)).sum().backward()
         ours.set_reshard_after_forward(True)
 
 
@@ -405,7 +404,7 @@ def test_explicit_prefetch() -> None:
     assert run == expected
     forward = [name for _, name in order[:5]]
     assert forward[:4] == ["root:before", "layers.0", "layers.1", "layers.2"]
-    assert [when for when, name in order if name == "layers.2"][0] == 0, "started with the second, before the first ran"
+    assert next(when for when, name in order if name == "layers.2") == 0, "started with the second, before the first ran"
     backward = [name for _, name in order[5:]]
     assert backward[:3] == ["layers.2", "layers.1", "layers.0"]
 
@@ -594,7 +593,7 @@ def test_refusals() -> None:
     fsdp2.fully_shard(model.layers[1], mesh=other)
     fsdp2.fully_shard(model)
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match="another mesh for 'layers.1'"):
+        with pytest.raises(NotImplementedError, match=r"another mesh for 'layers\.1'"):
             list(model.parameters())
 
     model = built()
@@ -607,7 +606,7 @@ def test_refusals() -> None:
     model = built()
     fsdp2.fully_shard(model.layers[0])
     list(model.layers[0].parameters())
-    with pytest.raises(ValueError, match="'layers.0' inside the Net is sharded already"):
+    with pytest.raises(ValueError, match=r"'layers\.0' inside the Net is sharded already"):
         fsdp2.fully_shard(model)
 
     model = shard(fsdp2, built(), reshard_after_forward=3)
@@ -619,6 +618,18 @@ def test_refusals() -> None:
     shard(fsdp2, model)
     with pytest.raises(ValueError, match="compiled with backend='eager' before fully_shard"):
         list(model.parameters())
+
+
+@on_ranks(2, timeout=60)
+def test_methods_that_are_refused() -> None:
+    model = by_block(fsdp2)
+    public = {name for name in dir(fsdp.FSDPModule) if not name.startswith("_")}
+    assert public <= set(dir(fsdp2.FSDPModule)), "no method of torch's is unknown here"
+    for name in sorted(fsdp2._REFUSED):
+        with pytest.raises(NotImplementedError, match=f"{name} is not implemented: "):
+            getattr(model, name)()
+    model.set_reduce_scatter_max_input_buffers(3)
+    assert train(model) == train(by_block(fsdp))
 
 
 @on_ranks(2, timeout=60)

@@ -279,13 +279,6 @@ MORE_RUNTIME = (
     ),
     Mutant(
         "runtime/eager/engine.py",
-        "portions of old values are gathered",
-        "            if is_from_portions := version == bucket.flat._version:",
-        "            if is_from_portions := True:",
-        ("integrations/test_fsdp2.py -k changed_between",),
-    ),
-    Mutant(
-        "runtime/eager/engine.py",
         "the next unit is not gathered early",
         "            if self._may_prefetch(each):\n                self._start(each)",
         "            pass",
