@@ -56,6 +56,10 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+WIDE = 40
+"""Width of a model whose buckets have weights that backward reads in each portion, not only padding."""
+
+
 @dataclass
 class Run:
     losses: list[float] = field(default_factory=list)
@@ -77,9 +81,9 @@ def shard(api: Any, model: Net, **kwargs: Any) -> Net:
     return api.fully_shard(model, **kwargs)
 
 
-def built() -> Net:
+def built(width: int = 12) -> Net:
     torch.manual_seed(0)
-    return Net()
+    return Net(width=width)
 
 
 def train(
@@ -228,15 +232,15 @@ def reductions() -> Iterator[list[str]]:
 @on_ranks(4)
 def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
     """Embedding, three layers, norm and head: backward gathers what was released, over as many ranks as asked for."""
-    reference = train(by_block(fsdp2), steps=2)
-    model = shard(fsdp2, built(), reshard_after_forward=reshard)
+    reference = train(shard(fsdp2, built(WIDE)), steps=2)
+    model = shard(fsdp2, built(WIDE), reshard_after_forward=reshard)
     list(model.parameters())
     with gathers() as found:
         model(torch.randn(6, 8)).sum().backward()
     assert found == expected
     model.zero_grad()
     assert reference == train(model, steps=2)
-    model = shard(fsdp2, built(), reshard_after_forward=reshard)
+    model = shard(fsdp2, built(WIDE), reshard_after_forward=reshard)
     call = torch.compile(model, backend="mfsdp", options={"inner": "aot_eager", "regions": False})
     assert reference == train(model, call, steps=2)
     (record,) = model._mfsdp_window.runtime.owner.compiled_graphs
@@ -250,10 +254,10 @@ def test_what_backward_gathers_over(reshard: Any, expected: list[int]) -> None:
 @on_ranks(4)
 def test_units_differ() -> None:
     """One layer keeps its parameters, one its portions, one releases them."""
-    reference = train(by_block(fsdp2), steps=2)
+    reference = train(shard(fsdp2, built(WIDE)), steps=2)
 
     def made() -> Net:
-        model = built()
+        model = built(WIDE)
         for layer, reshard in zip(model.layers, (False, 2, True), strict=True):
             fsdp2.fully_shard(layer, reshard_after_forward=reshard)
         fsdp2.fully_shard([model.norm, model.head])
