@@ -260,7 +260,7 @@ class _Initialization:
 
     def _empty(self, home: Home, of_whole: bool) -> nn.Parameter:
         plan = home.bucket.plan
-        values = torch.empty(_shape(home, of_whole), dtype=plan.compute_dtype, device=self._device)
+        values = torch.empty(_shape(home, of_whole), dtype=plan.model_dtype, device=self._device)
         return nn.Parameter(values, requires_grad=plan.requires_grad)
 
     def _read(self) -> None:
