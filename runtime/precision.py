@@ -113,7 +113,9 @@ class MixedPrecisionPolicy:
             return param.dtype
         if self.param_dtype_override_fn is not None:
             chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]
-            if chosen is not None and not (isinstance(chosen, torch.dtype) and chosen in (self.param_dtype, param.dtype)):
+            if chosen is not None and not (
+                isinstance(chosen, torch.dtype) and chosen in (self.param_dtype, param.dtype)
+            ):
                 raise ValueError(
                     f"param_dtype_override_fn returned {chosen!r} for parameter {name!r}. It returns the dtype that the "
                     f"parameter has ({param.dtype}), to compute in it, or None for param_dtype ({self.param_dtype}). For "
@@ -188,7 +190,9 @@ class MixedPrecisionPolicy:
 _MAIN: Literal["main"] = "main"
 
 ClassOrName: TypeAlias = "type[nn.Module] | str"
-PolicyArgument: TypeAlias = "MixedPrecisionPolicy | TorchPolicy | Mapping[ClassOrName | None, MixedPrecisionPolicy | TorchPolicy]"
+PolicyArgument: TypeAlias = (
+    "MixedPrecisionPolicy | TorchPolicy | Mapping[ClassOrName | None, MixedPrecisionPolicy | TorchPolicy]"
+)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ def _trace(
         policy = MixedPrecisionPolicy(param_dtype=work.param_dtype)
         precision = PrecisionPlan.of(model, classes, Policies(policy))
         runs_of_neighbors = [
-            {unit.name: precision.gathered_bytes(unit) // degrees.tensor for unit in run} for run in neighbors(model, whole)
+            {unit.name: precision.gathered_bytes(unit) // degrees.tensor for unit in run}
+            for run in neighbors(model, whole)
         ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)

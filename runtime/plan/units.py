@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..memory.bucket import Site
+
 __all__ = [
     "Unit",
     "UnitClasses",
