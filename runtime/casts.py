@@ -82,7 +82,7 @@ def _is_to_be_cast(value: Any, dtype: torch.dtype) -> bool:
     """Whether a value is a tensor that is cast to ``dtype``, or a container of such tensors."""
     if isinstance(value, Tensor):
         return value.is_floating_point() and value.dtype != dtype
-    if isinstance(value, PackedSequence) or isinstance(value, type):
+    if isinstance(value, (PackedSequence, type)):
         return False
     if dataclasses.is_dataclass(value):
         return any(_is_to_be_cast(getattr(value, each.name), dtype) for each in dataclasses.fields(value))

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.utils.checkpoint import checkpoint
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
@@ -836,7 +836,7 @@ def test_the_context_of_several_policies() -> None:
         model(parity.batches(1)[0, 0]).backward()
     assert {bucket.plan.comm_dtype for bucket in model.sharded.buckets} == {F32}
     for other in (inside[None], {**inside, nn.LayerNorm: TorchPolicy()}):
-        with pytest.raises(ValueError, match="LayerNorm: .*everything else: "), model.mixed_precision_context(other):
+        with pytest.raises(ValueError, match=r"LayerNorm: .*everything else: "), model.mixed_precision_context(other):
             pass
 
 
