@@ -20,10 +20,9 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks, shared_folder
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao_models import convert, llama, loss_of, torchao, train
-
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints

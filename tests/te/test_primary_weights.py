@@ -418,6 +418,8 @@ def test_param_dtype(kind: str, recipe: str) -> None:
     found = []
     for dtype, policy in ((torch.bfloat16, {}), (torch.float32, {"param_dtype": torch.bfloat16})):
         options = {"primary": recipe, "init_method": values, "params_dtype": dtype}
+        if kind == "LayerNormMLP":
+            options["output_layer_init_method"] = values
         model = te_models.build(kind, **options)
         sharded = te_models.shard(model, mixed_precision_policy=MixedPrecisionPolicy(**policy))
         found.append(te_models.train_sharded(sharded, kind, recipe))
