@@ -301,6 +301,7 @@ TWINS: dict[str, dict[str, Any]] = {
         "factory": zoo.Aligned,
         "unit_bytes": 1 << 12,
     },
+    "multiplied in fp8": {"factory": zoo.Aligned, "options": {"fp8_matmul": "tensorwise"}},
     "main in bf16": {"policy": {"main_params_dtype": BF16}},
     "modules": {"enable_fine_grained_param_gather": True},
     "joined units": {"unit_bytes": 1 << 12},
@@ -586,6 +587,18 @@ def test_reduced_in_float32_after_a_forward_of_a_frozen_model() -> None:
     trained = [bucket.plan for bucket in model.sharded.buckets if bucket.plan.requires_grad]
     assert {plan.comm_dtype for plan in trained} == {F32}
     assert {p.grad.dtype for p in model.module.layers.parameters()} == {F32} and model.module.number.grad is None
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_forward_mode_derivatives() -> None:
+    policy = TorchPolicy(param_dtype=BF16, reduce_dtype=F32)
+    first, last = (
+        fully_shard_model(nn.Linear(*sizes, bias=False), mixed_precision_policy=policy) for sizes in ((8, 16), (16, 4))
+    )
+    between = first(torch.randn(8))
+    point = torch.randn(4, dtype=BF16, requires_grad=True)
+    value, derivative = torch.func.jvp(lambda unused: last(between), (point,), (torch.randn(4, dtype=BF16),))
+    assert value.dtype == BF16 and torch.equal(derivative, torch.zeros_like(value))
 
 
 @pytest.mark.usefixtures("fake_world")
