@@ -606,6 +606,7 @@ def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.long
 def test_param_dtype_as_fsdp2() -> None:
     """A float32 model with FSDP2's policy trains as under FSDP2: weights in float8 are for layers that compute in bfloat16."""
     reference = torchao_models.fsdp2(llama(torch.float32), init_device_mesh("cpu", (dist.get_world_size(),)))

@@ -277,6 +277,7 @@ def test_quantized_gathers() -> None:
 
 @pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
 @on_ranks(4)
+@pytest.mark.long
 def test_param_dtype(mode: str) -> None:
     """Stages of a float32 model send and compute in ``param_dtype``, as those of a bfloat16 model of the same weights."""
     mesh, found = pipeline_mesh(), []

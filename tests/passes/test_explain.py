@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import zoo
 from pool import on_ranks
 from torch import Tensor, nn
 
@@ -215,7 +214,8 @@ def test_explain_names_policies() -> None:
         nn.LayerNorm: MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16),
         None: MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
     }
-    model = fully_shard_model(zoo.Plain(), fsdp_unit_modules=[zoo.Block], mixed_precision_policy=policies)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model = fully_shard_model(layers, fsdp_unit_modules=[nn.Linear], mixed_precision_policy=policies)
     told = str(explain(model, torch.randn(4, 8).bfloat16()))
     assert (
         "precision: LayerNorm: param_dtype=float32, output_dtype=bfloat16; everything else: param_dtype=bfloat16, "

@@ -296,6 +296,7 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
+@pytest.mark.long
 def test_a_plan_with_param_dtype() -> None:
     """A float32 model with ``param_dtype`` is planned as the bfloat16 model, except for its buffers, and as it is sharded."""
     rows, found = [], []
