@@ -28,7 +28,7 @@ from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
 from mfsdp_compile.runtime.plan.units import Unit, UnitModules
-from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Scaling
+from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
 from mfsdp_compile.runtime.shard import ShardingOptions, shard_model
 from mfsdp_compile.runtime.topology import ShardingStrategy, Topology
@@ -55,7 +55,7 @@ def fully_shard_model(
     outer_dp_sharding_strategy: ShardingStrategy | str | int = 0,
     device: torch.device | str | None = None,
     init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    mixed_precision_policy: PolicyArgument = MixedPrecisionPolicy(),
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
     sync_model_each_microbatch: bool = True,
@@ -125,7 +125,11 @@ def fully_shard_model(
             in the order of ``module.modules()``, and each fills its own tensors with ``reset_parameters()`` or
             ``_reset_parameters()``. All ranks must have the same random seed; the values are those that one process
             draws.
-        mixed_precision_policy: Dtypes of shards and gradients. The default keeps float32 shards.
+        mixed_precision_policy: Dtypes of parameters, gradients, inputs and outputs, as a :class:`MixedPrecisionPolicy` or
+            FSDP2's. The default keeps float32 shards. A mapping gives classes of modules policies of their own, as in
+            ``{torch.nn.LayerNorm: policy, None: other}``, with the policy of everything else under None. A module of
+            such a class, which may be a unit or not, casts what it gets and returns by its policy. Classes are given
+            as in ``fsdp_unit_modules``; of several that fit, the most derived one decides.
         overlap_grad_reduce: Let reductions run while backward computes.
         overlap_param_gather: Let gathers run while the previous unit computes.
         sync_model_each_microbatch: Reduce gradients completely after every backward. If False, whatever part of the
@@ -261,8 +265,9 @@ def fully_shard_model(
             "disable_bucketing gives each parameter a bucket of its own, so there is nothing that bucket_bytes could "
             "split: pass only one of them."
         )
-    policy = MixedPrecisionPolicy.of(mixed_precision_policy, "mixed_precision_policy")
-    precision = _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
+    precision = Policies.of(mixed_precision_policy, "mixed_precision_policy").map(
+        lambda policy: _precision(policy, preserve_fp32_weights, grad_reduce_in_fp32)
+    )
     if isinstance(module, MegatronFSDP):
         raise ValueError(
             "The model is already sharded: it is a MegatronFSDP. Pass the module that is inside only once."

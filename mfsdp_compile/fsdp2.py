@@ -36,7 +36,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import Shard
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime import precision as dtypes
 from mfsdp_compile.runtime.eager.engine import EagerUnit
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
@@ -120,7 +119,7 @@ def fully_shard(
             the number of ranks to gather over in backward. None: True, except for the unit that forward uses last.
             ``torch.compile``'s option of the same name goes before, if it is not True.
         shard_placement_fn: May return None or ``Shard(0)`` only.
-        mp_policy: Dtypes; see :class:`mfsdp_compile.MixedPrecisionPolicy`.
+        mp_policy: Dtypes of the unit's parameters, gradients, inputs and outputs.
         offload_policy: Must be ``OffloadPolicy()``.
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
@@ -482,9 +481,12 @@ def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> 
         root,
         **_mesh(own),
         fsdp_unit_modules=units,
-        mixed_precision_policy=_policy(requests),
+        mixed_precision_policy={
+            None: own.mp_policy,
+            **{module: each.mp_policy for each in requests if each is not own for module in each.modules},
+        },
         init_model_with_meta_device=is_meta,
-        init_fn=(lambda module: None) if is_meta else None,
+        init_fn=meta.Later() if is_meta else None,
         ignored_params=frozenset().union(*(request.ignored for request in requests)),
         reshard_after_forward={module: each.reshard_after_forward for each in requests for module in each.modules},
     ).sharded
@@ -527,11 +529,6 @@ def _mesh(request: _Request) -> dict[str, Any]:
         return {"device_mesh": mesh, "dp_shard_dim": shard}
     group = mesh[outer, shard]._flatten(f"{outer}_{shard}").get_group()
     return {"device_mesh": mesh, "dp_shard_dim": shard, "dp_outer_dim": outer, "hybrid_fsdp_group": group}
-
-
-def _policy(requests: Sequence[_Request]) -> dtypes.MixedPrecisionPolicy:
-    policy = requests[0].mp_policy
-    return dtypes.MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=policy.reduce_dtype)
 
 
 def _compiled(root: nn.Module) -> dict[nn.Module, compat.CompileSettings]:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +15,7 @@ from mfsdp_compile.runtime import recovery
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.memory.tensor import UnreducedGradient
 from mfsdp_compile.runtime.model import ShardedModel
-from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
+from mfsdp_compile.runtime.precision import Policies, PolicyArgument
 from mfsdp_compile.runtime.topology import Accumulation, ShardingStrategy, Topology
 
 from .backend.options import parse_bytes
@@ -414,20 +413,23 @@ class MegatronFSDP(nn.Module):
         return self.sharded.topology
 
     @contextlib.contextmanager
-    def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Iterator[None]:
+    def mixed_precision_context(self, policy: PolicyArgument) -> Iterator[None]:
         """Reduce gradients in ``policy.grad_comm_dtype`` inside. Graphs are compiled once for each dtype.
+
+        Args:
+            policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if the
+                model has one.
 
         Raises:
             TypeError: If ``policy`` is not a policy.
             ValueError: If the policy differs from the model's in any other field.
         """
-        policy = MixedPrecisionPolicy.of(policy, "mixed_precision_context")
-        before = self.sharded.precision
-        if replace(policy, grad_comm_dtype=before.grad_comm_dtype) != before:
+        given, before = Policies.of(policy, "mixed_precision_context"), self.sharded.precision
+        if given.reducing_like(before) != before:
             raise ValueError(
-                f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {policy}."
+                f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {given}."
             )
-        self.sharded.set_precision(policy)
+        self.sharded.set_precision(given)
         try:
             yield
         finally:

@@ -43,7 +43,7 @@ from .optim.tracking import Optimizers, watch_steps
 from .owner import owners_of
 from .plan.model_plan import shared_buffers
 from .plan.partition import Peers
-from .precision import MixedPrecisionPolicy
+from .precision import Policies
 from .ranks.conduct import Conduct
 from .ranks.journal import journal
 from .run_lineage import Lineage
@@ -64,7 +64,7 @@ class ShardedModel:
         eager: Its eager runtime.
         members: The ranks that hold it.
         conduct: Its announcements to other ranks.
-        precision: Dtypes of shards and gradients.
+        precision: Its mixed-precision policies.
         overlap: Kinds of collectives that may overlap with computation.
         comm_buffers: Its communication buffers.
         registration: Their registration with NCCL, if it was asked for.
@@ -84,7 +84,7 @@ class ShardedModel:
         eager: EagerRuntime,
         members: Membership,
         conduct: Conduct,
-        precision: MixedPrecisionPolicy,
+        precision: Policies,
         overlap: Overlap,
         comm_buffers: BufferPool,
         registration: Registration | None = None,
@@ -367,11 +367,14 @@ class ShardedModel:
 
     # -- what is kept, and in which dtype -----------------------------------------------------------------------------
 
-    def set_precision(self, precision: MixedPrecisionPolicy) -> None:
+    def set_precision(self, precision: Policies) -> None:
         """Change the dtype in which gradients are reduced. Compiled graphs of other dtypes are kept for later use."""
         self.precision = precision
+        policies = list(precision)
         for bucket in self.buckets:
-            bucket.set_plan(replace(bucket.plan, comm_dtype=precision.comm_dtype(bucket.plan.compute_dtype)))
+            plan = bucket.plan
+            reduced_in = policies[plan.policy].comm_dtype(plan.model_dtype, plan.compute_dtype)
+            bucket.set_plan(replace(plan, comm_dtype=reduced_in))
         self.label_modules()
 
     def set_accumulation(self, accumulation: Accumulation) -> None:

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
-from . import quantize
+from . import compat, quantize
+from .casts import Casts
 
-__all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Scaling"]
+__all__ = ["GradientPolicy", "MixedPrecisionPolicy", "Policies", "PolicyArgument", "Scaling"]
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of parameters and gradients, besides the dtype that the model computes in.
+    """Dtypes of parameters, gradients, inputs and outputs.
+
+    A parameter computes in ``param_dtype``, or in the dtype that it has when the model is sharded.
 
     Args:
         main_params_dtype: Dtype of shards and optimizer state. The default, float32, trains a bfloat16 model with
             float32 weights: each gather casts to bfloat16 first. If the dtypes agree, nothing is stored twice. None:
-            each parameter's own dtype.
+            the dtype that each parameter has when the model is sharded.
         main_grads_dtype: Dtype in which gradients are accumulated over microbatches; ``parameter.grad`` shows the sum
             in the parameter's dtype. None: ``main_params_dtype``.
-        grad_comm_dtype: Dtype in which gradients are reduced over ranks. None: ``main_grads_dtype`` if given, else the
-            dtype that the model computes in.
+        grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
+            ``main_grads_dtype`` if given, else the dtype that parameters compute in.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
-            Modules get them dequantized, in the dtype that the model computes in, so it works with every module. Each
+            Modules get them dequantized, in the dtype that they compute in, so it works with every module. Each
             rank keeps one more byte per element of its shards. Only with ``zero_dp_strategy="optim_grads_params"``.
-            None: gather in the dtype that the model computes in.
+            None: gather in the dtype that parameters compute in.
         param_comm_scaling: What shares a scale in quantized parameters: ``"rowwise"`` a row, ``"tensorwise"`` a matrix,
             ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row.
         param_comm_filter: ``(name, parameter) -> bool``, asked for each parameter of two or three dimensions: whether
@@ -46,20 +51,38 @@ class MixedPrecisionPolicy:
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | Literal["main"] | None = None
     param_comm_dtype: torch.dtype | None = None
     param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8"] = "rowwise"
     param_comm_filter: Callable[[str, Any], bool] | None = None
+    param_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "param_dtype", "output_dtype"):
             dtype = getattr(self, name)
+            if name == "grad_comm_dtype" and isinstance(dtype, str) and dtype == _MAIN:
+                continue
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} takes a floating-point torch.dtype or None, got {dtype!r}")
+                or_main = ", 'main'" if name == "grad_comm_dtype" else ""
+                raise ValueError(f"{name} takes a floating-point torch.dtype{or_main} or None, got {dtype!r}")
+        for name in ("param_dtype", "output_dtype"):
+            if (dtype := getattr(self, name)) is not None and dtype.itemsize < 2:
+                raise ValueError(
+                    f"{name} takes a dtype that modules compute in, of at least 16 bits, got {dtype}. To gather in float8, "
+                    "use param_comm_dtype."
+                )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise TypeError(f"cast_forward_inputs takes True or False, got {self.cast_forward_inputs!r}")
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(f"param_dtype_override_fn takes a function or None, got {override!r}")
         if self.param_comm_dtype not in (None, quantize.DTYPE):
             raise ValueError(
-                f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather in another "
-                "dtype, change the model's: model.to(dtype) before sharding."
+                f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather and compute in "
+                "another dtype than the model's, use param_dtype."
             )
         if self.param_comm_scaling == "nvfp4":
             raise NotImplementedError(
@@ -80,41 +103,158 @@ class MixedPrecisionPolicy:
                 "so none is. Give param_comm_dtype=torch.float8_e4m3fn."
             )
 
-    def main_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """Dtype of shards and optimizer state."""
-        if self.main_params_dtype is None or not compute_dtype.is_floating_point:
-            return compute_dtype
+    def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:
+        """Dtype of a gathered parameter.
+
+        Raises:
+            ValueError: ``param_dtype_override_fn`` returned something else than is allowed.
+        """
+        if not param.dtype.is_floating_point:
+            return param.dtype
+        if self.param_dtype_override_fn is not None:
+            chosen = self.param_dtype_override_fn(param)  # type: ignore[arg-type]
+            if chosen is not None and not (
+                isinstance(chosen, torch.dtype) and chosen in (self.param_dtype, param.dtype)
+            ):
+                raise ValueError(
+                    f"param_dtype_override_fn returned {chosen!r} for parameter {name!r}. It returns the dtype that the "
+                    f"parameter has ({param.dtype}), to compute in it, or None for param_dtype ({self.param_dtype}). For "
+                    "another dtype, give the module's class a policy of its own."
+                )
+            return chosen or self.param_dtype or param.dtype
+        return self.param_dtype or param.dtype
+
+    def main_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Dtype of shards and optimizer state, for a parameter that has ``model_dtype`` when the model is sharded."""
+        if self.main_params_dtype is None or not model_dtype.is_floating_point:
+            return model_dtype
         return self.main_params_dtype
 
-    def grad_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+    def grad_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are accumulated."""
-        return self.main_grads_dtype or self.main_dtype(compute_dtype)
+        return self.main_grads_dtype or self.main_dtype(model_dtype)
 
-    def comm_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+    def comm_dtype(self, model_dtype: torch.dtype, compute_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which gradients are reduced."""
+        if isinstance(self.grad_comm_dtype, str):
+            return self.main_dtype(model_dtype)
         return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
+
+    @property
+    def casts(self) -> Casts:
+        """What the forward of a unit, of the model, or of a module with a policy of its own casts."""
+        return Casts(self.param_dtype if self.cast_forward_inputs else None, self.output_dtype)
 
     @staticmethod
     def of(value: object, argument: str) -> MixedPrecisionPolicy:
-        """Check the type of an argument and return it.
+        """Check the type of a policy, and return it as ours. FSDP2's has the same meaning as there.
 
         Raises:
-            TypeError: The value is something else. Policies of torch's FSDP and FSDP2 have other fields.
+            TypeError: The value is something else. Policies of torch's first FSDP have other fields.
         """
         if isinstance(value, MixedPrecisionPolicy):
             return value
+        if isinstance(value, TorchPolicy):
+            return MixedPrecisionPolicy(
+                main_params_dtype=None,
+                grad_comm_dtype=value.reduce_dtype or (_MAIN if compat.FSDP2_REDUCES_IN_OWN_DTYPE else None),
+                param_dtype=value.param_dtype,
+                output_dtype=value.output_dtype,
+                cast_forward_inputs=value.cast_forward_inputs,
+                param_dtype_override_fn=getattr(value, "param_dtype_override_fn", None),  # after torch 2.13
+            )
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         hint = (
-            "It has main_params_dtype (of shards), main_grads_dtype (of sums over microbatches), grad_comm_dtype and "
-            "param_comm_dtype (of gathers)."
+            "It has param_dtype (that modules compute in), main_params_dtype (of shards), main_grads_dtype (of sums over "
+            "microbatches), grad_comm_dtype and param_comm_dtype (of gathers). FSDP2's MixedPrecisionPolicy is taken too."
         )
         if kind.startswith("torch.distributed.fsdp."):
             hint = (
-                "Its param_dtype is the dtype that the model has: call model.to(param_dtype) before sharding, shards are "
-                "float32 all the same (main_params_dtype). Its reduce_dtype is grad_comm_dtype. Casts of inputs, outputs and "
-                "buffers belong into the model's forward."
+                "Its param_dtype is ours, its reduce_dtype is grad_comm_dtype, and its cast_root_forward_inputs is "
+                "cast_forward_inputs. Buffers are not cast: register them in the dtype that they are used in."
             )
         raise TypeError(f"{argument} takes an mfsdp_compile.MixedPrecisionPolicy, got a {kind}. {hint}")
+
+    def __str__(self) -> str:
+        """The dtypes that are not the default's."""
+        defaults = MixedPrecisionPolicy()
+        said = [
+            f"{name}={str(value).removeprefix('torch.')}"
+            for name, value in vars(self).items()
+            if value != getattr(defaults, name) and not callable(value)
+        ]
+        said += [f"{name}=a function" for name, value in vars(self).items() if callable(value)]
+        return ", ".join(said) or "the default"
+
+
+_MAIN: Literal["main"] = "main"
+
+PolicyKey: TypeAlias = "nn.Module | type[nn.Module] | str"
+PolicyArgument: TypeAlias = (
+    "MixedPrecisionPolicy | TorchPolicy | Mapping[PolicyKey | None, MixedPrecisionPolicy | TorchPolicy]"
+)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The policies of a model.
+
+    Args:
+        default: Policy of everything that has none of its own.
+        own: Policies of modules, and of modules of classes, which are given as in ``fsdp_unit_modules``.
+    """
+
+    default: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    own: tuple[tuple[PolicyKey, MixedPrecisionPolicy], ...] = ()
+
+    @classmethod
+    def of(cls, value: object, argument: str) -> Policies:
+        """Return policies from one policy, or a mapping of classes to policies, with the default under None.
+
+        Raises:
+            TypeError: The value is something else, or a key is neither a class of modules, nor a string, nor None.
+        """
+        if not isinstance(value, Mapping):
+            return cls(MixedPrecisionPolicy.of(value, argument))
+        for key in value:
+            is_class = isinstance(key, type) and issubclass(key, nn.Module)
+            if not (key is None or isinstance(key, (str, nn.Module)) or is_class):
+                raise TypeError(
+                    f"{argument} maps modules, or classes of modules (or their names, or import paths), to policies, and None "
+                    f"to the policy of everything else; got the key {key!r}"
+                )
+        policies = {key: MixedPrecisionPolicy.of(policy, f"{argument}[{_key(key)}]") for key, policy in value.items()}
+        default = policies.pop(None, MixedPrecisionPolicy())
+        return cls(default, tuple(policies.items()))
+
+    def __iter__(self) -> Iterator[MixedPrecisionPolicy]:
+        """Iterate over the default and the policies of classes. Buckets refer to them by position."""
+        yield self.default
+        yield from (policy for _, policy in self.own)
+
+    def map(self, change: Callable[[MixedPrecisionPolicy], MixedPrecisionPolicy]) -> Policies:
+        """Return the policies, each changed."""
+        return Policies(change(self.default), tuple((key, change(policy)) for key, policy in self.own))
+
+    def reducing_like(self, other: Policies) -> Policies:
+        """Return these policies with ``grad_comm_dtype`` of others. Policies that only one has stay."""
+        theirs = dict(other.own)
+        own = tuple(
+            (key, replace(policy, grad_comm_dtype=theirs.get(key, policy).grad_comm_dtype)) for key, policy in self.own
+        )
+        return Policies(replace(self.default, grad_comm_dtype=other.default.grad_comm_dtype), own)
+
+    def __str__(self) -> str:
+        if not self.own:
+            return str(self.default)
+        named = [f"{_key(key)}: {policy}" for key, policy in self.own]
+        return "; ".join([*named, f"everything else: {self.default}"])
+
+
+def _key(key: PolicyKey | None) -> str:
+    if isinstance(key, nn.Module):
+        return f"one {type(key).__name__}"
+    return key.__qualname__ if isinstance(key, type) else repr(key)
 
 
 class Scaling(str, Enum):

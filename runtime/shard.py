@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .casts import Casts
 from .eager.engine import EagerPolicy, EagerRuntime, EagerUnit, Window
 from .eager.modules import shard_module
 from .exchange import Overlap
@@ -30,7 +31,7 @@ from .plan.experts import ExpertPlacement
 from .plan.model_plan import ModelPlan, divide
 from .plan.references import move_hooks, retire
 from .plan.units import Unit, UnitModules
-from .precision import GradientPolicy, MixedPrecisionPolicy
+from .precision import GradientPolicy, Policies
 from .ranks.agreement import agree
 from .ranks.conduct import Conduct
 from .topology import Topology
@@ -50,7 +51,7 @@ class ShardingOptions:
     Args:
         unit_modules: See :data:`~mfsdp_compile.runtime.plan.units.UnitModules`.
         by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
-        precision: Dtypes of shards and gradients.
+        precision: Mixed-precision policies.
         gradient_policy: Options for gradients.
         overlap: Kinds of collectives that may overlap with computation.
         check_values: Whether to compare parameter values between ranks, in addition to names, shapes and dtypes.
@@ -73,7 +74,7 @@ class ShardingOptions:
     """
 
     unit_modules: UnitModules
-    precision: MixedPrecisionPolicy
+    precision: Policies
     gradient_policy: GradientPolicy = field(default_factory=GradientPolicy)
     overlap: Overlap = field(default_factory=Overlap)
     check_values: bool = True
@@ -119,6 +120,7 @@ def shard_model(
 
     # From here on, only running out of memory can fail, and the initialization of parameters on the meta device.
     made = _make_units(plan, members, device, keeps_originals=initializer is not None)
+    casts = {holder: casts for holder, (_, casts) in plan.precision.borders.items()}
     del plan  # it holds the original parameters
     if initializer is not None:
         _initialize(members.everyone, module, made, device, initializer)
@@ -143,7 +145,7 @@ def shard_model(
     )
     if registration is not None and options.registers == "now":
         registration.register(buckets)
-    _shard_modules(module, eager, made.homes)
+    _shard_modules(module, eager, made.homes, casts)
     sharded.forget_old_code()
     for size in sorted({bucket.plan.portions for bucket in buckets} - {0}):
         sharded.make_portions(size)
@@ -169,14 +171,20 @@ def _agree_on_plan(
             initializer.prepare(module)
         layout_policy, tensor_parallel = options.layout_policy, options.tensor_parallel
         unit_bytes = layout_policy.unit_bytes if layout_policy is not None else None
-        units = divide(
-            module, options.unit_modules, unit_bytes, options.by_module, options.from_meta is not None, options.ignored
+        units, precision = divide(
+            module,
+            options.unit_modules,
+            options.precision,
+            unit_bytes,
+            options.by_module,
+            options.from_meta is not None,
+            options.ignored,
         )
         own = options.experts() if options.experts is not None else None
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,
-            options.precision,
+            precision,
             options.gradient_policy,
             layout_policy,
             frozenset(options.whole),
@@ -284,14 +292,14 @@ def _eager_policy(options: ShardingOptions) -> EagerPolicy:
     return policy
 
 
-def _shard_modules(root: nn.Module, eager: EagerRuntime, homes: Homes) -> None:
-    """Give each module that is a window, or holds parameters, the behavior of a sharded one."""
+def _shard_modules(root: nn.Module, eager: EagerRuntime, homes: Homes, casts: Mapping[nn.Module, Casts]) -> None:
+    """Give each module that is a window, holds parameters, or casts, the behavior of a sharded one."""
     unit_of = {m: unit for unit in eager.units if not unit.is_root for m in unit.modules}
     root_buckets = [bucket for unit in eager.units if unit.is_root for bucket in unit.buckets]
-    for module in dict.fromkeys([root, *unit_of, *homes]):
+    for module in dict.fromkeys([root, *unit_of, *homes, *casts]):
         own = homes.get(module, {})
         held = {home.bucket for home in own.values()}
         owns = tuple(bucket for bucket in root_buckets if bucket in held)
         window = Window(eager, module, unit_of.get(module), owns, bool(own), is_root=module is root)
         eager.add_window(window)
-        shard_module(module, own, window)
+        shard_module(module, own, window, casts.get(module, Casts()))

@@ -21,6 +21,7 @@ from mfsdp_compile.passes.folding import folded
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.precision import Policies
 
 from ..backend.verify_step import unchanged
 from ..wrapper import unwrapped
@@ -58,6 +59,7 @@ class Explanation:
         several: Units that several graphs compute with. Each of these graphs gathers the whole unit and reduces all its
             gradients.
         recompilations: What was recompiled since torch.compile was last reset, and the guard that failed.
+        precision: The mixed-precision policies, by their fields that are not the default's. Empty if there are none.
     """
 
     graphs: tuple[GraphExplanation, ...]
@@ -65,9 +67,12 @@ class Explanation:
     eager: tuple[str, ...]
     several: tuple[str, ...] = ()
     recompilations: tuple[str, ...] = field(default=())
+    precision: str = ""
 
     def __str__(self) -> str:
         lines = [f"{len(self.graphs)} {_plural('graph', len(self.graphs))}, {len(self.breaks)} graph breaks"]
+        if self.precision:
+            lines.append(f"precision: {self.precision}")
         for number, graph in enumerate(self.graphs):
             lines += ["", f"graph {number}: {_listed(graph.units)}"]
             lines += [
@@ -132,7 +137,9 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     covered = Counter(unit for graph in graphs for unit in graph.units)
     eager = tuple(unit.name for unit in sharded.sharded.eager.units if unit.buckets and unit.name not in covered)
     several = tuple(unit for unit, count in covered.items() if count > 1)
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations)
+    policies = sharded.sharded.precision
+    precision = str(policies) if policies != Policies() else ""
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations, precision)
 
 
 @contextlib.contextmanager

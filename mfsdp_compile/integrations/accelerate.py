@@ -39,8 +39,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be the dtype that
-    the model had when it was sharded; there is no autocast. ``save_state`` writes shards to :data:`FOLDER`, which can
+    Shard and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be a dtype that
+    the sharded model computes in; there is no autocast. ``save_state`` writes shards to :data:`FOLDER`, which can
     be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return and write the whole model, on the
     first rank.
     """
@@ -71,8 +71,8 @@ class MfsdpAccelerator(accelerate.Accelerator):
         if self.mixed_precision != "no" and _DTYPES.get(self.mixed_precision) not in dtypes:
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r}, but the model was sharded to compute in "
-                f"{', '.join(sorted(map(str, dtypes)))}, and there is no autocast. Change its dtype before fully_shard_model "
-                "(model.to(torch.bfloat16): shards are float32 by default), or leave mixed_precision out."
+                f"{', '.join(sorted(map(str, dtypes)))}, and there is no autocast. Pass fully_shard_model a "
+                "mixed_precision_policy=MixedPrecisionPolicy(param_dtype=...), or leave mixed_precision out."
             )
         if not any(known is model for known in self._models):
             self._models.append(model)

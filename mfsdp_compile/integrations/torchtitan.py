@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.backend.options import INNER_COMPILERS
+from mfsdp_compile.runtime.init.meta import Later
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 __all__ = ["parallelize"]
@@ -61,7 +62,7 @@ def parallelize(
         mixed_precision_policy=MixedPrecisionPolicy(main_dtype, grad_comm_dtype=reduce_dtype),
         calculate_per_token_loss=True,  # the loss is divided by the tokens of all ranks
         init_model_with_meta_device=True,
-        init_fn=lambda module: None,
+        init_fn=Later(),
         check_values=False,
     )
     if _compiles(compile_config):

@@ -25,7 +25,7 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 
 from .planner import DEVICE_RESERVE, Forecast, Job, Planned, best_size, knee_bytes, plan, planned, problem_of, sizes
-from .workloads import CHECKPOINT, SHAPES, Degrees, workload
+from .workloads import CHECKPOINT, SHAPES, Degrees, Workload, workload
 
 __all__ = ["add_arguments", "report_of", "run"]
 
@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and step (default: %(default)s)")
     parser.add_argument("--seq", type=int, help="tokens per sequence (default: the model's own)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--param-dtype",
+        choices=DTYPES,
+        help="dtype in which parameters are gathered and units compute (param_dtype), if it is not the model's",
+    )
     parser.add_argument(
         "--gather-fp8",
         choices=quantize.SCALINGS,
@@ -154,7 +159,8 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         )
         if given.fp8_wgrad and given.fp8_matmul is None:
             raise ValueError("--fp8-wgrad needs --fp8-matmul")
-        work = replace(work, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
+        param_dtype = DTYPES[given.param_dtype] if given.param_dtype is not None else None
+        work = replace(work, param_dtype=param_dtype, fp8_matmul=given.fp8_matmul, fp8_wgrad=given.fp8_wgrad)
         if given.microbatches is not None and given.microbatches < 1:
             raise ValueError(f"--microbatches takes a number of at least 1, got {given.microbatches}")
         budget = parse_bytes(given.budget, "--budget") if given.budget else None
@@ -243,7 +249,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     parameters, units = sum(stage.parameters for stage in stages), sum(len(stage.order) for stage in stages)
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
-        f"{job.work.batch} x {job.work.length:,} tokens per rank in {job.work.dtype}, checkpointing {job.work.checkpoint}, "
+        f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, checkpointing {job.work.checkpoint}, "
         f"{job.optimizer.name}{_in_float8(job)}",
         highlight=False,
     )
@@ -280,6 +286,11 @@ def _show(console: Console, forecast: Forecast) -> None:
         )
     else:
         console.print("It does not fit on any number of ranks with these units and this batch.", highlight=False)
+
+
+def _dtypes(work: Workload) -> str:
+    built = f", built in {work.dtype}" if work.compute_dtype != work.dtype else ""
+    return f"{work.compute_dtype}{built}"
 
 
 def _in_float8(job: Job) -> str:
@@ -381,7 +392,7 @@ def report_of(forecast: Forecast, row: Planned) -> StepReport:
         row.context.buckets,
         {phase.value: found for phase, found in lines.items()},
         environment={
-            "model": f"{job.work.name}, {traced.parameters:,} parameters, {job.work.dtype}",
+            "model": f"{job.work.name}, {traced.parameters:,} parameters, {_dtypes(job.work)}",
             "batch": f"{job.work.batch} x {job.work.length:,} tokens per rank, checkpointing {job.work.checkpoint}",
             "hardware": job.hardware.name,
             "optimizer": job.optimizer.name,

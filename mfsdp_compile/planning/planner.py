@@ -33,8 +33,9 @@ from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy, assign_all
 from mfsdp_compile.runtime.memory.comm_buffers import Sizes as SizesOf
 from mfsdp_compile.runtime.plan.buckets import BucketPlanner
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, is_expert
+from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, group_by_size, joined_name
-from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy
+from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies
 from mfsdp_compile.runtime.topology import Accumulation, Group, ShardingStrategy, Topology
 
 from . import one_f_one_b
@@ -143,7 +144,7 @@ class Job:
         hardware: Hardware of the machines.
         budget: Bytes of a rank's memory. None: the device's memory, except for a reserve.
         optimizer: The optimizer whose state and step are counted.
-        precision: Dtypes of shards and gradients.
+        precision: Dtypes of shards and gradients. ``param_dtype`` is the workload's.
         prefetch, reshard: Fixed values for the options ``prefetch`` and ``reshard_after_forward``. None: the planner
             chooses. A number of ranks to reshard over means True for candidates whose ranks it does not divide.
         fused: Whether the inner compiler fuses kernels.
@@ -279,7 +280,7 @@ class Forecast:
         """
         if row.timeline is None:
             return 0.0
-        dtype = str(self.job.work.dtype).removeprefix("torch.")
+        dtype = str(self.job.work.compute_dtype).removeprefix("torch.")
         stages, microbatches = self.traces[row.candidate.degrees], self.job.microbatches_of(row.candidate)
         flops = 3 * microbatches * sum(stage.forward_flops for stage in stages) / len(stages)
         return flops / row.timeline.seconds / self.job.hardware.flops_of(dtype)
@@ -635,7 +636,8 @@ def problem_of(job: Job, traced: Trace, candidate: Candidate) -> StepOutlines:
     portions = 0 if job.reshard is None or isinstance(job.reshard, bool) else job.reshard
     topology = candidate.topology(portions)
     layout = LayoutPolicy(bucket_bytes=job.bucket_bytes, by_parameter=job.by_parameter)
-    planner = BucketPlanner(topology, job.precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
+    precision = PrecisionPlan(Policies(replace(job.precision, param_dtype=job.work.param_dtype)))
+    planner = BucketPlanner(topology, precision, GradientPolicy(), layout, frozenset(), candidate.experts(portions))
     numbers: dict[str, list[int]] = {}  # numbers of traced buckets, by unit
     for number, bucket in enumerate(traced.buckets):
         numbers.setdefault(bucket.unit, []).append(number)

@@ -35,7 +35,9 @@ from mfsdp_compile.passes.solver.hardware import Hardware
 from mfsdp_compile.passes.solver.outline import Gradients, Outline, Use
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.plan.experts import is_expert
+from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import Unit, find_units, neighbors, repeated_blocks, resolve_unit_classes
+from mfsdp_compile.runtime.precision import MixedPrecisionPolicy, Policies
 
 from .workloads import UNDIVIDED, Degrees, Divided, Inputs, ModelPart, Workload
 
@@ -159,8 +161,11 @@ def _trace(
         classes = resolve_unit_classes(model, work.unit_modules if work.unit_modules != "auto" else _blocks(model))
         whole = find_units(model, classes)
         order = [unit.name for unit in whole]
+        policy = MixedPrecisionPolicy(param_dtype=work.param_dtype)
+        precision = PrecisionPlan.of(model, classes, Policies(policy))
         runs_of_neighbors = [
-            {unit.name: unit.gathered_bytes // degrees.tensor for unit in run} for run in neighbors(model, whole)
+            {unit.name: precision.gathered_bytes(unit) // degrees.tensor for unit in run}
+            for run in neighbors(model, whole)
         ]
         params = [(sites[0].name, param) for unit in whole for param, sites in unit.params]
         counts = (p.numel() * (degrees.expert if part.experts and is_expert(name, p) else 1) for name, p in params)
@@ -179,7 +184,7 @@ def _trace(
         else:
             inputs = work.inputs(work.batch, work.length)
         outlines, buckets, readers, sent = _outlines(
-            model, meshes, classes, work, inputs, hardware, fused, 1 if parts else None
+            model, meshes, classes, work, policy, inputs, hardware, fused, 1 if parts else None
         )
         received = sum(
             each.nbytes for each in compat.tree_leaves(inputs) if isinstance(each, Tensor) and each.requires_grad
@@ -301,6 +306,7 @@ def _outlines(
     meshes: Mapping[str, Any],
     classes: Sequence[type[nn.Module]],
     work: Workload,
+    policy: MixedPrecisionPolicy,
     arguments: Inputs,
     hardware: Hardware,
     fused: bool,
@@ -312,7 +318,12 @@ def _outlines(
         Outlines, buckets, for each unit the other units that read its results in forward, and the bytes of the output.
     """
     sharded = fully_shard_model(
-        model, fsdp_unit_modules=list(classes), check_values=False, bucket_bytes=bucket_bytes, **meshes
+        model,
+        fsdp_unit_modules=list(classes),
+        mixed_precision_policy=policy,
+        check_values=False,
+        bucket_bytes=bucket_bytes,
+        **meshes,
     )
     outlines: dict[Phase, Outline] = {}
     readers: dict[str, set[str]] = {}

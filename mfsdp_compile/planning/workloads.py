@@ -106,7 +106,8 @@ class Workload:
         inputs: Returns the arguments of forward, ``(args, kwargs)``, for one rank's batch size and length.
         loss: Computes a scalar from the result of forward.
         batch, length: Number of sequences per rank, and tokens per sequence.
-        dtype: Dtype that the model computes in.
+        dtype: Dtype that the model is built in.
+        param_dtype: Dtype that it computes in; see :class:`~mfsdp_compile.MixedPrecisionPolicy`. None: ``dtype``.
         checkpoint: Activation checkpointing of units. ``"none"``. ``"full"``: save their inputs, and recompute
             everything else. ``"selective"``: also save attention and every second matrix product, which torchtitan
             calls selective op checkpointing.
@@ -122,10 +123,16 @@ class Workload:
     batch: int = 1
     length: int = 2048
     dtype: torch.dtype = torch.bfloat16
+    param_dtype: torch.dtype | None = None
     checkpoint: str = "none"
     fp8_matmul: str | None = None
     fp8_wgrad: bool = False
     divided: Divided | None = None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype that the model computes in."""
+        return self.param_dtype or self.dtype
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ def workload(
             returns a model, which takes tokens and targets and returns a loss, or a :class:`Workload` with its own
             inputs and loss.
         batch, length: Sequences per rank, and their length. None: the model's default length, or 1 for images.
-        dtype: Dtype that the model computes in.
+        dtype: Dtype that the model is built in.
         checkpoint: See :class:`Workload`.
         unit_modules: Overrides what is known about the model.
 

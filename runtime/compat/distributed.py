@@ -27,9 +27,10 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .version import TORCH_FOLDER
+from .version import TORCH_FOLDER, TORCH_VERSION
 
 __all__ = [
+    "FSDP2_REDUCES_IN_OWN_DTYPE",
     "PIPELINES_HOLD_MESSAGES",
     "all_gather",
     "all_gather_out",
@@ -56,6 +57,9 @@ __all__ = [
     "wait_tensor_when_dropped",
     "waits_in",
 ]
+
+FSDP2_REDUCES_IN_OWN_DTYPE = TORCH_VERSION >= (2, 15)
+"""Whether ``reduce_dtype=None`` of FSDP2's policy means the dtype of the sharded parameter; before, it was ``param_dtype``."""
 
 
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
+from ..casts import Casts
 from ..memory.bucket import Home
 from ..plan.partition import Partition
 from .engine import Window
@@ -53,14 +54,16 @@ _HOMES = "_mfsdp_homes"
 _WINDOW = "_mfsdp_window"
 _WRAPPERS = "_mfsdp_wrappers"
 _LENT = "_mfsdp_lent"
+_CASTS = "_mfsdp_casts"
 
 
-def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -> None:
+def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, casts: Casts) -> None:
     """Replace ``module``'s own parameters by shards, and wrap its forward in a window.
 
     Args:
         homes: Buckets and indices of its parameters, by attribute name. May be empty, for units and models that own no
             parameters themselves.
+        casts: What its forward casts.
     """
     for attribute, home in homes.items():
         module._parameters[attribute] = home.bucket.params[home.index]
@@ -80,7 +83,16 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window) -
         state.pop("_flat_weights", None)  # the unsharded weights
     compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()])
     scalings = tuple(home.bucket.plan.scaling if wrappers[name] is not None else "" for name, home in homes.items())
-    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings)
+    if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
+        state["forward"] = types.MethodType(casts.around(_calling(state["forward"])), module)
+    module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
+
+
+def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -131,12 +143,14 @@ def _sharded_class(
     attributes: tuple[str, ...],
     partitions: tuple[Partition | None, ...],
     scalings: tuple[str, ...],
+    casts: Casts,
 ) -> type[nn.Module]:
     namespace: dict[str, Any] = {
         name: _parameter_property(cls, name, partition, scaling)
         for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
     }
-    namespace["forward"] = _forward_in_window(cls, any(scalings))
+    namespace["forward"] = _forward_in_window(cls, any(scalings), casts)
+    namespace[_CASTS] = casts
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
         namespace["_flat_weights"] = _rnn_weights
@@ -145,9 +159,9 @@ def _sharded_class(
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
-def _forward_in_window(cls: type[nn.Module], gets_quantized: bool) -> Any:
+def _forward_in_window(cls: type[nn.Module], gets_quantized: bool, casts: Casts) -> Any:
     is_layer = compat.transformer_engine.is_layer(cls)
-    forward = _in_window(_lending(cls.forward) if is_layer else cls.forward)
+    forward = casts.around(_in_window(_lending(cls.forward) if is_layer else cls.forward))
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
     # Parts of layers of Transformer Engine would be graphs that return quantized weights.
     is_disabled = compat.is_dynamo_disabled(cls.forward) or (is_layer and gets_quantized)
@@ -207,7 +221,7 @@ def _take_back(lent: Sequence[Tensor], returned: Sequence[Tensor]) -> None:
 
 
 def register_forward(module: nn.Module, name: str) -> None:
-    """Open a window around another method, as around ``forward``.
+    """Open a window around another method, as around ``forward``, and cast what it gets and returns.
 
     Raises:
         AttributeError: There is no such method.
@@ -219,7 +233,7 @@ def register_forward(module: nn.Module, name: str) -> None:
             f"A {type(module).__name__} owns no sharded parameters and is not a unit, so {name!r} has nothing to "
             "gather. Register the method on the module that owns the parameters it reads, or on the model."
         )
-    vars(module)[name] = types.MethodType(_in_window(method), module)
+    vars(module)[name] = types.MethodType(getattr(module, _CASTS).around(_in_window(method)), module)
 
 
 def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | None, scaling: str) -> property:

@@ -29,7 +29,7 @@ from .deferred_fill import DeferredFills
 if TYPE_CHECKING:
     from ..memory.bucket import Bucket, Home
 
-__all__ = ["ByFunction", "ByMethod", "InitFn", "Initializer", "has_meta", "initialize", "random_state"]
+__all__ = ["ByFunction", "ByMethod", "InitFn", "Initializer", "Later", "has_meta", "initialize", "random_state"]
 
 InitFn = Callable[[nn.Module], None]
 """Function that gives values to a module's own parameters and buffers, which have memory when it is called."""
@@ -122,6 +122,17 @@ class ByFunction(Initializer):
 
     def __call__(self, owner: nn.Module) -> None:
         self._function(owner)
+
+
+class Later(Initializer):
+    """Leaves the values to the program, which fills the shards. Until then they are NaN, so that a missing one is seen."""
+
+    draws = False
+
+    def __call__(self, owner: nn.Module) -> None:
+        for tensor in (*owner._parameters.values(), *owner._buffers.values()):
+            if tensor is not None:
+                tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 0)
 
 
 def has_meta(module: nn.Module) -> bool:
@@ -260,7 +271,7 @@ class _Initialization:
 
     def _empty(self, home: Home, of_whole: bool) -> nn.Parameter:
         plan = home.bucket.plan
-        values = torch.empty(_shape(home, of_whole), dtype=plan.compute_dtype, device=self._device)
+        values = torch.empty(_shape(home, of_whole), dtype=plan.model_dtype, device=self._device)
         return nn.Parameter(values, requires_grad=plan.requires_grad)
 
     def _read(self) -> None:

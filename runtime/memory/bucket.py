@@ -63,7 +63,8 @@ class BucketPlan:
         name: Name of the bucket, unique in the model: the unit's name, with a number if the unit has several buckets.
         unit: Name of the unit.
         layout: Layout, whose slot names are fully qualified parameter names.
-        compute_dtype: Dtype of the gathered parameters; the dtype that the model was built with.
+        model_dtype: Dtype of the parameters when the model was sharded.
+        compute_dtype: Dtype of the gathered parameters.
         main_dtype: Dtype of the shard, its gradients and the optimizer's state.
         requires_grad: Whether any of its parameters is trainable. When the model is sharded, either all of them are or
             none is.
@@ -84,11 +85,13 @@ class BucketPlan:
             needs it first.
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
+        policy: Position of its mixed-precision policy among the model's.
     """
 
     name: str
     unit: str
     layout: BucketLayout
+    model_dtype: torch.dtype
     compute_dtype: torch.dtype
     main_dtype: torch.dtype
     requires_grad: bool
@@ -105,6 +108,7 @@ class BucketPlan:
     gradient_buffers: Buffers = NO_BUFFERS
     keeps_memory: bool = False
     reshard_after_forward: bool | int | None = None
+    policy: int = 0
 
     @property
     def portions(self) -> int:

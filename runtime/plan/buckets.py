@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,13 +12,22 @@ from torch import nn
 from .. import compat, quantize
 from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
 from ..memory.bucket import BucketPlan, Site
-from ..precision import GradientPolicy, MixedPrecisionPolicy, Scaling
+from ..precision import GradientPolicy, Scaling
 from ..topology import Topology
 from .experts import ExpertPlacement
 from .partition import local_shape
+from .precision_plan import PrecisionPlan
 from .units import Unit
 
 __all__ = ["BucketPlanner"]
+
+
+class Dtypes(NamedTuple):
+    """Dtypes of parameters that may share a bucket: when the model is sharded, and gathered; and their policy's position."""
+
+    model: torch.dtype
+    compute: torch.dtype
+    position: int
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class BucketPlanner:
 
     Args:
         topology: Topology of all parameters but experts.
-        precision: Dtypes of shards and gradients.
+        precision: Dtypes of gathered parameters, shards and gradients.
         gradient_policy: How gradients are combined.
         layout_policy: Limits for bucket layouts. None: the defaults.
         whole: Names of parameters that should each be kept on one rank.
@@ -36,7 +46,7 @@ class BucketPlanner:
     """
 
     topology: Topology
-    precision: MixedPrecisionPolicy
+    precision: PrecisionPlan
     gradient_policy: GradientPolicy
     layout_policy: LayoutPolicy | None
     whole: frozenset[str]
@@ -44,9 +54,9 @@ class BucketPlanner:
     keeps_transposes: bool = False
 
     def unit(self, unit: Unit) -> list[BucketPlan]:
-        """Plan the buckets of a unit: one for each dtype, ``requires_grad``, topology and way to be quantized, or more if
-        padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
-        groups: dict[tuple[torch.dtype, bool, bool, str, str], list[ParamSpec]] = {}
+        """Plan the buckets of a unit: one for each policy, dtype, ``requires_grad``, topology and way to be quantized, or more
+        if padding, ``bucket_bytes`` or ``by_parameter`` demand it."""
+        groups: dict[tuple[Dtypes, bool, bool, str, str], list[ParamSpec]] = {}
         for param, sites in unit.params:
             spec = ParamSpec(
                 sites[0].name, tuple(local_shape(param)), whole=any(site.name in self.whole for site in sites)
@@ -59,15 +69,16 @@ class BucketPlanner:
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
                 form = quantize.ROUNDED
-            groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
+            dtypes = self._dtypes(param, sites)
+            groups.setdefault((dtypes, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
-        for (dtype, requires_grad, is_expert, scaling, form), specs in groups.items():
-            itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtype.itemsize
+        for (dtypes, requires_grad, is_expert, scaling, form), specs in groups.items():
+            itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtypes.compute.itemsize
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
                 for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self._policy(scaling)):
-                    bucket = self._bucket(unit, layout, dtype, requires_grad, is_expert)
+                    bucket = self._bucket(unit, layout, dtypes, requires_grad, is_expert)
                     plans.append(replace(bucket, scaling=scaling, form=form))
         if len(plans) > 1:
             plans = [replace(plan, name=f"{unit.name}#{number}") for number, plan in enumerate(plans)]
@@ -77,14 +88,18 @@ class BucketPlanner:
         """Return the topology of a bucket of experts, or of a bucket of other parameters."""
         return self.experts.topology if is_expert and self.experts is not None else self.topology
 
+    def _dtypes(self, param: nn.Parameter, sites: Sequence[Site]) -> Dtypes:
+        return Dtypes(param.dtype, self.precision.compute_dtype(param, sites), self.precision.position(sites))
+
     def _scaling(self, unit: Unit, param: nn.Parameter, sites: Sequence[Site], is_expert: bool) -> str:
         """Return the scaling of a parameter that is gathered in float8; "" for others."""
         topology, ndim = self.topology_of(is_expert), param.dim()
-        if self.precision.param_comm_dtype is None or not topology.gathers_shards or ndim not in (2, 3):
+        policy = self.precision.policy_at(self.precision.position(sites))
+        if policy.param_comm_dtype is None or not topology.gathers_shards or ndim not in (2, 3):
             return ""
         if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
             return ""
-        asked, scaling = self.precision.param_comm_filter, self.precision.param_comm_scaling
+        asked, scaling = policy.param_comm_filter, policy.param_comm_scaling
         fits = local_shape(param)[-1] % quantize.MX_BLOCK == 0 or scaling != quantize.MX
         if asked is None:
             embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
@@ -126,17 +141,20 @@ class BucketPlanner:
         return 1.0
 
     def _bucket(
-        self, unit: Unit, layout: BucketLayout, dtype: torch.dtype, requires_grad: bool, is_expert: bool
+        self, unit: Unit, layout: BucketLayout, dtypes: Dtypes, requires_grad: bool, is_expert: bool
     ) -> BucketPlan:
+        policy = self.precision.policy_at(dtypes.position)
         return BucketPlan(
             name=unit.name,
             unit=unit.name,
             layout=layout,
-            compute_dtype=dtype,
-            main_dtype=self.precision.main_dtype(dtype),
+            model_dtype=dtypes.model,
+            compute_dtype=dtypes.compute,
+            main_dtype=policy.main_dtype(dtypes.model),
             requires_grad=requires_grad,
-            grad_dtype=self.precision.grad_dtype(dtype),
-            comm_dtype=self.precision.comm_dtype(dtype),
+            grad_dtype=policy.grad_dtype(dtypes.model),
+            comm_dtype=policy.comm_dtype(dtypes.model, dtypes.compute),
+            policy=dtypes.position,
             reduce_op="avg" if self.gradient_policy.scaling is Scaling.AVERAGE_IN_COLLECTIVE else "sum",
             scale=self._scale(is_expert),
             decoupled=self.gradient_policy.decoupled,

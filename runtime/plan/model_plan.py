@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from .. import compat
 from ..memory.bucket import BucketPlan
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
+from ..precision import Policies
 from ..ranks.agreement import value_digest
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
 from .partition import Partition, Partitioner, Peers, local_part
+from .precision_plan import PrecisionPlan
 from .references import check_not_replaced, check_references
 from .units import Unit, UnitModules, find_units, join, repeated_blocks, resolve_units
 
@@ -32,12 +34,14 @@ class ModelPlan:
         module: The model, with full parameters on this rank.
         units: Units with the plans of their buckets.
         experts: Which parameters are experts. None: all ranks hold the same parameters.
+        precision: The policy of each parameter, and the modules that cast.
         partitions: How parameters are already divided, by name. None: not at all. Ignored parameters are absent.
     """
 
     module: nn.Module
     units: tuple[tuple[Unit, tuple[BucketPlan, ...]], ...]
     experts: ExpertPlacement | None
+    precision: PrecisionPlan
     partitions: dict[str, Partition | None]
 
     @classmethod
@@ -56,7 +60,7 @@ class ModelPlan:
             ValueError, NotImplementedError: Parameters cannot be sharded as they are.
         """
         plans = tuple((unit, tuple(planner.unit(unit))) for unit in units)
-        plan = cls(module, plans, planner.experts, {})
+        plan = cls(module, plans, planner.experts, planner.precision, {})
         plan._check_experts()
         dense = Partitioner(planner.topology.mesh, tensor_parallel)
         expert = Partitioner(planner.experts.topology.mesh, of_experts=True) if planner.experts is not None else dense
@@ -114,9 +118,12 @@ class ModelPlan:
             lines.append(f"buffer {name}: {tuple(buffer.shape)}, {buffer.dtype}")
         for bucket in self.buckets:
             digest = bucket.layout.signature if bucket.is_expert else bucket.layout.fingerprint
+            dtypes = f"gathered in {bucket.compute_dtype}, main dtype {bucket.main_dtype}"
+            reduced = f", reduced in {bucket.comm_dtype}, summed in {bucket.grad_dtype}" if bucket.requires_grad else ""
             reshard = bucket.reshard_after_forward
             more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
-            lines.append(f"bucket {bucket.name}: {digest}, main dtype {bucket.main_dtype}{more}")
+            lines.append(f"bucket {bucket.name}: {digest}, {dtypes}{reduced}{more}")
+        lines += self.precision.describe()
         return lines + (_values(params, self.partitions.keys() - experts) if check_values else [])
 
     def describe_experts(self, check_values: bool) -> list[str]:
@@ -128,7 +135,8 @@ class ModelPlan:
 
     def _check_quantized(self, planner: BucketPlanner) -> None:
         """Raise if parameters are to be gathered in float8, and that means nothing here, or would not be right."""
-        precision, topology = planner.precision, planner.topology
+        topology = planner.topology
+        asking = [policy for policy in planner.precision.policies if policy.param_comm_dtype is not None]
         quantized = [bucket for bucket in self.buckets if bucket.scaling]
         with_transposes = compat.transformer_engine.FORMS.keys() - {compat.transformer_engine.MXFP8}
         if planner.keeps_transposes and not any(bucket.form in with_transposes for bucket in quantized):
@@ -138,12 +146,12 @@ class ModelPlan:
                 stacklevel=4,
             )
         by_torchao = any(bucket.form == compat.torchao.FORM for bucket in quantized)
-        if precision.param_comm_dtype is None and not by_torchao:
+        if not asking and not by_torchao:
             return
         asked = (
             "Float8LinearConfig(enable_fsdp_float8_all_gather=True)"
             if by_torchao
-            else f"param_comm_dtype={precision.param_comm_dtype}"
+            else f"param_comm_dtype={asking[0].param_comm_dtype}"
         )
         if not topology.gathers_shards:
             raise NotImplementedError(
@@ -153,7 +161,7 @@ class ModelPlan:
             )
         if not quantized:
             raise ValueError(
-                f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
+                f"param_comm_dtype={asking[0].param_comm_dtype} is given, but no parameter is quantized: by default only "
                 "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8', "
                 "if their rows are multiples of 32). Pass fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
             )
@@ -189,16 +197,18 @@ class ModelPlan:
 def divide(
     module: nn.Module,
     unit_modules: UnitModules,
+    policies: Policies,
     unit_bytes: int | None,
     by_module: bool,
     allows_meta: bool,
     ignored: Collection[nn.Parameter] = (),
-) -> tuple[Unit, ...]:
-    """Divide a model that can be sharded into units.
+) -> tuple[tuple[Unit, ...], PrecisionPlan]:
+    """Divide a model that can be sharded into units, and find the policies of its parameters and modules.
 
     Args:
         module: The model.
         unit_modules: See :data:`~mfsdp_compile.runtime.plan.units.UnitModules`.
+        policies: Mixed-precision policies.
         unit_bytes: See :class:`~mfsdp_compile.runtime.layout.LayoutPolicy`.
         by_module: See :func:`~mfsdp_compile.runtime.plan.units.find_units`.
         allows_meta: Whether parameters may be on the meta device.
@@ -239,12 +249,14 @@ def divide(
             )
             + ": pass only one of them."
         )
+    precision = PrecisionPlan.of(module, classes, policies, {each for group in groups for each in group})
     units = find_units(module, classes, by_module, groups, ignored)
     if not units:
         raise ValueError(
             "There is nothing to shard: the model has no parameters, or ignored_params contains all of them."
         )
-    return join(module, units, unit_bytes) if unit_bytes is not None else units
+    joined = join(module, units, unit_bytes, precision.gathered_bytes) if unit_bytes is not None else units
+    return joined, precision
 
 
 def _check_ignored(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:

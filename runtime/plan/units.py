@@ -13,14 +13,13 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import nn
 
 from ..memory.bucket import Site
-from .partition import local_shape
 
 __all__ = [
     "Unit",
@@ -31,6 +30,7 @@ __all__ = [
     "joined_name",
     "neighbors",
     "repeated_blocks",
+    "resolve_classes",
     "resolve_unit_classes",
     "resolve_units",
 ]
@@ -62,11 +62,6 @@ class Unit:
     params: tuple[tuple[nn.Parameter, tuple[Site, ...]], ...]
     is_root: bool
     is_module: bool = False
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Size of its parameters in bytes, without padding."""
-        return sum(local_shape(param).numel() * param.itemsize for param, _ in self.params)
 
 
 def resolve_units(
@@ -114,26 +109,31 @@ def resolve_unit_classes(model: nn.Module, unit_modules: UnitModules) -> tuple[t
         TypeError: An entry is neither a class of modules nor a string.
         ValueError: A path cannot be imported, or no module of the model is an instance of a class.
     """
-    if unit_modules is None:
+    return resolve_classes(model, unit_modules, "fsdp_unit_modules")
+
+
+def resolve_classes(model: nn.Module, given: UnitModules, argument: str) -> tuple[type[nn.Module], ...]:
+    """Like :func:`resolve_unit_classes`, for the argument of this name."""
+    if given is None:
         return ()
-    entries = [unit_modules] if isinstance(unit_modules, (str, type)) else list(unit_modules)
+    entries = [given] if isinstance(given, (str, type)) else list(given)
     classes: list[type[nn.Module]] = []
     for entry in entries:
         if entry == "auto":
             found = repeated_blocks(model)
             if not found:
                 raise ValueError(
-                    "fsdp_unit_modules='auto' found no repeated block in the model: no class of modules with children "
+                    f"{argument}='auto' found no repeated block in the model: no class of modules with children "
                     "occurs twice side by side. Name the classes to shard by, or pass None to make the model one unit."
                 )
             classes.extend(found)
             continue
-        cls = _find_class(model, entry) if isinstance(entry, str) else entry
+        cls = _find_class(model, entry, argument) if isinstance(entry, str) else entry
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-            raise TypeError(f"fsdp_unit_modules takes nn.Module classes and their import paths, got {entry!r}")
+            raise TypeError(f"{argument} takes nn.Module classes and their import paths, got {entry!r}")
         if not any(isinstance(module, cls) for module in model.modules()):
             raise ValueError(
-                f"No module of the model is a {cls.__module__}.{cls.__qualname__}, which fsdp_unit_modules names. "
+                f"No module of the model is a {cls.__module__}.{cls.__qualname__}, which {argument} names. "
                 f"Classes in the model: {_class_list(model)}."
             )
         classes.append(cls)
@@ -227,15 +227,16 @@ def _holders(unit: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in unit.named_modules() if name and module._parameters]
 
 
-def join(model: nn.Module, units: Sequence[Unit], least: int) -> tuple[Unit, ...]:
+def join(model: nn.Module, units: Sequence[Unit], least: int, size: Callable[[Unit], int]) -> tuple[Unit, ...]:
     """Join neighbors to units whose gathered size is at least ``least`` bytes. The last unit of a run may be smaller.
 
     Args:
         units: Units from :func:`find_units`.
+        size: Returns the gathered size of a unit in bytes.
     """
     joined: dict[str, Unit | None] = {}  # by name; None: joined to the unit before
     for run in neighbors(model, units):
-        for group in group_by_size([unit.gathered_bytes for unit in run], least):
+        for group in group_by_size([size(unit) for unit in run], least):
             members = [run[i] for i in group]
             names = [unit.name for unit in members]
             modules = tuple(module for unit in members for module in unit.modules)
@@ -361,35 +362,35 @@ def _is_block(module: nn.Module) -> bool:
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-def _find_class(model: nn.Module, name: str) -> type[nn.Module]:
+def _find_class(model: nn.Module, name: str, argument: str) -> type[nn.Module]:
     """Find a class by import path, or by its name in the model, as in Hugging Face's ``_no_split_modules``."""
     if "." in name:
-        return _import_class(name)
+        return _import_class(name, argument)
     found = dict.fromkeys(type(module) for module in model.modules() if type(module).__name__ == name)
     if len(found) != 1:
         what = "several classes of this name" if found else "no such class"
         raise ValueError(
-            f"fsdp_unit_modules contains {name!r}, but the model has {what}. Give the import path, as in "
+            f"{argument} contains {name!r}, but the model has {what}. Give the import path, as in "
             f"'package.module.Class', or the class itself. Classes in the model: {_class_list(model)}."
         )
     return next(iter(found))
 
 
-def _import_class(path: str) -> type[nn.Module]:
+def _import_class(path: str, argument: str) -> type[nn.Module]:
     module_name, _, class_name = path.rpartition(".")
     try:
         owner = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         # A class nested in another one: "package.module.Outer.Inner".
         if module_name.rpartition(".")[0] and module_name.rpartition(".")[2][:1].isupper():
-            owner = _import_class(module_name)  # type: ignore[assignment]
+            owner = _import_class(module_name, argument)  # type: ignore[assignment]
         else:
             raise ValueError(
-                f"fsdp_unit_modules names {path!r}, but {module_name or path!r} cannot be imported ({error}). "
+                f"{argument} names {path!r}, but {module_name or path!r} cannot be imported ({error}). "
                 "Give the full import path, as in 'package.module.Class', or the class itself."
             ) from error
     if not hasattr(owner, class_name):
-        raise ValueError(f"fsdp_unit_modules names {path!r}, but {module_name!r} has no {class_name!r}.")
+        raise ValueError(f"{argument} names {path!r}, but {module_name!r} has no {class_name!r}.")
     return getattr(owner, class_name)
 
 

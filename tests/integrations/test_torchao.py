@@ -20,6 +20,7 @@ from parity import AOT_EAGER, EAGER, INDUCTOR
 from pool import on_ranks, shared_folder
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao_models import convert, llama, loss_of, torchao, train
 
@@ -602,3 +603,18 @@ def test_layers_of_prototypes_equal_one_process(kind: str) -> None:
         found.append(train(model, call, optimizer, rank=0, steps=3, shape=(2, 17)))
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
+
+
+@on_ranks(2)
+@pytest.mark.long
+def test_param_dtype_as_fsdp2() -> None:
+    """A float32 model with FSDP2's policy trains as under FSDP2: weights in float8 are for layers that compute in bfloat16."""
+    reference = torchao_models.fsdp2(llama(torch.float32), init_device_mesh("cpu", (dist.get_world_size(),)))
+    expected = train(reference, reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
+    policy = TorchPolicy(param_dtype=BF16, reduce_dtype=BF16)
+    for mode in (EAGER, AOT_EAGER):
+        model, call, optimizer = shard(
+            llama(torch.float32), mode, disable_bucketing=True, mixed_precision_policy=policy
+        )
+        assert_equal(train(model, call, optimizer), expected)
+        assert by_torchao(model)

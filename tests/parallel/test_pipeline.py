@@ -275,6 +275,27 @@ def test_quantized_gathers() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+@pytest.mark.long
+def test_param_dtype(mode: str) -> None:
+    """Stages of a float32 model send and compute in ``param_dtype``, as those of a bfloat16 model of the same weights."""
+    mesh, found = pipeline_mesh(), []
+    replica = mesh["dp"].get_local_rank()
+    for dtype, policy in ((torch.bfloat16, {}), (torch.float32, {"param_dtype": torch.bfloat16})):
+        chain = parity.build(Chain).bfloat16().to(dtype)
+        pipeline = Pipeline(Schedule1F1B, mode, mesh, chain, mixed_precision_policy=MixedPrecisionPolicy(**policy))
+        optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
+        results: list[Tensor] = []
+        for x, y in zip(*data(2, mesh["dp"].size()), strict=True):
+            results += pipeline.step(x[replica].bfloat16().to(dtype), y[replica].bfloat16())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([*results, *(param.to_local().detach() for param in pipeline.params)])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 @on_ranks(4)
 def test_bfloat16_sums_are_float32_and_whole() -> None:
     """Gradients of microbatches are rounded once each and their sum is not: it equals float32 sums in one process."""

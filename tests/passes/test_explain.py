@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pool import on_ranks
 from torch import Tensor, nn
 
-from mfsdp_compile import explain, fully_shard_model
+from mfsdp_compile import MixedPrecisionPolicy, explain, fully_shard_model
 from mfsdp_compile.backend import compile
 from mfsdp_compile.models.llama import Block as LlamaBlock
 from mfsdp_compile.models.llama import Llama, LlamaConfig
@@ -206,6 +206,21 @@ def test_explain() -> None:
     assert "schedule: moved    gather" in text
     assert "gather  layers.0" in text
     model(tokens).sum().backward()  # as if nothing had happened
+
+
+@on_ranks(2)
+def test_explain_names_policies() -> None:
+    policies = {
+        nn.LayerNorm: MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.bfloat16),
+        None: MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+    }
+    layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    model = fully_shard_model(layers, fsdp_unit_modules=[nn.Linear], mixed_precision_policy=policies)
+    told = str(explain(model, torch.randn(4, 8).bfloat16()))
+    assert (
+        "precision: LayerNorm: param_dtype=float32, output_dtype=bfloat16; everything else: param_dtype=bfloat16, "
+        "cast_forward_inputs=False"
+    ) in told
 
 
 @on_ranks(2)

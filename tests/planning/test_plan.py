@@ -296,6 +296,34 @@ def test_a_plan_of_joined_units_is_what_the_compiler_does() -> None:
     assert row.timeline.peak_bytes == pytest.approx(real.peak_bytes, rel=0.03)
 
 
+@pytest.mark.long
+def test_a_plan_with_param_dtype() -> None:
+    """A float32 model with ``param_dtype`` is planned as the bfloat16 model, except for its buffers, and as it is sharded."""
+    rows, found = [], []
+    for dtypes in ({"dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}):
+        work = replace(llama(3), **dtypes)
+        traced = trace(work, CPU, fused=False)
+        row = planned(Job(work, CPU, fused=False, solved=False), traced, Candidate(ZERO3, 4))
+        assert row.timeline is not None
+        rows.append((row.context.buckets, [(e.what, e.name) for e in row.timeline.exposures], traced.neighbors))
+        found.append(row.timeline)
+    assert rows[0] == rows[1]
+    # Rotary tables are float32 in one and bfloat16 in the other.
+    assert found[0].seconds == pytest.approx(found[1].seconds, rel=0.02)
+    assert found[0].peak_bytes == pytest.approx(found[1].peak_bytes, rel=0.02)
+
+    from mfsdp_compile.runtime import compat
+
+    with compat.fake_process_group(4):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = fully_shard_model(
+            Llama(LlamaConfig(layers=3)), fsdp_unit_modules=[Block], mixed_precision_policy=policy
+        )
+        made = [(b.plan.name, b.plan.gathered_bytes, b.plan.shard_bytes) for b in model.sharded.buckets]
+    sizes_of = [(i.name, i.gathered_bytes, i.layout.shard_numel * i.main_dtype.itemsize) for i in rows[1][0]]
+    assert sizes_of == made
+
+
 @pytest.mark.parametrize(
     ("planned_with", "sharded_with", "at_least"),
     [
@@ -407,6 +435,8 @@ def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr()
         assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
         assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
+    assert main(["plan", "--model", "demo", "--dtype", "float32", "--param-dtype", "bfloat16"]) == 0
+    assert "in torch.bfloat16, built in torch.float32," in " ".join(capsys.readouterr().out.split())
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err

@@ -570,7 +570,7 @@ def test_nothing_to_quantize_is_refused() -> None:
             ValueError,
             r"takes torch\.float8_e4m3fn or None, got torch\.float8_e5m2",
         ),
-        ({"param_comm_dtype": BF16}, ValueError, r"model\.to\(dtype\) before sharding"),
+        ({"param_comm_dtype": BF16}, ValueError, "another dtype than the model's, use param_dtype"),
         (
             {"param_comm_dtype": quantize.DTYPE, "param_comm_scaling": "block"},
             ValueError,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mfsdp_compile.runtime.plan import units as units_module
+from mfsdp_compile.runtime.plan.precision_plan import PrecisionPlan
 from mfsdp_compile.runtime.plan.units import (
     find_units,
     group_by_size,
@@ -21,6 +22,7 @@ from mfsdp_compile.runtime.plan.units import (
     repeated_blocks,
     resolve_unit_classes,
 )
+from mfsdp_compile.runtime.precision import Policies
 
 
 def owned(model: nn.Module, classes: object) -> dict[str, list[str]]:
@@ -190,12 +192,13 @@ def test_joined_units_hold_what_their_members_held() -> None:
     apart = find_units(model, (zoo.Block,))
     of = {unit.name: unit for unit in apart}
     # The first shares its matrix with the last, so the root owns it.
-    joined = join(model, apart, of["blocks.1"].gathered_bytes + 1)
+    size = PrecisionPlan(Policies()).gathered_bytes
+    joined = join(model, apart, size(of["blocks.1"]) + 1, size)
     assert [unit.name for unit in joined] == ["root:before", "blocks.0-1", "root:among", "blocks.2", "root:after"]
     assert joined[1].params == of["blocks.0"].params + of["blocks.1"].params
     assert joined[1].modules == (model.blocks[0], model.blocks[1])
-    assert join(model, apart, 1) == apart
-    (_, everything, *_) = join(model, apart, 10**9)
+    assert join(model, apart, 1, size) == apart
+    (_, everything, *_) = join(model, apart, 10**9, size)
     assert everything.modules == tuple(model.blocks)
 
 

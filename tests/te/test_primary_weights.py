@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from pool import on_ranks, shared_folder
 from torch.distributed.device_mesh import init_device_mesh
 
+from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.memory.planes import cut_blocks
@@ -401,3 +402,25 @@ def test_tensor_parallel_and_expert_parallel() -> None:
         forms = {bucket.plan.form for bucket in model.sharded.buckets if bucket.plan.name.startswith("blocks")}
         assert forms & compat.transformer_engine.FORMS.keys()
         assert results[0].losses == results[1].losses and results[0].distance(results[1]) == 0, kind
+
+
+@pytest.mark.parametrize("kind", ["Linear", pytest.param("LayerNormMLP", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", RECIPES)
+@on_ranks(2)
+def test_param_dtype(kind: str, recipe: str) -> None:
+    """Layers that are built in float32 compute in ``param_dtype`` with weights that were quantized from it."""
+
+    @torch.no_grad()
+    def values(weight: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) / 8
+        return weight.copy_(drawn.bfloat16())
+
+    found = []
+    for dtype, policy in ((torch.bfloat16, {}), (torch.float32, {"param_dtype": torch.bfloat16})):
+        options = {"primary": recipe, "init_method": values, "params_dtype": dtype}
+        if kind == "LayerNormMLP":
+            options["output_layer_init_method"] = values
+        model = te_models.build(kind, **options)
+        sharded = te_models.shard(model, mixed_precision_policy=MixedPrecisionPolicy(**policy))
+        found.append(te_models.train_sharded(sharded, kind, recipe))
+    assert found[0].losses == found[1].losses and found[0].distance(found[1]) == 0

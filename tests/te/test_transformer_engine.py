@@ -19,6 +19,7 @@ from pool import on_ranks, shared_folder
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mfsdp_compile import MixedPrecisionPolicy
 from mfsdp_compile.runtime import compat
 
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
@@ -290,3 +291,15 @@ def test_what_is_refused() -> None:
     layer.wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
     with pytest.raises(RuntimeError, match="delay_wgrad_compute was enabled after fully_shard_model"):
         layer.backward_dw()
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
+@on_ranks(2)
+def test_param_dtype(kind: str) -> None:
+    """Float32 layers with ``param_dtype`` compute what bfloat16 layers of the same weights do."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for name in ("bf16", "current"):
+        alone = te_models.train_sharded(te_models.shard(te_models.build(kind)), kind, name)
+        model = te_models.shard(te_models.build(kind).float(), mixed_precision_policy=policy)
+        sharded = te_models.train_sharded(model, kind, name)
+        assert sharded.losses == alone.losses and sharded.distance(alone) == 0
