@@ -854,6 +854,15 @@ def test_the_context_of_several_policies() -> None:
 
 
 @pytest.mark.usefixtures("fake_world")
+def test_dtypes_of_shards() -> None:
+    """FSDP2's policy leaves shards in the dtype of the model, ours makes them float32."""
+    for policy, expected in ((TorchPolicy(param_dtype=F16), BF16), (MixedPrecisionPolicy(param_dtype=F16), F32)):
+        model = fully_shard_model(zoo.Plain().bfloat16(), fsdp_unit_modules=[zoo.Block], mixed_precision_policy=policy)
+        assert {param.dtype for param in model.parameters()} == {expected}
+        assert {bucket.plan.compute_dtype for bucket in model.sharded.buckets} == {F16}
+
+
+@pytest.mark.usefixtures("fake_world")
 def test_the_default_of_fsdp2s_reduction() -> None:
     """``reduce_dtype=None`` is what it is in the installed torch: ``param_dtype`` before 2.15, then the parameter's own."""
     model = shard(TorchPolicy(param_dtype=BF16))
