@@ -48,15 +48,17 @@ def parallelize(
     _refuse(parallel_dims, training, parallelism, compile_config)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    param_dtype, main_dtype, reduce_dtype = (
+    compute_dtype, main_dtype, reduce_dtype = (
         getattr(torch, name)
         for name in (training.mixed_precision_param, training.dtype, training.mixed_precision_reduce)
     )
+    for param in model.parameters():
+        param.data = param.data.to(compute_dtype)  # has no values yet: init_weights fills the shards, in the main dtype
     fully_shard_model(
         model,
         **_mesh(parallel_dims),
         fsdp_unit_modules=list({type(block) for block in model.layers.values()}),
-        mixed_precision_policy=MixedPrecisionPolicy(main_dtype, grad_comm_dtype=reduce_dtype, param_dtype=param_dtype),
+        mixed_precision_policy=MixedPrecisionPolicy(main_dtype, grad_comm_dtype=reduce_dtype),
         calculate_per_token_loss=True,  # the loss is divided by the tokens of all ranks
         init_model_with_meta_device=True,
         init_fn=lambda module: None,

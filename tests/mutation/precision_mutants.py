@@ -10,15 +10,15 @@ PRECISION = (
     Mutant(
         "runtime/casts.py",
         "outputs are not cast",
-        "            return result if outputs is None else cast_tensors(result, outputs)",
-        "            return result",
+        "    return result if casts.outputs is None else cast_tensors(result, casts.outputs)",
+        "    return result",
         (f"{_TESTS} -k 'recomputation or float16_in'",),
     ),
     Mutant(
         "runtime/casts.py",
         "keyword arguments are not cast",
-        "cast_tensors(args, inputs), cast_tensors(kwargs, inputs)",
-        "cast_tensors(args, inputs), kwargs",
+        "cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)",
+        "cast_tensors(args, casts.inputs), kwargs",
         (f"{_TESTS} -k 'structures and eager and not aot'",),
     ),
     Mutant(
