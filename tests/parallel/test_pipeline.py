@@ -254,12 +254,13 @@ def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
         train(Schedule1F1B, mode, steps=2, zero_dp_strategy=strategy, stage_options=held)
 
 
+@pytest.mark.parametrize("scaling", ["rowwise", pytest.param("nvfp4", marks=pytest.mark.long)])
 @on_ranks(4)
-def test_quantized_gathers() -> None:
+def test_quantized_gathers(scaling: Any) -> None:
     """Stages quantize their weights once per step, and their code gathers what the eager path gathers."""
     mesh, found = pipeline_mesh(), []
     for mode in (EAGER, AOT_EAGER):
-        policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
+        policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)
         pipeline = Pipeline(Schedule1F1B, mode, mesh, parity.build(Chain), mixed_precision_policy=policy)
         optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
         results: list[Tensor] = []

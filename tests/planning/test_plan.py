@@ -407,6 +407,8 @@ def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr()
         assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp8", scaling]) == 0
         assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
+    assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp4"]) == 0
+    assert "gathered in float4 (nvfp4)" in capsys.readouterr().out
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err
