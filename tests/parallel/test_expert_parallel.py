@@ -30,7 +30,7 @@ from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 from mfsdp_compile.runtime.plan import experts as runtime_experts
 from mfsdp_compile.runtime.topology import ShardingStrategy
 

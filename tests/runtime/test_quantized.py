@@ -292,7 +292,7 @@ def test_ranges_of_nvfp4(largest: float) -> None:
     assert ((result.double() - values).abs() <= largest / 6 + 3e-42).all()
 
 
-ERRORS = {"rowwise": 0.0265, "tensorwise": 0.0265, "blockwise": 0.0265, "mxfp8": 0.0265, "nvfp4": 0.0952}
+ERRORS = {"rowwise": 0.0264, "tensorwise": 0.0264, "blockwise": 0.0264, "mxfp8": 0.0266, "nvfp4": 0.0952}
 
 
 @pytest.mark.parametrize("scaling", POLICIES)
@@ -300,7 +300,7 @@ def test_error_of_a_gather(scaling: str) -> None:
     """Root mean square of the errors, of that of normally distributed weights: what docs/fp8.md says."""
     values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     error = ((as_gathered(values, scaling, F32) - values).norm() / values.norm()).item()
-    assert error == pytest.approx(ERRORS[scaling], rel=0.01)
+    assert error == pytest.approx(ERRORS[scaling], abs=0.0001)
 
 
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise"])

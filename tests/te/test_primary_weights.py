@@ -319,6 +319,11 @@ def test_scales_and_bytes() -> None:
     te_models.compare_quantizers()
 
 
+@on_ranks(1)
+def test_nvfp4_is_that_of_the_reference() -> None:
+    te_models.compare_nvfp4()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", ["current", "mxfp8"])
 @on_ranks(2)
