@@ -365,7 +365,7 @@ def compare_nvfp4() -> None:
         distances = (exact.abs().unsqueeze(-1) / middles - 1).abs()
         close = (distances < 4 * 2.0**-24).any(-1).any(-1)
         assert torch.equal(records[..., :8][~close], data.view(64, 6, 8)[~close]), spread
-        assert close.sum() < 5
+        assert close.float().mean() < 0.01
 
 
 def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:
