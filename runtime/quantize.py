@@ -456,9 +456,7 @@ def _values_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
     return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).to(dtype).mul_(2.0**14)
 
 
-def _of_blocks(
-    blocks: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _of_blocks(blocks: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the entries of ``blocks``, ``[n / 16]``, of each part, ``[..., rows, columns / 16]``, and the part's scales."""
     for offset, shape, scales in parts:
         its = blocks.narrow(0, offset // _FP4_BLOCK, math.prod(shape) // _FP4_BLOCK)

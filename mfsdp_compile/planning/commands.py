@@ -171,9 +171,7 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy()
         if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
-            precision = MixedPrecisionPolicy(
-                param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling
-            )
+            precision = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)
         job = Job(
             work,
             machine,

@@ -57,7 +57,9 @@ class BucketPlanner:
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
-            elif scaling not in ("", quantize.NVFP4) and all(compat.torchao.rounds_scales(site.module) for site in sites):
+            elif scaling not in ("", quantize.NVFP4) and all(
+                compat.torchao.rounds_scales(site.module) for site in sites
+            ):
                 form = quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []

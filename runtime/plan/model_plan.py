@@ -235,7 +235,9 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 
 
 def _quantized(bucket: BucketPlan) -> str:
-    return f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}" if bucket.scaling else ""
+    return (
+        f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}" if bucket.scaling else ""
+    )
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:

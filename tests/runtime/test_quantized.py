@@ -354,7 +354,10 @@ def test_bytes_of_llama(size: str) -> None:
             sent = sum(quantize.sent_numel(layout.numel, scaling) for layout in layouts)
             assert sent == data * {"mxfp8": 33, "nvfp4": 18}.get(scaling, 32) // 32
         scales = 4 * sum(quantize.scale_count(shape, scaling) for shape in shapes.values())
-        assert scales <= {"rowwise": 1e-3, "tensorwise": 1e-6, "blockwise": 3e-4, "mxfp8": 0, "nvfp4": 1e-6}[scaling] * numel
+        assert (
+            scales
+            <= {"rowwise": 1e-3, "tensorwise": 1e-6, "blockwise": 3e-4, "mxfp8": 0, "nvfp4": 1e-6}[scaling] * numel
+        )
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------

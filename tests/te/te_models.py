@@ -22,7 +22,8 @@ from mfsdp_compile.runtime import compat, quantize
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
-BITWISE = ("bf16", "current", "mxfp8", "blockwise")
+BLOCKS = ("blockwise", "nvfp4") if reference_tex.HAS_NVFP4 else ("blockwise",)
+BITWISE = ("bf16", "current", "mxfp8", *BLOCKS)
 """Recipes whose results depend on nothing but the values at hand."""
 
 
@@ -49,9 +50,14 @@ def recipe(name: str) -> Any:
     if name == "bf16":
         return None
     name, _, override = name.partition(", ")
-    options = {"backward_override": override} if override else {}
+    options: dict[str, Any] = {"backward_override": override} if override else {}
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
-    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])(**options)
+    kinds |= {"blockwise": "Float8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+    if name == "nvfp4":
+        options["disable_stochastic_rounding"] = (
+            True  # of gradients: its results depend on more than the values at hand
+        )
+    return getattr(recipes, kinds[name])(**options)
 
 
 def has_is_fsdp2() -> bool:
