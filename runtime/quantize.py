@@ -28,7 +28,7 @@ of records ::
     8 bytes: 16 values | 1 byte: their scale | 8 bytes: 16 values | 1 byte | ...
 
     scale of a matrix   largest of the matrix / (6 * 448)
-    scale of a block    largest of the block / 6 / scale of the matrix, rounded to E4M3, at most 448
+    scale of a block    largest of the block / 6 / scale of the matrix, rounded to E4M3; at most 448
     value               round(value / (scale of the block * scale of the matrix)), ties to even mantissas, at most 6
 
 Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its block NaN or infinite.
@@ -423,7 +423,7 @@ def quantize_nvfp4(values: Tensor, parts: Iterable[tuple[int, Sequence[int], Ten
     of_matrices = torch.ones_like(largest)
     for its, scales in _of_blocks(of_matrices, parts):
         its.copy_(scales.expand_as(its))
-    scales = (largest / _FP4_LARGEST / of_matrices).clamp_(max=LARGEST).to(DTYPE)
+    scales = (largest / _FP4_LARGEST / of_matrices).to(DTYPE)
     # In blocks with scale 0, these are NaN and infinite. Both are sent, and are 0 once they are multiplied by the scale.
     magnitudes = blocks.abs() / (scales.float() * of_matrices).unsqueeze(-1)
     codes = torch.signbit(blocks).to(SENT_DTYPE) << 3
