@@ -74,8 +74,8 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
-            not.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
+            is not.
         form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
@@ -472,7 +472,7 @@ class Bucket:
 
     @property
     def scale_count(self) -> int:
-        """Number of scales of the bucket, which is quantized to be gathered, without those that are gathered with the data."""
+        """Number of scales of the bucket, which is quantized, without those that are gathered with the data."""
         return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
 
     def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:

@@ -57,10 +57,9 @@ class BucketPlanner:
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
-            elif scaling not in ("", quantize.NVFP4) and all(
-                compat.torchao.rounds_scales(site.module) for site in sites
-            ):
-                form = quantize.ROUNDED
+            elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
+                # Products of values and scales of nvfp4 have more bits than float8, whatever the scales.
+                form = quantize.DEQUANTIZED if scaling == quantize.NVFP4 else quantize.ROUNDED
             groups.setdefault((param.dtype, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
         for (dtype, requires_grad, is_expert, scaling, form), specs in groups.items():

@@ -142,7 +142,8 @@ class ModelPlan:
             raise ValueError(
                 f"param_comm_dtype={precision.param_comm_dtype} is given, but no parameter is quantized: by default only "
                 "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8' or "
-                "'nvfp4', if their rows are multiples of 32 or 16). Pass fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
+                "'nvfp4', if their rows are multiples of 32 or 16). Pass fsdp_unit_modules, or "
+                "param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
             if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
@@ -235,9 +236,9 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 
 
 def _quantized(bucket: BucketPlan) -> str:
-    return (
-        f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}" if bucket.scaling else ""
-    )
+    if not bucket.scaling:
+        return ""
+    return f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}"
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:
