@@ -60,8 +60,8 @@ class Exchange(NamedTuple):
         inspected: Whether gradients are inspected before the first stage.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
-            not.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "": it
+            is not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
     """
 

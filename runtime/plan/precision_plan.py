@@ -67,7 +67,7 @@ class PrecisionPlan:
         positions: dict[nn.Module, int] = {}
         borders: dict[nn.Module, tuple[str, Casts]] = {}
         for name, module in model.named_modules():
-            position = next((own[key] for key in (module, *type(module).__mro__) if key in own), None)
+            position: int | None = next((own[key] for key in (module, *type(module).__mro__) if key in own), None)
             is_border = not name or position is not None or module in units or isinstance(module, tuple(unit_classes))
             if not is_border:
                 position = positions[model.get_submodule(name.rpartition(".")[0])]

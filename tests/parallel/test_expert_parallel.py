@@ -30,7 +30,7 @@ from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 from mfsdp_compile.runtime.plan import experts as runtime_experts
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
@@ -871,13 +871,13 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
     """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
-    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling)  # type: ignore[arg-type]
+    policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)  # type: ignore[arg-type]
     batch = batches(0)[0][dist.get_rank()]
-    config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling == "mxfp8" else CONFIG
+    config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling in ("mxfp8", "nvfp4") else CONFIG
     model, plain = make("2 x 2", config, mixed_precision_policy=policy), make("2 x 2", config)
     losses: list[Tensor] = []
     counts = collectives(lambda: losses.append(loss_of(model, batch).detach()))
@@ -892,6 +892,7 @@ def test_quantized_gathers(scaling: str) -> None:
         "tensorwise": lambda rows, columns: 1,
         "blockwise": lambda rows, columns: -(-rows // 128) * -(-columns // 128),
         "mxfp8": lambda rows, columns: 0,  # they are gathered with the data
+        "nvfp4": lambda rows, columns: 1,  # as those of mxfp8, besides
     }[scaling]
     counts = [shape[0] * per_matrix(*shape[1:]) for shape in shapes]
     assert sum(bucket.scale_count for bucket in stacked) == sum(counts)
