@@ -213,7 +213,12 @@ class BucketLayout:
             end = slot.end
         if end > self.numel:
             raise ValueError(f"{self.slots[-1]} ends beyond the bucket's {self.numel} elements")
-        geometry = (self.itemsize, self.world_size, self.shard_numel, [(s.shape, s.row_dims, s.offset) for s in self.slots])
+        geometry = (
+            self.itemsize,
+            self.world_size,
+            self.shard_numel,
+            [(s.shape, s.row_dims, s.offset) for s in self.slots],
+        )
         object.__setattr__(self, "signature", _digest(geometry))
         object.__setattr__(self, "fingerprint", _digest((geometry, [s.name for s in self.slots])))
 
@@ -314,9 +319,9 @@ def plan_layouts(
 
 
 def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> Iterator[BucketLayout]:
-    limits = _limits(params, itemsize, world_size, policy)
     for attempt in _attempts(params, policy):
-        if (layout := _fit(attempt, itemsize, world_size, policy, limits)) is not None:
+        layout = _fit(attempt, itemsize, world_size, policy, _limits(attempt, itemsize, world_size, policy))
+        if layout is not None:
             yield layout
             return
     for part in _split(params):
@@ -325,11 +330,12 @@ def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: L
 
 def _limits(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> tuple[int, int]:
     """Goal and limit for the padding of one bucket of these parameters, in elements."""
-    row = max(policy.indivisible(p.shortest_row if policy.cuts_matrices else p.row_numel) for p in params)
-    if policy.cuts_matrices and any(len(p.shape) > 2 for p in params):
+    cut = [p for p in params if policy.cuts_matrices and len(p.shape) > 2 and not p.whole]
+    row = max(policy.indivisible(p.shortest_row if p in cut else p.row_numel) for p in params)
+    if cut:
         policy = replace(policy, max_padding=min(policy.max_padding, policy.max_stack_padding))
-        if len({p.shortest_row for p in params if p.shortest_row > 1}) > 1:  # separate buckets may do without a row per rank
-            row = 1
+        lengths = {p.shortest_row for p in params if p.shortest_row > 1}
+        row = row if len(lengths) == 1 else 1  # separate buckets may do without a row per rank
     size = (sum(p.numel for p in params) * itemsize, row * itemsize, world_size)
     return policy.goal(*size) // itemsize, policy.limit(*size) // itemsize
 
@@ -380,7 +386,9 @@ def _fit(
             found = _fit_shards(params, world_size, content, align, shard_align, limit)
             if found is not None:
                 shard_numel, offsets = found
-                slots = tuple(Slot(p.name, p.shape, o, row_dims=p.row_dims) for p, o in zip(params, offsets, strict=True))
+                slots = tuple(
+                    Slot(p.name, p.shape, o, row_dims=p.row_dims) for p, o in zip(params, offsets, strict=True)
+                )
                 return BucketLayout(itemsize, world_size, shard_numel, slots, policy.alignment_bytes)
             shard_align //= 2
     return None

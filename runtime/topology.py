@@ -205,9 +205,9 @@ class Topology:
             return self.inner.rank * self.outer.size + self.outer.rank
         return self.inner.rank
 
-    def placements(self, rows: range) -> tuple[Placement, ...]:
+    def placements(self, rows: compat.RowShard) -> tuple[Placement, ...]:
         """Return the placements of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
-        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else compat.RowShard(rows)
+        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else rows
         if self.outer is None:
             return (inner,)
         return (compat.EVERY_ROW if self.is_hfsdp else Replicate(), inner)

@@ -65,7 +65,7 @@ def filled(
         with torch.no_grad(), taking:
             fill(param)
         with torch.no_grad():
-            taking.take(param, split.slices(rank), part)
+            taking.take(param, [(box.slices, box.of(part)) for box in split.boxes(rank)])
         assert torch.equal(torch.rand(1), following)
         parts.append(part)
     return parts, whole, following
