@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
-from pool import Pools, on_ranks
+from pool import Pools, on_ranks, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -289,6 +289,25 @@ def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(4)
+def test_experts_whose_matrices_are_cut(mode: str) -> None:
+    """Two ranks share three experts, so that the second one is cut."""
+    config = dataclasses.replace(CONFIG, experts=6, layers=1, dispatch="all_gather")
+    alone = train_alone(config=config)
+    with parity.tight_layouts():
+        check_against(alone, "2 x 2", mode, False, config=config, disable_bucketing=True)
+        model = make("2 x 2", config, disable_bucketing=True)
+    whole = dict(_model(config, None).named_parameters())
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param.full_tensor(), whole[name])
+        with torch.no_grad():
+            assert torch.equal((param + whole[name]).full_tensor(), 2 * whole[name])
+        if is_expert(name):
+            assert param.split.row_dims == 2
+            assert len(param.split.rows(0)) % param.shape[1]
+
+
 # -- parameters at rest ------------------------------------------------------------------------------------------------
 
 
@@ -463,12 +482,14 @@ def test_training_goes_on_after_a_reset() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def trained(mesh: str | None, steps: int = 1) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def trained(
+    mesh: str | None, steps: int = 1, config: MoeConfig = CONFIG, **more: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Train with AdamW. If ``mesh`` is None, every rank has all experts."""
     if mesh is None:
-        model = fully_shard_model(_model(CONFIG, None), fsdp_unit_modules=[MoeBlock])
+        model = fully_shard_model(_model(config, None), fsdp_unit_modules=[MoeBlock], **more)
     else:
-        model = make(mesh)
+        model = make(mesh, config, **more)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     for step in range(steps):
         loss_of(model, batches(step)[0][dist.get_rank()]).backward()
@@ -489,6 +510,20 @@ def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, T
 def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
     """Weights and AdamW's state load bit for bit at other expert-parallel sizes."""
     pools.of(4).run(save_and_load, folder=str(tmp_path))
+
+
+@on_ranks(4)
+def test_checkpoints_of_cut_matrices_fit_other_expert_parallel_sizes() -> None:
+    checkpoints, config = Checkpoints(shared_folder()), dataclasses.replace(CONFIG, experts=6, layers=1)
+    with parity.tight_layouts():
+        model, optimizer = trained("2 x 2", config=config, disable_bucketing=True)
+        checkpoints.save(1, model, optimizer)
+        expected = wholes(model, optimizer)
+        for mesh in ("4 x 1", None):
+            other, its = trained(mesh, steps=0, config=config, disable_bucketing=True)
+            checkpoints.load(other, its)
+            found = wholes(other, its)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def save_and_load(folder: str) -> None:

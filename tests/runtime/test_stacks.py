@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import parity
@@ -30,28 +27,17 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, full_state_dict, load
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
-from mfsdp_compile.runtime.memory.tensor import RowShardedTensor, RowSplit
-
-
-@contextmanager
-def layouts(**policy: Any) -> Iterator[None]:
-    """Shard models by another policy: by default, small models are padded by any number of rows."""
-    with mock.patch("mfsdp_compile.api.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
-        yield
-
-
-tight = functools.partial(layouts, free_padding_bytes=0, alignment_bytes=16)
+from mfsdp_compile.runtime.memory.tensor import RowSplit
 
 
 def make(seed: int = 0, strategy: str = "optim_grads_params", **arguments: Any) -> tuple[Any, Any]:
-    with tight():
+    with parity.tight_layouts():
         model = fully_shard_model(
             parity.build(zoo.Stacked, seed), fsdp_unit_modules=[zoo.Experts], **mesh_arguments(strategy), **arguments
         )
@@ -121,23 +107,21 @@ def test_the_end_of_a_matrix_whole_ones_and_the_start_of_one() -> None:
 @on_ranks(2, 4)
 def test_training_is_that_of_whole_matrices() -> None:
     data = parity.batches(3)
-    with tight():
+    with parity.tight_layouts():
         eager, compiled = (parity.train_sharded(zoo.Stacked, mode, data, fullgraph=True) for mode in (EAGER, AOT_EAGER))
     assert any(param.split.row_dims == 2 for param in stacks(eager.model))
     parity.assert_bitwise(eager, compiled)
-    with tight(cuts_matrices=False):
+    with parity.tight_layouts(cuts_matrices=False):
         plain = parity.train_sharded(zoo.Stacked, EAGER, data)
     assert all(param.split.row_dims == 1 for param in stacks(plain.model))
-    for mine, its in zip(
-        [eager.params, *eager.gradients], [plain.params, *plain.gradients], strict=True
-    ):
+    for mine, its in zip([eager.params, *eager.gradients], [plain.params, *plain.gradients], strict=True):
         for name, value in mine.items():
             if dist.get_world_size() == 2:  # sums of two have one order
                 assert torch.equal(value, its[name]), name
             else:
                 parity.close(name, value, its[name])
     sgd = parity.sgd
-    with tight():
+    with parity.tight_layouts():
         parity.assert_close(
             parity.train_sharded(zoo.Stacked, EAGER, data, sgd), parity.train_alone(zoo.Stacked, data, sgd)
         )
@@ -165,8 +149,7 @@ def test_steps_are_those_of_fsdp2(mode: str) -> None:
     data = parity.batches(2)
     mine = parity.train_sharded(OneStack, mode, data, units=[])
     (experts,) = stacks(mine.model)
-    assert len(experts.split.rows(0)) == 1208
-    assert len(experts.split.rows(1)) == 1201
+    assert 803 < len(experts.split.rows(0)) < 2 * 803  # FSDP2 has 2 * 803 there
     its = parity.build(OneStack)
     fully_shard(its)
     optimizer = torch.optim.AdamW(its.parameters(), lr=1e-2)
@@ -198,9 +181,16 @@ def test_gathers_in_float8(scaling: str) -> None:
     )
     runs = []
     for mode, cuts in [(EAGER, True), (AOT_EAGER, True), (EAGER, False)]:
-        with tight(cuts_matrices=cuts):
+        with parity.tight_layouts(cuts_matrices=cuts):
             runs.append(
-                parity.train_sharded(Wide, mode, parity.batches(2), units=[zoo.Experts], precision=precision)
+                parity.train_sharded(
+                    Wide,
+                    mode,
+                    parity.batches(2),
+                    units=[zoo.Experts],
+                    precision=precision,
+                    sharding={"disable_bucketing": True},
+                )
             )
     cut, compiled, plain = runs
     assert any(param.split.row_dims == 2 for param in stacks(cut.model)) == (scaling != "tensorwise")
@@ -226,7 +216,15 @@ def test_parameters_at_rest() -> None:
     generator = torch.Generator().manual_seed(5)
     operands = [
         torch.randn(shape, generator=generator)
-        for shape in [param.shape, (3, 1, 1), (1, param.shape[1], 1), (param.shape[1], 1), (1, 1, 1), param.shape[2:], ()]
+        for shape in [
+            param.shape,
+            (3, 1, 1),
+            (1, param.shape[1], 1),
+            (param.shape[1], 1),
+            (1, 1, 1),
+            param.shape[2:],
+            (),
+        ]
     ]
     with torch.no_grad():
         assert torch.equal(param.full_tensor(), expected)
@@ -256,7 +254,7 @@ def test_parameters_at_rest() -> None:
 def test_rows_move_between_layouts() -> None:
     """Two models of the same values, one of which cuts matrices."""
     model, _ = make()
-    with tight(cuts_matrices=False):
+    with parity.tight_layouts(cuts_matrices=False):
         other = fully_shard_model(parity.build(zoo.Stacked, 4), fsdp_unit_modules=[zoo.Experts])
     with torch.no_grad():
         for mine, its in zip(model.parameters(), other.parameters(), strict=True):
@@ -286,7 +284,7 @@ def test_values_made_by_rank_are_those_of_one_process(strategy: str) -> None:
     with torch.device("meta"):
         model = zoo.Stacked()
     torch.manual_seed(3)
-    with tight():
+    with parity.tight_layouts():
         model = fully_shard_model(
             model, fsdp_unit_modules=[zoo.Experts], init_model_with_meta_device=True, **mesh_arguments(strategy)
         )
@@ -299,8 +297,6 @@ def test_values_made_by_rank_are_those_of_one_process(strategy: str) -> None:
             module.reset_parameters()
     for (name, param), value in zip(model.module.named_parameters(), alone.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), value), name
-    with model.summon_full_params() if hasattr(model, "summon_full_params") else torch.no_grad():
-        pass
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -355,9 +351,7 @@ def test_checkpoints_of_fsdp2_and_for_it() -> None:
     for param, same in zip(model.parameters(), its.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), same.full_tensor())
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(
-                optimizer.state[param][key].full_tensor(), its_optimizer.state[same][key].full_tensor()
-            )
+            assert torch.equal(optimizer.state[param][key].full_tensor(), its_optimizer.state[same][key].full_tensor())
     train(model, optimizer, range(1))
     folder = shared_folder()
     weights, state = get_state_dict(model.module, optimizer)
@@ -376,7 +370,8 @@ def test_checkpoints_of_fsdp2_and_for_it() -> None:
 def test_state_dicts() -> None:
     model, _ = make()
     expected = {name: param.full_tensor() for name, param in model.module.named_parameters()}
-    full = get_model_state_dict(model.module, options=StateDictOptions(full_state_dict=True))
+    whole = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(model.module, options=whole)
     for name, value in expected.items():
         assert torch.equal(full[name], value), name
     other, _ = make(6)
@@ -384,14 +379,12 @@ def test_state_dicts() -> None:
     for name, param in other.module.named_parameters():
         assert torch.equal(param.full_tensor(), expected[name]), name
     third, _ = make(7)
-    set_model_state_dict(third.module, full, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(third.module, dict(full), options=whole)
     for name, param in third.module.named_parameters():
         assert torch.equal(param.full_tensor(), expected[name]), name
     cut = {param.split.name for param in stacks(third) if param.split.row_dims == 2}
     assert cut
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     with raises_everywhere(RuntimeError, "begin or end inside a matrix of the stack", "load_state_dict"):
-        set_model_state_dict(third.module, {name: full[name] for name in sorted(cut)}, options=options)
-
-
-# -- with expert parallelism ------------------------------------------------------------------------------------------
+        set_model_state_dict(third.module, full, options=options)
+    assert torch.isfinite(third(torch.ones(2, 8)))
