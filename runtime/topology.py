@@ -240,6 +240,14 @@ class Topology:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank shares its parameters with no other one, as experts of which each rank has its own.
+
+        Then, with full sharding, they are used from the shard, and their gradients accumulate in it, without collectives.
+        """
+        return self.every.size == 1
+
     # -- parameters in use --------------------------------------------------------------------------------------------
 
     @property
@@ -259,14 +267,14 @@ class Topology:
     @property
     def gather_group(self) -> Group | None:
         """Group to gather over at each use."""
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident:
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident or self.is_alone:
             return None
         return self.inner_gathers or self.inner
 
     @property
     def gathers_shards(self) -> bool:
         """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
-        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp
+        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp and not self.is_alone
 
     def make_portions(self, size: int) -> None:
         """Create the process group of ``size`` neighbors; ``size`` divides :attr:`gather_group`'s.
@@ -287,6 +295,8 @@ class Topology:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
+        if self.is_alone and self.outer is None and not keeps_whole:
+            return ()
         inner = ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
         if self.outer is None:
             return (inner,)
