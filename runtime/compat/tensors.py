@@ -116,21 +116,26 @@ class RowShard(Shard):
         self.dims = dims
         self.name = name
 
-    def __str__(self) -> str:
+    @property
+    def held(self) -> str:
+        """What this rank holds, in words."""
         if self.rows is None:
             return "all rows"
         of = f" of dimensions 0 to {self.dims - 1} taken together" if self.dims > 1 else ""
         return f"rows {self.rows.start}:{self.rows.stop}{of}"
 
     def __repr__(self) -> str:
-        return f"RowShard({self})"
+        return f"RowShard({self.held})" if self.dims > 1 else super().__repr__()
+
+    def __str__(self) -> str:
+        return repr(self) if self.dims > 1 else super().__str__()
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         if self.rows is None:
             return curr_local_size, 0
         if self.dims > 1:
             raise RuntimeError(
-                f"A rank holds {self} of {self.name!r}, which begin or end inside a matrix of the stack: its part has no "
+                f"A rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has no "
                 "size and offset by dimension. Load a full state dict with model.load_state_dict() on every rank, or a "
                 "checkpoint with torch.distributed.checkpoint.load() or model.load_checkpoint(), and read values with "
                 "full_tensor() or to_local()."

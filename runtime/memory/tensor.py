@@ -268,7 +268,7 @@ class RowShardedTensor(DTensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
         placement, pieces = self.split.placement(piece), self.split.layout.world_size
-        held = str(placement) if placement.rows else "no rows"
+        held = placement.held if placement.rows else "no rows"
         if self.split.partition is not None:
             held += f", {self.split.partition.placements} over {self.split.partition.mesh.mesh_dim_names}"
         return (
