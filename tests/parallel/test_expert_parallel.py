@@ -708,6 +708,19 @@ def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> No
     assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)
 
 
+@on_ranks(4)
+def test_experts_alone_have_no_collectives() -> None:
+    """Experts that no other rank has have none. Those that only outer ranks have, too, are reduced with them."""
+    config = dataclasses.replace(CONFIG, layers=1, dispatch="all_gather")
+    for mesh, groups in (("1 x 4", []), ("HSDP 2 x 1 x 2", [1, 2])):
+        model = make(mesh, config)
+        (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
+        assert bool(experts.exchange.gather_group) == bool(groups)
+        assert experts.exchange.group_sizes == groups
+        loss_of(model, batches(0)[0][dist.get_rank()]).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["HSDP 2 x 2 x 2", "HFSDP 2 x 2 x 2"])
 @on_ranks(8, timeout=480)
