@@ -213,12 +213,8 @@ class BucketLayout:
             end = slot.end
         if end > self.numel:
             raise ValueError(f"{self.slots[-1]} ends beyond the bucket's {self.numel} elements")
-        geometry = (
-            self.itemsize,
-            self.world_size,
-            self.shard_numel,
-            [(s.shape, s.row_dims, s.offset) for s in self.slots],
-        )
+        slots = [(slot.shape, slot.row_dims, slot.offset) for slot in self.slots]
+        geometry = (self.itemsize, self.world_size, self.shard_numel, slots)
         object.__setattr__(self, "signature", _digest(geometry))
         object.__setattr__(self, "fingerprint", _digest((geometry, [s.name for s in self.slots])))
 

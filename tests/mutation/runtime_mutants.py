@@ -92,8 +92,8 @@ RUNTIME = (
     Mutant(
         "runtime/layout.py",
         "the padding bound is that of free padding from the start",
-        "    for limit in (policy.goal(*size), policy.limit(*size)):",
-        "    for limit in (policy.limit(*size),):",
+        "    return policy.goal(*size) // itemsize, policy.limit(*size) // itemsize",
+        "    return policy.limit(*size) // itemsize, policy.limit(*size) // itemsize",
         LAYOUT,
     ),
     Mutant(
@@ -505,8 +505,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "rows of rank 0 are copied on every rank",
-        "            rows = split.rows(self.topology.shard)\n            if rows and",
-        "            rows = split.rows(0)\n            if rows and",
+        "take_rows_of_part(part, split, self.topology.shard)",
+        "take_rows_of_part(part, split, 0)",
         ("runtime/test_whole.py -k test_what_is_gathered_stays_within_its_budget",),
     ),
     Mutant(

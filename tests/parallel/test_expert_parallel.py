@@ -289,7 +289,7 @@ def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
 @on_ranks(4)
 def test_experts_whose_matrices_are_cut(mode: str) -> None:
     """Two ranks share three experts, so that the second one is cut."""
@@ -717,8 +717,6 @@ def test_experts_alone_have_no_collectives() -> None:
         (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
         assert bool(experts.exchange.gather_group) == bool(groups)
         assert experts.exchange.group_sizes == groups
-        loss_of(model, batches(0)[0][dist.get_rank()]).backward()
-        assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.long

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import zoo
 from hypothesis import given
 from hypothesis import strategies as st
-from parity import AOT_EAGER, EAGER, raises_everywhere
+from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import Pools, on_ranks, shared_folder
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,6 +34,9 @@ from mfsdp_compile.checkpoint import Checkpoints, full_optimizer_state_dict, ful
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.runtime.layout import LayoutPolicy, ParamSpec, plan_layouts
 from mfsdp_compile.runtime.memory.tensor import RowSplit
+
+ALONE = {"disable_bucketing": True}
+"""Every parameter has a bucket of its own."""
 
 
 def make(seed: int = 0, strategy: str = "optim_grads_params", **arguments: Any) -> tuple[Any, Any]:
@@ -104,27 +107,35 @@ def test_the_end_of_a_matrix_whole_ones_and_the_start_of_one() -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", [AOT_EAGER, pytest.param(INDUCTOR, marks=pytest.mark.long)])
 @on_ranks(2, 4)
-def test_training_is_that_of_whole_matrices() -> None:
-    data = parity.batches(3)
+def test_training_is_that_of_whole_matrices(mode: str) -> None:
+    data = parity.batches(2)
     with parity.tight_layouts():
-        eager, compiled = (parity.train_sharded(zoo.Stacked, mode, data, fullgraph=True) for mode in (EAGER, AOT_EAGER))
+        eager, compiled = (parity.train_sharded(zoo.Stacked, each, data, parity.sgd) for each in (EAGER, mode))
+    with parity.tight_layouts(cuts_matrices=False):
+        plain = parity.train_sharded(zoo.Stacked, EAGER, data, parity.sgd)
     assert any(param.split.row_dims == 2 for param in stacks(eager.model))
-    parity.assert_bitwise(eager, compiled)
+    assert all(param.split.row_dims == 1 for param in stacks(plain.model))
+    alone = parity.train_alone(zoo.Stacked, data, parity.sgd)
+    if mode == AOT_EAGER:
+        parity.assert_bitwise(eager, compiled)
+    for run in (eager, compiled, plain):
+        parity.assert_close(run, alone)
+
+
+@on_ranks(2)
+def test_steps_are_those_of_whole_matrices() -> None:
+    """Sums over two ranks have one order, so where rows lie changes nothing."""
+    data = parity.batches(2)
+    with parity.tight_layouts():
+        cut = parity.train_sharded(zoo.Stacked, EAGER, data)
     with parity.tight_layouts(cuts_matrices=False):
         plain = parity.train_sharded(zoo.Stacked, EAGER, data)
-    assert all(param.split.row_dims == 1 for param in stacks(plain.model))
-    for mine, its in zip([eager.params, *eager.gradients], [plain.params, *plain.gradients], strict=True):
+    assert any(param.split.row_dims == 2 for param in stacks(cut.model))
+    for mine, its in zip([cut.params, *cut.gradients], [plain.params, *plain.gradients], strict=True):
         for name, value in mine.items():
-            if dist.get_world_size() == 2:  # sums of two have one order
-                assert torch.equal(value, its[name]), name
-            else:
-                parity.close(name, value, its[name])
-    sgd = parity.sgd
-    with parity.tight_layouts():
-        parity.assert_close(
-            parity.train_sharded(zoo.Stacked, EAGER, data, sgd), parity.train_alone(zoo.Stacked, data, sgd)
-        )
+            assert torch.equal(value, its[name]), name
 
 
 class OneStack(nn.Module):
@@ -140,7 +151,7 @@ class OneStack(nn.Module):
         return (F.gelu(x @ self.experts.mT) @ self.experts).square().mean()
 
 
-@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_steps_are_those_of_fsdp2(mode: str) -> None:
     """FSDP2 gives two experts to one rank and one to the other."""
@@ -165,44 +176,40 @@ def test_steps_are_those_of_fsdp2(mode: str) -> None:
         assert torch.equal(mine.params[name], param.full_tensor()), name
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "mxfp8"])
+class Wide(zoo.Plain):
+    """Sizes that quantize in blocks of 32."""
+
+    block = functools.partial(zoo.Experts, hidden=96)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(width=32, layers=1)
+
+
+@pytest.mark.parametrize("modes", [(EAGER,), pytest.param((EAGER, AOT_EAGER), marks=pytest.mark.long)])
 @on_ranks(2)
-def test_gathers_in_float8(scaling: str) -> None:
+def test_gathers_in_float8(modes: tuple[str, ...]) -> None:
     """Rows with scales of their own may be cut from their matrix; matrices with one scale stay whole."""
-
-    class Wide(zoo.Stacked):
-        block = functools.partial(zoo.Experts, hidden=96)  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            zoo.Plain.__init__(self, width=32, layers=1)
-
-    precision = MixedPrecisionPolicy(
-        param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling, param_comm_filter=lambda _, p: p.ndim == 3
-    )
-    runs = []
-    for mode, cuts in [(EAGER, True), (AOT_EAGER, True), (EAGER, False)]:
-        with parity.tight_layouts(cuts_matrices=cuts):
-            runs.append(
-                parity.train_sharded(
-                    Wide,
-                    mode,
-                    parity.batches(2),
-                    units=[zoo.Experts],
-                    precision=precision,
-                    sharding={"disable_bucketing": True},
-                )
-            )
-    cut, compiled, plain = runs
-    assert any(param.split.row_dims == 2 for param in stacks(cut.model)) == (scaling != "tensorwise")
-    parity.assert_bitwise(cut, compiled)
-    for name, value in cut.params.items():
-        assert torch.equal(value, plain.params[name]), name
+    data = parity.batches(2)
+    for scaling in ("rowwise", "mxfp8", "tensorwise"):
+        precision = MixedPrecisionPolicy(
+            param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling, param_comm_filter=lambda _, p: p.ndim == 3
+        )
+        arguments: Any = {"units": [zoo.Experts], "precision": precision}
+        with parity.tight_layouts():
+            runs = [parity.train_sharded(Wide, m, data, **arguments, sharding=ALONE) for m in modes]
+        with parity.tight_layouts(cuts_matrices=False):
+            plain = parity.train_sharded(Wide, EAGER, data, **arguments, sharding=ALONE)
+        assert {param.split.row_dims for param in stacks(runs[0].model)} == {1 if scaling == "tensorwise" else 2}
+        for run in runs[1:]:
+            parity.assert_bitwise(runs[0], run)
+        for name, value in runs[0].params.items():
+            assert torch.equal(value, plain.params[name]), (scaling, name)
 
 
 # -- at rest ----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 def test_parameters_at_rest() -> None:
     model, _ = make()
     alone = dict(parity.build(zoo.Stacked).named_parameters())
@@ -278,7 +285,9 @@ def test_clipping_counts_all_rows() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), same.grad)
 
 
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard", "HFSDP"])
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", *(pytest.param(name, marks=pytest.mark.long) for name in ("no_shard", "HFSDP"))]
+)
 @on_ranks(4)
 def test_values_made_by_rank_are_those_of_one_process(strategy: str) -> None:
     with torch.device("meta"):
@@ -318,12 +327,17 @@ def resume(root: str) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("saved_by", [pytest.param(n, marks=[] if n == 4 else pytest.mark.long) for n in (1, 2, 3, 4)])
-def test_saved_by_any_ranks_loaded_by_any(saved_by: int, pools: Pools, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [(4, (3,)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.long) for n in (1, 2, 3, 4))],
+)
+def test_saved_by_any_ranks_loaded_by_any(
+    saved_by: int, loaded_by: tuple[int, ...], pools: Pools, tmp_path: Path
+) -> None:
     root = str(tmp_path)
     there = pools.of(saved_by).run(train_and_save, root=root)[0]
     assert there["blocks.0.up"].shape == (3, 23, 16)
-    for ranks in (1, 2, 3, 4):
+    for ranks in loaded_by:
         here = pools.of(ranks).run(resume, root=root)[0]
         assert here.keys() == there.keys()
         for name, value in there.items():
