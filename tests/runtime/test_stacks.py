@@ -257,6 +257,52 @@ def test_parameters_at_rest() -> None:
         param[0]
 
 
+@on_ranks(4)
+def test_whole_parameters_and_back() -> None:
+    model, _ = make()
+    alone = parity.build(zoo.Stacked)
+    expected = {name: param.detach() for name, param in alone.named_parameters()}
+    for name, value in model.full_parameters():
+        assert torch.equal(value, expected[name]), name
+    with model.summon_full_params(), torch.no_grad():
+        for name, param in model.module.named_parameters():
+            assert torch.equal(param, expected[name]), name
+            param.mul_(2)
+    duplicate = copy.deepcopy(model)
+    for each in (model, duplicate):
+        for name, param in each.module.named_parameters():
+            assert torch.equal(param.full_tensor(), 2 * expected[name]), name
+    batch = torch.ones(2, 8)
+    with torch.no_grad():
+        for param in alone.parameters():
+            param.mul_(2)
+    assert torch.equal(duplicate(batch), alone(batch))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(4)
+def test_optimizers(flat: bool) -> None:
+    """Every kind of step, over parameters or over flat shards, is the same for cut matrices and for whole ones."""
+    for optimizer, options in (
+        (torch.optim.AdamW, {"foreach": True}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+    ):
+        models, found = [make()[0], parity.build(zoo.Stacked)], []
+        for model in models:
+            optim = optimizer(model.parameters(), lr=0.1, **options)
+            if model is models[0]:
+                optim = fully_shard_optimizer(optim, flat=flat)
+            for step in range(2):
+                for number, param in enumerate(model.parameters()):
+                    whole = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + number))
+                    param.grad = torch.zeros_like(param).copy_(whole)
+                optim.step()
+            found.append([getattr(p, "full_tensor", p.detach)() for p in model.parameters()])
+        for mine, its in zip(*found, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)  # vector instructions round differently
+
+
 @on_ranks(2)
 def test_rows_move_between_layouts() -> None:
     """Two models of the same values, one of which cuts matrices."""
