@@ -281,7 +281,7 @@ RUNTIME = (
         "matrices with a scale are cut",
         "    if not policy.cuts_matrices:\n        return\n",
         "",
-        (f"{LAYOUT[0]} -k whole",),
+        (f"{LAYOUT[0]} -k cut_only",),
     ),
     Mutant(
         "runtime/plan/buckets.py",
@@ -299,9 +299,9 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/memory/tensor.py",
-        "a part of a matrix passes for whole ones",
-        "        if first or stop - start < inner:  # a part of one index",
-        "        if first:",
+        "a part of a matrix goes on in the next one",
+        "            end = min(stop, (index + 1) * inner)",
+        "            end = stop",
         (f"{STACKS} boxes",),
     ),
     Mutant(
