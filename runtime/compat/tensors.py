@@ -135,10 +135,9 @@ class RowShard(Shard):
             return curr_local_size, 0
         if self.dims > 1:
             raise RuntimeError(
-                f"A rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has no "
-                "size and offset by dimension. Load a full state dict with model.load_state_dict() on every rank, or a "
-                "checkpoint with torch.distributed.checkpoint.load() or model.load_checkpoint(), and read values with "
-                "full_tensor() or to_local()."
+                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has "
+                "no size and offset by dimension, which broadcast_from_rank0=True needs. Call model.load_state_dict() with "
+                "a full state dict on every rank instead, or load a checkpoint with mfsdp_compile.checkpoint.load()."
             )
         return len(self.rows), self.rows.start
 
