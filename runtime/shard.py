@@ -157,6 +157,8 @@ def _agree_on_plan(
             module, options.unit_modules, unit_bytes, options.by_module, allows_meta=options.from_meta is not None
         )
         own = options.experts() if options.experts is not None else None
+        if own is not None and not options.gradient_policy.report_nan:  # a reduction's start inspects gradients
+            own = replace(own, topology=replace(own.topology, skips_itself=True))
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,

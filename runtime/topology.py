@@ -148,7 +148,7 @@ class Topology:
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
-        of_experts: Whether these ranks are those that share experts.
+        skips_itself: Whether a rank that shares its parameters with no other one leaves out collectives, as for experts.
     """
 
     mesh: DeviceMesh
@@ -161,7 +161,7 @@ class Topology:
     reductions: Group | None = None
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
-    of_experts: bool = False
+    skips_itself: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # copies communicate over the same groups
@@ -244,11 +244,11 @@ class Topology:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank has experts that no other rank has.
+        """Whether this rank shares its parameters with no other one, and leaves out collectives.
 
         With full sharding, they are used from the shard, and their gradients accumulate in it, without collectives.
         """
-        return self.of_experts and self.every.size == 1
+        return self.skips_itself and self.every.size == 1
 
     # -- parameters in use --------------------------------------------------------------------------------------------
 

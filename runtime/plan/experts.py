@@ -201,7 +201,6 @@ def build_experts(
     told = [ranks for ranks in _slices(mesh, topology.mesh) if set(data_parallel).issuperset(ranks.flatten().tolist())]
     tells_all = sum(ranks.numel() for ranks in told) >= len(data_parallel)
     holders = check_holders(told, data_parallel) if tells_all else None
-    topology = replace(topology, of_experts=True)
     return ExpertPlacement(mesh, topology, recognize or is_expert, recognize is None, holders)
 
 

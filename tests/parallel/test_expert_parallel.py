@@ -717,6 +717,8 @@ def test_experts_alone_have_no_collectives() -> None:
         (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
         assert bool(experts.exchange.gather_group) == bool(groups)
         assert experts.exchange.group_sizes == groups
+    model = make("1 x 4", config, report_nan_in_param_grad=True)  # the start of a reduction inspects gradients
+    assert all(bucket.exchange.inspected and bucket.exchange.groups for bucket in model.sharded.buckets)
 
 
 @pytest.mark.long
