@@ -159,8 +159,8 @@ class Exchange(NamedTuple):
         return self.inspected or any(self.may_wait(stage) for stage in range(len(self.when)))
 
     def may_wait(self, stage: int) -> bool:
-        """Whether the stage is skipped while a reduction is not due."""
-        return self.when[stage] != When.ALWAYS.value
+        """Whether the stage is skipped while a reduction is not due. False if there is no such stage."""
+        return stage < len(self.when) and self.when[stage] != When.ALWAYS.value
 
     @property
     def scales_first(self) -> bool:

@@ -60,6 +60,7 @@ __all__ = [
     "SENT_DTYPE",
     "amax",
     "block_numel",
+    "cuts_matrices",
     "dequantize",
     "dequantize_bucket",
     "dequantize_mx",
@@ -187,15 +188,22 @@ def scale_count(shape: Sequence[int], scaling: str) -> int:
     return 0 if scaling == MX else math.prod(scale_shape(shape, scaling))
 
 
-def entries_of_rows(scales: Tensor, ndim: int, rows: range, scaling: str) -> tuple[Tensor, int]:
+def cuts_matrices(scaling: str) -> bool:
+    """Whether shards may begin and end inside a matrix of a stack: no scale is shared by its rows. ``""``: not quantized."""
+    return not scaling or _BLOCKS[scaling].rows == 1
+
+
+def entries_of_rows(scales: Tensor, row_dims: int, rows: range, scaling: str) -> tuple[Tensor, int]:
     """Return the entries of the blocks that a rank has rows of, and how many rows of the first block come before its own.
 
     Args:
         scales: Scales of a parameter, or what they are made from, ``[scale_shape]``.
-        ndim: Dimensions of the parameter.
-        rows: The rank's indices of dimension 0, which are matrices if there are three.
+        row_dims: Number of leading dimensions whose indices, taken together, are rows.
+        rows: The rank's rows, which are matrices if the parameter has three dimensions and ``row_dims`` is 1.
     """
-    if ndim > 2:
+    if row_dims > 1:
+        return scales.flatten(0, row_dims - 1)[rows.start : rows.stop], 0
+    if scales.ndim > 2:
         return scales[rows.start : rows.stop], 0
     size = _BLOCKS[scaling].rows
     if not size:

@@ -34,6 +34,7 @@ from ..plan.partition import Partition, local_part
 from ..topology import Topology
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
+from .redistribute import take_rows_of_part
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 
 if TYPE_CHECKING:
@@ -338,7 +339,7 @@ class Bucket:
     def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
         start = layout.shard_offset(index, self.topology.shard)
-        numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
+        numel = len(self.splits[index].elements(self.topology.shard))
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
     @torch.no_grad()
@@ -349,9 +350,8 @@ class Bucket:
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
         for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
-            rows = split.rows(self.topology.shard)
-            if rows and not part.is_meta:
-                view.copy_(part[rows.start : rows.stop] if split.shape else part)
+            if split.rows(self.topology.shard) and not part.is_meta:
+                view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
@@ -496,11 +496,11 @@ class Bucket:
         Args:
             scales: Scales of the whole bucket, or what they are made from.
         """
-        shapes, scaling = [slot.shape for slot in self.plan.layout.slots], self.plan.scaling
-        wholes = quantize.split_scales(scales, shapes, scaling)
+        slots, scaling = self.plan.layout.slots, self.plan.scaling
+        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
         return [
-            quantize.entries_of_rows(whole, len(shape), split.rows(self.topology.shard), scaling)
-            for whole, shape, split in zip(wholes, shapes, self.splits, strict=True)
+            quantize.entries_of_rows(whole, slot.row_dims, split.rows(self.topology.shard), scaling)
+            for whole, slot, split in zip(wholes, slots, self.splits, strict=True)
         ]
 
     def scales_per_row(self, scales: Tensor) -> list[Tensor]:

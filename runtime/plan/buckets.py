@@ -118,13 +118,11 @@ class BucketPlanner:
             )
         return scaling
 
-    def _policy(self, scaling: str) -> LayoutPolicy | None:
+    def _policy(self, scaling: str) -> LayoutPolicy:
         """Return the limits for layouts whose shards must not cut blocks of a scaling."""
-        policy, block = self.layout_policy, quantize.block_numel(scaling)
-        if block == 1:
-            return policy
-        policy = policy or LayoutPolicy()
-        return replace(policy, block_numel=max(policy.block_numel, block))  # powers of two
+        policy, block = self.layout_policy or LayoutPolicy(), quantize.block_numel(scaling)
+        cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
+        return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
     def _form_of_layers(self, sites: Sequence[Site]) -> str:
         """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""
