@@ -60,10 +60,10 @@ class PrecisionPlan:
                 f"mixed_precision_policy has a {type(strangers[0]).__name__} as a key that is not part of the model"
             )
         own: dict[Any, int] = {}  # by module, or class
+        every = list(policies)
         for number, key in enumerate(keys, 1):
             found = [key] if isinstance(key, nn.Module) else resolve_classes(model, [key], "mixed_precision_policy")
-            own |= dict.fromkeys(found, number)
-        every = list(policies)
+            own |= dict.fromkeys(found, every.index(every[number]))  # equal policies share buckets
         positions: dict[nn.Module, int] = {}
         borders: dict[nn.Module, tuple[str, Casts]] = {}
         for name, module in model.named_modules():

@@ -52,8 +52,8 @@ PRECISION = (
     Mutant(
         "runtime/plan/precision_plan.py",
         "the base class's policy wins over that of the class",
-        "for base in type(module).__mro__ if base in own",
-        "for base in reversed(type(module).__mro__) if base in own",
+        "for key in (module, *type(module).__mro__) if key in own",
+        "for key in (module, *reversed(type(module).__mro__)) if key in own",
         (f"{_TESTS} -k most_derived",),
     ),
     Mutant(
