@@ -254,6 +254,7 @@ class NodeKind(Enum):
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
     QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
     SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8, or a view of it
+    FETCH = "fetch"  # copy of the shard, from host memory to the device
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
     GATHERED = (
@@ -263,6 +264,7 @@ class NodeKind(Enum):
     PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients
     START_REDUCE = "start reduce"  # start of a stage
+    OFFLOAD = "offload"  # copy of the shard's gradient, from the device to host memory
     REDUCED = "reduced"  # an awaited stage; the last one gives the shard's gradient
 
 

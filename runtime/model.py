@@ -181,7 +181,7 @@ class ShardedModel:
 
     def is_miscompiled(self) -> bool:
         """See :func:`.compat.is_miscompiled`."""
-        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].flat.device.type)
+        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].device.type)
 
     def module_buffers(self) -> list[Tensor]:
         """Return the model's buffers on this rank."""
