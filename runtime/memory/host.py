@@ -16,7 +16,6 @@ that are still being read.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Offload", "copied", "device_of", "empty", "fetch", "offload", "settle"]
+__all__ = ["Offload", "copied", "device_of", "empty", "fetch", "offload", "settle", "settle_pinned"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def copied(source: Tensor, allocate: Callable[[], Tensor], device: torch.device)
     """
     if device.type != "cuda":
         return allocate().copy_(source)
-    stream, current = _stream(device.index), torch.cuda.current_stream(device)
+    stream, current = _stream_of(device), torch.cuda.current_stream(device)
     if source.device == device:
         stream.wait_stream(current)  # which computes it
         source.record_stream(stream)
@@ -86,10 +85,22 @@ def copied(source: Tensor, allocate: Callable[[], Tensor], device: torch.device)
 
 def settle(device: torch.device) -> None:
     """Wait until the CPU may read what was offloaded from ``device``, and write to what was fetched to it."""
-    if device.type == "cuda":
-        _stream(device.index).synchronize()
+    if (stream := _streams.get(device)) is not None:
+        stream.synchronize()
 
 
-@functools.cache
-def _stream(index: int | None) -> Any:
-    return torch.cuda.Stream(index)
+def settle_pinned(memory: Tensor) -> None:
+    """Like :func:`settle`, before the CPU reads or writes this memory, if devices may still copy from or to it."""
+    if _streams and memory.device.type == "cpu" and memory.is_pinned():
+        for device in _streams:
+            settle(device)
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+_streams: dict[torch.device, Any] = {}
+"""The stream that copies run on, by device: models share it, as they share the link."""

@@ -35,7 +35,7 @@ def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     """Return the whole tensor on every rank. A collective."""
     topology.announce(f"full_tensor() of {split.name!r}", split.name)
-    return split.assemble(_gather_part(local, split, topology))
+    return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
@@ -44,6 +44,7 @@ def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     row_numel = _row_numel(split)
     gathered = local.new_empty(longest * row_numel)
     gathered[: local.numel()].copy_(local.reshape(-1))
+    gathered = topology.on_device(gathered)
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     gathered = gathered.view(pieces, -1)
@@ -94,7 +95,7 @@ class RowMove:
         part = self.local
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
-            part = _gather_part(self.local, self.source, self.over)
+            part = _gather_part(self.local, self.source, self.over).to(self.local.device)
         rows, row_numel = self.target.rows(self.target_over.shard), _row_numel(self.target)
         return self.finish(part.reshape(-1)[rows.start * row_numel : rows.stop * row_numel].clone())
 
@@ -129,8 +130,9 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
         outgoing.append(count)
     sizes = [[len(move.sent(sender, me)) * _row_numel(move.source) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
-    received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
-    pieces = received.split([size for each in sizes for size in each])
+    sent = moves[0].over.on_device(torch.cat(parts))
+    received = compat.wait_tensor(compat.all_to_all(sent, incoming, outgoing, group.name))
+    pieces = received.to(moves[0].local.device).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]
 
 
