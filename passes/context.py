@@ -182,6 +182,16 @@ class BucketInfo:
         return self.exchange.sent_numel * self.exchange.sent_dtype.itemsize
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard, and of its gradient."""
+        return self.layout.shard_numel * self.main_dtype.itemsize
+
+    @property
+    def device_shard_bytes(self) -> int:
+        """Those of them that rest on the device: none of a bucket in host memory."""
+        return 0 if self.exchange.offload else self.shard_bytes
+
+    @property
     def quantized_bytes(self) -> int:
         """Bytes of this rank's shard in float8; 0 if the bucket is not gathered in float8."""
         exchange = self.exchange

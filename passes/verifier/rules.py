@@ -756,7 +756,11 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
         fetches = [node for node in before if node.target is roles.FETCH]
         wanted = bool(exchange.offload) and not _of_portions(found, contract, launch)
         if len(fetches) != wanted:
-            what = "sent from host memory" if wanted and not fetches else f"fetched {len(fetches)} times, not {int(wanted)}"
+            what = (
+                "sent from host memory"
+                if wanted and not fetches
+                else f"fetched {len(fetches)} times, not {int(wanted)}"
+            )
             yield f"it is {what}", launch.node, launch.bucket
         for fetch in fetches:
             if (to := fetch.args[1]) != exchange.offload and wanted:

@@ -32,8 +32,8 @@ from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
 from ..topology import Topology
-from .comm_buffers import NO_BUFFERS, Buffers
 from . import host
+from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 

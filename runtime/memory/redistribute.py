@@ -130,9 +130,9 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
         outgoing.append(count)
     sizes = [[len(move.sent(sender, me)) * _row_numel(move.source) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
-    sent = moves[0].over.on_device(torch.cat(parts))
-    received = compat.wait_tensor(compat.all_to_all(sent, incoming, outgoing, group.name))
-    pieces = received.to(moves[0].local.device).split([size for each in sizes for size in each])
+    home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
+    received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
+    pieces = received.to(home).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]
 
 
