@@ -1043,7 +1043,10 @@ class EagerRuntime:
         self.owner.grad_sync.enter_backward()
         gradients.note_use(bucket, used)
         self.owner.grad_sync.note_eager_use(bucket)
-        self._start_stage(bucket, 0, packed, used)
+        if bucket.exchange.groups:
+            self._start_stage(bucket, 0, packed, used)
+        else:  # no other rank shares the bucket
+            self._accumulate(bucket, packed, used)
         self._release_bucket(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
@@ -1073,21 +1076,24 @@ class EagerRuntime:
     def _take_in(self) -> None:
         """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         reduction = self._reductions.popleft()
-        bucket, exchange = reduction.bucket, reduction.bucket.exchange
-        if reduction.stage == len(exchange.groups):
+        bucket, stages = reduction.bucket, len(reduction.bucket.exchange.groups)
+        if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
             gradients.accumulate(bucket, reduction.result, reduction.used)
             self.owner.grad_sync.touched(bucket)
             return
         result, following = self._await(reduction.result), reduction.stage + 1
-        if following < len(exchange.groups):
+        if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
+        self._accumulate(bucket, result, reduction.used)
+
+    def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
         if not bucket.gradient_waits:  # a deferred gradient is zeros here
-            finished = self._finished(bucket, result)
+            finished = self._finished(bucket, reduced)
             if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
-                self._reductions.append(_RunningReduction(bucket, following, finished, reduction.used))
+                self._reductions.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
                 return
-            gradients.accumulate(bucket, finished, reduction.used)
+            gradients.accumulate(bucket, finished, used)
         self.owner.grad_sync.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:

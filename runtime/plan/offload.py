@@ -10,6 +10,11 @@ __all__ = ["check_offload"]
 
 def check_offload(bucket: BucketPlan, topology: Topology) -> None:
     """Raise NotImplementedError if a bucket, or the way in which the model is sharded, cannot be offloaded."""
+    if topology.is_alone:
+        raise NotImplementedError(
+            f"offload_policy: unit {bucket.unit!r} has experts that no other rank shares, which are used from their shard "
+            "without a gather. Leave the unit out of offload_policy, or share its experts between ranks (expt_device_mesh)."
+        )
     if not topology.gathers_shards:
         raise NotImplementedError(
             f"offload_policy is for shards that are gathered at each use, but the model is sharded as {topology}, where "
@@ -18,7 +23,7 @@ def check_offload(bucket: BucketPlan, topology: Topology) -> None:
         )
     if bucket.scaling:
         raise NotImplementedError(
-            f"offload_policy: unit {bucket.unit!r} is gathered in float8 ({bucket.scaling}) from a quantized shard on the "
+            f"offload_policy: unit {bucket.unit!r} is gathered quantized ({bucket.scaling}) from a quantized shard on the "
             "device, which is made from the main weights there. Leave the unit out of offload_policy, or gather it in the "
             "compute dtype (no param_comm_dtype, enable_fsdp_float8_all_gather or quantized_model_init)."
         )

@@ -256,7 +256,7 @@ def test_refusals() -> None:
     quantized = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
     for sharding, words in (
         ({"zero_dp_strategy": 1}, "zero_dp_strategy='optim_grads_params'"),
-        ({"mixed_precision_policy": quantized}, "gathered in float8"),
+        ({"mixed_precision_policy": quantized}, "gathered quantized"),
         ({"cuda_graph_mode": True}, "CUDA graph"),
     ):
         model = build(zoo.Plain)
