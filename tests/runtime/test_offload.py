@@ -21,6 +21,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.passes.solver.flow import Category
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory import host
 
@@ -273,3 +276,17 @@ def test_refusals() -> None:
     mine = CPUOffloadPolicy() if dist.get_rank() else None
     with pytest.raises(RuntimeError, match="host memory"):
         fully_shard_model(build(zoo.Plain), fsdp_unit_modules=[zoo.Block], offload_policy=mine)
+
+
+@on_ranks(2)
+def test_memory_by_arena() -> None:
+    """Shards and optimizer state of units in host memory are not counted as the device's."""
+    found = []
+    for policy in (None, {zoo.Block: CPUOffloadPolicy()}, CPUOffloadPolicy()):
+        model, _ = shard(build(zoo.Plain), EAGER, sharding={"offload_policy": policy})
+        infos = [bucket_info(bucket.plan, bucket.topology) for bucket in model.sharded.buckets]
+        held = resting_memory(infos, OptimizerCost(state_bytes=8))
+        shards = sum(b.flat.nbytes for b in model.sharded.buckets if b.plan.offload is None)
+        assert (held[Category.SHARDS], held[Category.OPTIMIZER]) == (shards, 2 * shards)
+        found.append(shards)
+    assert found[0] > found[1] > found[2] == 0
