@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +17,14 @@ import zoo
 from parity import AOT_EAGER, EAGER, INDUCTOR, assert_bitwise, batches, build, shard, train_sharded
 from pool import on_ranks
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed import fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fsdp2, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.backend.compile import bucket_info
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes.solver.flow import Category
 from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
 from mfsdp_compile.runtime import compat
@@ -104,6 +107,20 @@ def test_accumulation_in_lower_precision(sync: bool) -> None:
     torch.compiler.reset()
 
 
+@on_ranks(4)
+def test_hybrid() -> None:
+    """With outer ranks, the second stage runs on the device, and its result is copied."""
+    data = batches(2)
+    meshes = [mesh_arguments("HSDP optim_grads_params") | each for each in ({}, OFFLOADED, OFFLOADED)]
+    plain, *offloaded = (
+        train_sharded(zoo.Plain, mode, data, sharding=mesh)
+        for mode, mesh in zip((EAGER, EAGER, AOT_EAGER), meshes, strict=True)
+    )
+    for run in offloaded:
+        assert_bitwise(plain, run)
+    torch.compiler.reset()
+
+
 @on_ranks(2)
 def test_inductor() -> None:
     """Inductor rounds as for the model without offload."""
@@ -161,6 +178,14 @@ def test_copies() -> None:
         if mode == EAGER:
             last = len(found.order) - 1 - found.order[::-1].index("gather")
             assert found.order.index("offload") < last, "gradients leave while the backward runs"
+        else:
+            (record,) = model.sharded.compiled_graphs
+            schedule = "\n".join(itertools.chain(*record.schedules.values()))
+            for phrase, count in (
+                ("B of each from host memory", 2 * len(buckets) - 2),
+                ("B to host memory", len(buckets)),
+            ):
+                assert schedule.count(phrase) == count
     torch.compiler.reset()
 
 
@@ -290,3 +315,13 @@ def test_memory_by_arena() -> None:
         assert (held[Category.SHARDS], held[Category.OPTIMIZER]) == (shards, 2 * shards)
         found.append(shards)
     assert found[0] > found[1] > found[2] == 0
+
+
+def test_arenas_of_a_gpu() -> None:
+    """Traced for a GPU: shards and their gradients are on the host, and what is gathered and reduced is on the device."""
+    with FakeTensorMode():
+        shard = torch.empty(8)
+        fetched = torch.ops.mfsdp.fetch(shard, "cuda")
+        gradient = torch.ops.mfsdp.offload(fetched.bfloat16(), True)
+    assert (fetched.device.type, fetched.shape, fetched.dtype) == ("cuda", shard.shape, shard.dtype)
+    assert (gradient.device.type, gradient.shape, gradient.dtype) == ("cpu", shard.shape, torch.bfloat16)
