@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime.exchange import Overlap
@@ -23,6 +23,7 @@ from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initia
 from mfsdp_compile.runtime.layout import LayoutPolicy
 from mfsdp_compile.runtime.memory.allocation import Allocate
 from mfsdp_compile.runtime.memory.comm_buffers import BufferPolicy
+from mfsdp_compile.runtime.memory.host import Offload
 from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
@@ -88,6 +89,7 @@ def fully_shard_model(
     buffer_allocator: Allocate | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None,
+    offload_policy: OffloadPolicy | Mapping[type[nn.Module] | nn.Module, OffloadPolicy | None] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -226,6 +228,10 @@ def fully_shard_model(
             backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from unit
             modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
             ``optim_grads_params``. The option of the same name of ``torch.compile`` goes before, if it is not True.
+        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``: shards, reduced gradients and optimizer state are
+            in host memory, and the optimizer steps on the CPU. A gather copies the shard to the device first. None, or
+            ``OffloadPolicy()``: everything is on the device. A mapping from unit modules, or their classes, to such
+            policies; ``module`` itself stands for parameters in no unit. For ``optim_grads_params``.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -342,6 +348,7 @@ def fully_shard_model(
         keeps_transposes=keep_fp8_transpose_cache,
         ignored=frozenset(ignored_params),
         reshard_after_forward=_resharding(reshard_after_forward, module, topology),
+        offload=_offloading(offload_policy, module),
     )
     if buffer_allocator is not None and not options.buffer_policy.double:
         raise ValueError(
@@ -494,14 +501,8 @@ def _check_flag(name: str, value: object) -> None:
 
 def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[Unit], bool | int | None]:
     """Return the function that says what happens to a unit's buckets between forward and backward."""
-    values = dict(given) if isinstance(given, Mapping) else {nn.Module: given}
+    values = _by_module("reshard_after_forward", given, module)
     for key, value in values.items():
-        if not (isinstance(key, nn.Module) or (isinstance(key, type) and issubclass(key, nn.Module))):
-            raise TypeError(
-                f"reshard_after_forward has the key {reprlib.repr(key)}, which is no module or class of modules"
-            )
-        if isinstance(key, nn.Module) and not any(key is inner for inner in module.modules()):
-            raise ValueError(f"reshard_after_forward has a {type(key).__name__} as a key that is not part of the model")
         if value is None or isinstance(value, bool):
             continue
         if not isinstance(value, int):
@@ -511,8 +512,38 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
         if value < 1:
             raise ValueError(f"reshard_after_forward takes at least 1 rank, got {value}")
         values[key] = topology.portions_of(value, "reshard_after_forward")
+    return _of_unit(values)
 
-    def of_unit(unit: Unit) -> bool | int | None:
+
+def _offloading(given: Any, module: nn.Module) -> Callable[[Unit], Offload | None]:
+    """Return the function that says how a unit's buckets are kept in host memory."""
+    values = _by_module("offload_policy", given, module)
+    for key, value in values.items():
+        if value is not None and type(value) not in (OffloadPolicy, CPUOffloadPolicy):
+            raise TypeError(
+                "offload_policy takes torch.distributed.fsdp's CPUOffloadPolicy or OffloadPolicy, or None, got "
+                f"{reprlib.repr(value)}"
+            )
+        values[key] = Offload(value.pin_memory) if isinstance(value, CPUOffloadPolicy) else None
+    return _of_unit(values)
+
+
+def _by_module(name: str, given: Any, module: nn.Module) -> dict[type[nn.Module] | nn.Module, Any]:
+    """Return the values of an argument that may be a mapping from modules or their classes, with its keys checked."""
+    values = dict(given) if isinstance(given, Mapping) else {nn.Module: given}
+    inside = set(module.modules())
+    for key in values:
+        if not (isinstance(key, nn.Module) or (isinstance(key, type) and issubclass(key, nn.Module))):
+            raise TypeError(f"{name} has the key {reprlib.repr(key)}, which is no module or class of modules")
+        if isinstance(key, nn.Module) and key not in inside:
+            raise ValueError(f"{name} has a {type(key).__name__} as a key that is not part of the model")
+    return values
+
+
+def _of_unit(values: Mapping[type[nn.Module] | nn.Module, Any]) -> Callable[[Unit], Any]:
+    """Return the function that finds a unit's value: of its module, its class, or a base of that."""
+
+    def of_unit(unit: Unit) -> Any:
         found = [values[key] for key in (*unit.modules, *map(type, unit.modules)) if key in values]
         found += [value for key, value in values.items() if isinstance(key, type) and isinstance(unit.modules[0], key)]
         return found[0] if found else None

@@ -52,4 +52,4 @@ def capture_step(model: nn.Module, step: Callable[..., Any], *, warm_up: int = 2
         )
     if warm_up < 1:
         raise ValueError(f"capture_step takes warm_up of at least 1, got {warm_up}: a first call compiles and checks.")
-    return CapturedStep(sharded, step, CudaGraphs(sharded.buckets[0].flat.device), warm_up)
+    return CapturedStep(sharded, step, CudaGraphs(sharded.buckets[0].device), warm_up)

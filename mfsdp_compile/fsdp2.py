@@ -69,6 +69,7 @@ class _Request:
     dims: tuple[tuple[str, ...], tuple[str, ...]] | None
     reshard_after_forward: bool | int | None
     mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
     ignored: frozenset[nn.Parameter]
 
 
@@ -120,7 +121,7 @@ def fully_shard(
             ``torch.compile``'s option of the same name goes before, if it is not True.
         shard_placement_fn: May return None or ``Shard(0)`` only.
         mp_policy: Dtypes of the unit's parameters, gradients, inputs and outputs.
-        offload_policy: Must be ``OffloadPolicy()``.
+        offload_policy: ``CPUOffloadPolicy()``: the unit's shards, gradients and optimizer state are in host memory.
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
 
@@ -134,17 +135,15 @@ def fully_shard(
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     _check_modules(modules)
     _check_placements(modules, shard_placement_fn)
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            f"fully_shard(offload_policy={offload_policy}): parameters stay on the device. Leave it out; to save memory, "
-            "recompute activations (torch.utils.checkpoint), or shard over more ranks."
-        )
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(f"fully_shard(offload_policy={offload_policy}) takes OffloadPolicy() or CPUOffloadPolicy().")
     request = _Request(
         modules,
         mesh,
         None if dp_mesh_dims is None else (dp_mesh_dims.shard_names, dp_mesh_dims.replicate_names),
         reshard_after_forward,
         mp_policy,
+        offload_policy,
         frozenset(ignored_params or ()),
     )
     for each in modules:
@@ -489,6 +488,7 @@ def _shard_now(root: nn.Module, own: _Request, requests: Sequence[_Request]) -> 
         init_fn=meta.Later() if is_meta else None,
         ignored_params=frozenset().union(*(request.ignored for request in requests)),
         reshard_after_forward={module: each.reshard_after_forward for each in requests for module in each.modules},
+        offload_policy={module: each.offload_policy for each in requests for module in each.modules},
     ).sharded
 
 

@@ -182,6 +182,16 @@ class BucketInfo:
         return self.exchange.sent_numel * self.exchange.sent_dtype.itemsize
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard, and of its gradient."""
+        return self.layout.shard_numel * self.main_dtype.itemsize
+
+    @property
+    def device_shard_bytes(self) -> int:
+        """Those of them that rest on the device: none of a bucket in host memory."""
+        return 0 if self.exchange.offload else self.shard_bytes
+
+    @property
     def quantized_bytes(self) -> int:
         """Bytes of this rank's shard in float8; 0 if the bucket is not gathered in float8."""
         exchange = self.exchange
@@ -254,6 +264,7 @@ class NodeKind(Enum):
     TOKEN = "token"  # placeholder that represents the deferred sum of gradients
     QUANTIZED = "quantized shard"  # placeholder of this rank's shard in float8
     SCALES = "scales"  # placeholder of the scales of a bucket that is gathered in float8, or a view of it
+    FETCH = "fetch"  # copy of the shard, from host memory to the device
     CAST = "cast"  # input of the all-gather: the shard in the compute dtype, or the awaited resident
     START_GATHER = "start gather"
     GATHERED = (
@@ -263,6 +274,7 @@ class NodeKind(Enum):
     PORTION = "portion"  # portion of the gathered bucket: a copy in forward, a placeholder in backward that is gathered
     PACK = "pack"  # the bucket of gradients
     START_REDUCE = "start reduce"  # start of a stage
+    OFFLOAD = "offload"  # copy of the shard's gradient, from the device to host memory
     REDUCED = "reduced"  # an awaited stage; the last one gives the shard's gradient
 
 

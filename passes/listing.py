@@ -78,10 +78,14 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             if number > 1:  # portions are of the bucket as it is held
                 size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
+            if exchange.offload and number == 1:
+                detail += f", {info.shard_bytes:,} B of each from host memory"
         elif what == "reduce":
             stage = number - 1
             sent = f"{reduced_bytes(info, stage):,} B in {_short(exchange.comm_dtype)}"
             detail = f"{sent}, {exchange.reduce_op} over {exchange.group_sizes[stage]} ranks"
+            if exchange.offload and number == len(exchange.groups):
+                detail += f", {info.shard_bytes:,} B to host memory"
             is_deferrable = exchange.may_wait(stage)
         found[node] = [str(ScheduleLine(what, names[bucket], number, detail, is_deferrable))]
     return found

@@ -5,6 +5,8 @@
 
     shard -> gather_into_buffer -> wait -> view -> view ...           the same, into a communication buffer
 
+    shard -> fetch -> [cast] -> all_gather -> wait -> view ...        the same, from host memory
+
     quantized -> all_gather -> wait_quantized -> view -> view ...     the same, in float8
                      scales ---/
 
@@ -12,7 +14,7 @@
     scales -> view ...
 
     gradients -> pack_gradients -> reduce_scatter -> wait -> [cast] -> output         one :class:`Reduction`
-                                          (a second stage with outer ranks)
+                                          (a second stage with outer ranks; then offload, to host memory)
 
 If a backward gathers portions that its forward kept (:mod:`.portions`):
 
@@ -41,8 +43,10 @@ from mfsdp_compile.runtime import fp8_linear as fp8_linear  # defines an operato
 from .context import NodeKind, Role, role_of, set_role
 
 __all__ = [
+    "FETCH",
     "FP8",
     "MARK",
+    "OFFLOAD",
     "OF_BYTES",
     "REGION",
     "SCALES_MARK",
@@ -83,7 +87,7 @@ class Gather:
 
     Args:
         bucket: Index of the bucket in the context.
-        before: Nodes that compute the input of the all-gather from this rank's shard: casts and waits.
+        before: Nodes that compute the input of the all-gather from this rank's shard: the fetch, casts and waits.
         start: The all-gather; None if the bucket is already whole.
         whole: The wait of the all-gather, or another node that produces the whole bucket; None if that is a
             placeholder.
@@ -225,6 +229,8 @@ GATHERS = (_c10d.all_gather_into_tensor.default, _c10d.all_gather_into_tensor_ou
 REDUCES = (_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default, torch.ops.mfsdp.reduce_if_due.default)
 _PACKING = torch.ops.mfsdp.pack_gradients.default
 PORTION = torch.ops.mfsdp.portion.default
+FETCH = torch.ops.mfsdp.fetch.default
+OFFLOAD = torch.ops.mfsdp.offload.default
 WAIT_QUANTIZED = torch.ops.mfsdp.wait_quantized.default
 WAITS = (_c10d.wait_tensor.default, WAIT_QUANTIZED)
 """Operators that await a gather."""
@@ -294,6 +300,10 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return NodeKind.PACK
     if target is PORTION and _mark(node) is not None:
         return NodeKind.PORTION
+    if target is FETCH and _mark(node) is not None:
+        return NodeKind.FETCH
+    if target is OFFLOAD and _mark(node) is not None:
+        return NodeKind.OFFLOAD
     if target in REDUCES and of in (NodeKind.PACK, NodeKind.REDUCED):
         return NodeKind.START_REDUCE
     if target is _c10d.wait_tensor.default and of is NodeKind.START_REDUCE:
@@ -308,7 +318,9 @@ def _kind(node: fx.Node) -> NodeKind | None:
         return None
     if target in GATHERS:
         return NodeKind.START_GATHER
-    if (target is _c10d.wait_tensor.default or target in CASTS) and (_is_input(source) or of is NodeKind.CAST):
+    if (target is _c10d.wait_tensor.default or target in CASTS) and (
+        _is_input(source) or of in (NodeKind.CAST, NodeKind.FETCH)
+    ):
         feeds = any(user.target in GATHERS or user.target in CASTS for user in node.users)
         return NodeKind.CAST if feeds else NodeKind.GATHERED
     if of is NodeKind.PACK:  # scaled before it is reduced
@@ -344,7 +356,7 @@ def gathers(graph: fx.Graph) -> list[Gather]:
 
 def _casts_before(node: fx.Node) -> tuple[fx.Node, ...]:
     before: list[fx.Node] = []
-    while has_kind(node := node.all_input_nodes[0], NodeKind.CAST):
+    while (role := role_of(node := node.all_input_nodes[0])) and role.kind in (NodeKind.CAST, NodeKind.FETCH):
         before.insert(0, node)
     return tuple(before)
 

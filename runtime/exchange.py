@@ -63,6 +63,9 @@ class Exchange(NamedTuple):
         scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "": it
             is not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
+        offload: Type of the device that shards are fetched to from host memory, and from which reduced gradients are
+            copied there; see :mod:`.memory.host`. "": shards are on the device.
+        pins: Whether that host memory is pinned.
     """
 
     sizes: list[int]
@@ -83,6 +86,8 @@ class Exchange(NamedTuple):
     buffers: Sequence[int] = (0, 0, 0, 0)
     scaling: str = ""
     form: str = quantize.DEQUANTIZED
+    offload: str = ""
+    pins: bool = False
 
     @property
     def is_quantized(self) -> bool:

@@ -181,7 +181,7 @@ class ShardedModel:
 
     def is_miscompiled(self) -> bool:
         """See :func:`.compat.is_miscompiled`."""
-        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].flat.device.type)
+        return self.module is not None and compat.is_miscompiled(self.module, self.buckets[0].device.type)
 
     def module_buffers(self) -> list[Tensor]:
         """Return the model's buffers on this rank."""
@@ -478,7 +478,10 @@ class ShardedModel:
         for bucket in self.buckets:
             if (group := bucket.topology.replicas) is not None:
                 self.conduct.start(f"broadcast {bucket.plan.name}", group=group)
-                dist.broadcast(bucket.flat.detach(), group=compat.process_group(group.name), group_src=0)
+                shard = bucket.fetched()
+                dist.broadcast(shard, group=compat.process_group(group.name), group_src=0)
+                if bucket.plan.offload is not None:
+                    bucket.flat.detach().copy_(shard)
                 torch.autograd.graph.increment_version(bucket.flat)  # residents must be gathered from the new values
 
     def zero_gradients(self, set_to_none: bool = True, kept: Collection[int] | None = None) -> None:

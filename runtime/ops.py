@@ -22,6 +22,10 @@
     A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
     begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs gradients.
+``fetch(shard, device)``
+    A copy of a shard that rests in host memory on this rank's device of a type (:mod:`.memory.host`), in the main dtype.
+``offload(gradient, pins)``
+    A copy of a reduced gradient in host memory. It may still be arriving: the runtime waits before it is read.
 ``portion(whole, size, group)``
     A copy of this rank's part of a gathered bucket. It is kept from forward to backward if backward gathers parameters
     over ``size`` ranks only. Which part it is depends on the rank's place in the group. That is looked up at run time,
@@ -57,6 +61,7 @@ from torch import Tensor
 
 from . import compat, quantize
 from .exchange import Exchange, When, split_sizes
+from .memory import host
 from .memory.comm_buffers import Buffers, take
 from .memory.deferred_gradients import pending_of
 from .memory.tensor import contiguous_strides
@@ -74,19 +79,21 @@ _library.define(
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
-    "str form) -> Tensor[]"
+    "str form, str offload, bool pins) -> Tensor[]"
 )
 _library.define(
     "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
-    "str form) -> (Tensor, Tensor)"
+    "str form, str offload, bool pins) -> (Tensor, Tensor)"
 )
 _library.define(
     "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
     "str scaling) -> Tensor"
 )
+_library.define("fetch(Tensor shard, str device) -> Tensor")
+_library.define("offload(Tensor gradient, bool pins) -> Tensor")
 _library.define("portion(Tensor whole, int size, str group) -> Tensor")
 _library.define(
     "gather_into_buffer(Tensor shard, int capacity, int count, ScalarType dtype, int group_size, str group_name) -> Tensor"
@@ -190,7 +197,8 @@ class _GatherWholeFunction(torch.autograd.Function):
 
 def anchor_like(shard: Tensor, exchange: Exchange) -> Tensor:
     """Return a tensor without memory that stands for a bucket and receives its packed gradient."""
-    return shard.new_empty((), dtype=exchange.comm_dtype).expand(exchange.numel)
+    nothing = shard.new_empty((), dtype=exchange.comm_dtype, device=exchange.offload or None)
+    return nothing.expand(exchange.numel)
 
 
 def _whole(
@@ -206,7 +214,10 @@ def _whole(
             return compat.wait_tensor(gathered)
         return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
     # The runtime gathers a resident; the first graph that uses it waits for it.
-    full = shard if resident is None else compat.wait_tensor(resident)
+    if resident is not None:
+        full = compat.wait_tensor(resident)
+    else:
+        full = torch.ops.mfsdp.fetch(shard, exchange.offload) if exchange.offload else shard
     full = full.to(exchange.held_dtype)
     if exchange.gather_group:
         full = compat.wait_tensor(compat.all_gather(full, exchange.gather_size, exchange.gather_group))
@@ -218,7 +229,8 @@ def _reduced(packed: Tensor, exchange: Exchange, token: Tensor | None, dtype: to
     reduced = packed
     for stage in range(len(exchange.groups)):
         reduced = compat.wait_tensor(start_stage(reduced, stage, exchange, token))
-    return exchange.finish(reduced, dtype)
+    gradient = exchange.finish(reduced, dtype)
+    return torch.ops.mfsdp.offload(gradient, exchange.pins) if exchange.offload else gradient
 
 
 @torch.library.impl(_library, "gather", "CompositeImplicitAutograd")
@@ -277,6 +289,26 @@ def _wait_quantized_fake(
     scaling: str,
 ) -> Tensor:
     return gathered.new_empty(quantize.numel_of_sent(gathered.numel(), scaling), dtype=dtype)
+
+
+@torch.library.impl(_library, "fetch", "CompositeExplicitAutograd")
+def _fetch(shard: Tensor, device: str) -> Tensor:
+    return host.fetch(shard, host.device_of(device))
+
+
+@torch.library.register_fake("mfsdp::fetch", lib=_library)
+def _fetch_fake(shard: Tensor, device: str) -> Tensor:
+    return shard.new_empty(shard.shape, device=device)  # needs no GPU
+
+
+@torch.library.impl(_library, "offload", "CompositeExplicitAutograd")
+def _offload(gradient: Tensor, pins: bool) -> Tensor:
+    return host.offload(gradient, pins)
+
+
+@torch.library.register_fake("mfsdp::offload", lib=_library)
+def _offload_fake(gradient: Tensor, pins: bool) -> Tensor:
+    return gradient.new_empty(gradient.shape, device="cpu")
 
 
 @torch.library.impl(_library, "portion", "CompositeExplicitAutograd")

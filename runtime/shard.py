@@ -22,6 +22,7 @@ from .membership import Membership
 from .memory.allocation import Allocate, Allocator
 from .memory.bucket import Bucket, Home
 from .memory.comm_buffers import BufferPolicy, BufferPool
+from .memory.host import Offload
 from .memory.registration import Registration
 from .model import ShardedModel
 from .plan import communicators
@@ -71,6 +72,7 @@ class ShardingOptions:
         ignored: Parameters that are not sharded, moved or reduced.
         reshard_after_forward: Function that returns for each unit what its buckets have; see
             :class:`~.memory.bucket.BucketPlan`.
+        offload: Function that returns for each unit how its buckets are kept in host memory; None: they are not.
     """
 
     unit_modules: UnitModules
@@ -93,6 +95,7 @@ class ShardingOptions:
     keeps_transposes: bool = False
     ignored: frozenset[nn.Parameter] = frozenset()
     reshard_after_forward: Callable[[Unit], bool | int | None] = lambda unit: None
+    offload: Callable[[Unit], Offload | None] = lambda unit: None
 
 
 def shard_model(
@@ -194,7 +197,8 @@ def _agree_on_plan(
             options.keeps_transposes,
         )
         plan = ModelPlan.of(module, units, planner, tensor_parallel).with_buffers(options.buffer_policy)
-        found.append(plan.with_resharding(options.reshard_after_forward))
+        plan = plan.with_resharding(options.reshard_after_forward)
+        found.append(plan.with_offload(options.offload, [communicating[0], communicating[-1]]))
         # Includes versions, because passes and Inductor's choices of kernels differ between them.
         return [
             f"torch {torch.__version__}",

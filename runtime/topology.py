@@ -28,6 +28,7 @@ from torch.distributed.tensor import Placement, Replicate
 from . import compat
 from .exchange import Exchange, When, stride_of
 from .layout import BucketLayout
+from .memory import host
 from .memory.comm_buffers import NO_BUFFERS, Buffers
 from .quantize import DEQUANTIZED, DEQUANTIZING
 from .ranks.agreement import announce
@@ -235,6 +236,11 @@ class Topology:
         """Announce that an operation on parameters at rest is about to communicate; see :func:`.agreement.announce`."""
         if self.shard_groups:  # otherwise every rank holds everything
             announce(what, self.every.name, parameter)
+
+    def on_device(self, value: Tensor) -> Tensor:
+        """Return a tensor on the device that collectives work on: what rests in host memory is copied there."""
+        kind = self.mesh.device_type
+        return value if value.device.type == kind else value.to(host.device_of(kind))
 
     def sum(self, value: Tensor, op: str) -> Tensor:
         """Reduce results for each shard to the result for the whole tensor; the same on every rank."""

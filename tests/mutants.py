@@ -6,6 +6,7 @@ docstring of a kind is the reason, which the report of mutants prints.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import types
@@ -1143,6 +1144,86 @@ def quantized_weight_saved(s: Subject) -> Iterator[Change]:
             yield lambda of=quantized: s.save(next(iter(of.users)))
 
 
+# -- V12: right arena --------------------------------------------------------------------------------------------------
+
+
+def _of(s: Subject, target: Any) -> list[fx.Node]:
+    return s.graph.find_nodes(op="call_function", target=target)
+
+
+def sent_from_the_host(s: Subject) -> Iterator[Change]:
+    """NCCL is given host memory."""
+    for fetch in _of(s, roles.FETCH):
+        yield lambda n=fetch: n.replace_all_uses_with(n.args[0])
+
+
+def fetched_twice(s: Subject) -> Iterator[Change]:
+    """What is on the device is copied once more."""
+    for fetch in _of(s, roles.FETCH):
+        for user in fetch.users:
+            again = functools.partial(call, fetch, roles.FETCH, fetch, fetch.args[1], bucket=role_of(fetch).bucket)
+            yield lambda u=user, n=fetch, make=again: u.replace_input_with(n, make())
+
+
+def fetched_from_the_device(s: Subject) -> Iterator[Change]:
+    """A shard that is on the device is copied."""
+    for launch in s.gathers:
+        if not s.info(launch.bucket).exchange.offload and role_of(launch.input) is not None:
+            fetch = functools.partial(call, launch.node, roles.FETCH, launch.input, "cpu", before=True)
+            yield lambda n=launch, make=fetch: n.node.replace_input_with(n.input, make(bucket=n.bucket))
+
+
+def fetched_to_another_device(s: Subject) -> Iterator[Change]:
+    """The other operands are not there."""
+    for fetch in _of(s, roles.FETCH):
+        yield set_arg(fetch, 1, "meta")
+
+
+def cast_on_the_host(s: Subject) -> Iterator[Change]:
+    """The cast runs on the thread that launches kernels."""
+    for fetch in _of(s, roles.FETCH):
+        for cast in fetch.users:
+            if cast.target in roles.CASTS:
+                yield lambda f=fetch, c=cast: (
+                    c.replace_all_uses_with(moved := call(c, roles.FETCH, c, f.args[1], bucket=role_of(f).bucket)),
+                    moved.replace_input_with(moved, c),
+                    c.replace_input_with(f, f.args[0]),
+                )
+
+
+def gradient_left_on_the_device(s: Subject) -> Iterator[Change]:
+    """The optimizer finds the parameter and its gradient on different devices."""
+    for copy in _of(s, roles.OFFLOAD):
+        yield lambda n=copy: n.replace_all_uses_with(n.args[0])
+
+
+def gradient_copied_twice(s: Subject) -> Iterator[Change]:
+    """The second copy reads what has not arrived."""
+    for copy in _of(s, roles.OFFLOAD):
+        again = functools.partial(call, copy, roles.OFFLOAD, copy, copy.args[1], bucket=role_of(copy).bucket)
+        yield lambda n=copy, make=again: s.output.replace_input_with(n, make())
+
+
+def gradient_copied_to_other_memory(s: Subject) -> Iterator[Change]:
+    """The host has less pinned memory than was asked for, or more."""
+    for copy in _of(s, roles.OFFLOAD):
+        yield set_arg(copy, 1, not copy.args[1])
+
+
+def gradient_reduced_on_the_host(s: Subject) -> Iterator[Change]:
+    """NCCL is given host memory."""
+    for reduction in s.packs:
+        node = reduction.stages[0].node
+        early = functools.partial(call, node, roles.OFFLOAD, node.args[0], False, before=True)
+        yield lambda n=node, make=early: n.replace_input_with(n.args[0], make())
+
+
+def gradient_changed_on_the_host(s: Subject) -> Iterator[Change]:
+    """The CPU reads what has not arrived."""
+    for copy in _of(s, roles.OFFLOAD):
+        yield lambda n=copy: s.output.replace_input_with(n, call(n, aten.clone.default, n))
+
+
 KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V1": (
         *(view_reads_start, wait_is_lost, wait_comes_late, wait_comes_early, view_of_another_bucket),
@@ -1191,5 +1272,10 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
     "V11": (
         *(scales_of_another_matrix, scales_scaled, scales_not_folded, multiplied_row_major, not_quantized),
         quantized_over_the_other_dimension,
+    ),
+    "V12": (
+        *(sent_from_the_host, fetched_twice, fetched_from_the_device, fetched_to_another_device, cast_on_the_host),
+        *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
+        *(gradient_reduced_on_the_host, gradient_changed_on_the_host),
     ),
 }

@@ -201,7 +201,7 @@ def prepare(
             set_role(node, Role(NodeKind.SHELL, buckets.index(home.bucket), home.index))
     dumps = GraphFolder.wanted(f"{len(buckets)} buckets, {buckets[0].plan.name} to {buckets[-1].plan.name}")
     is_real = compat.is_real_group(buckets[0].topology.every.name)
-    prediction = chosen.prediction(buckets[0].flat.device, is_real)
+    prediction = chosen.prediction(buckets[0].device, is_real)
     meeting = RankMeeting.of(owners[0], _batch(gm, shells, owners), str(chosen))
     units = [unit for owner in owners for unit in owner.eager.units]
     absent = tuple(unit.name for unit in units if not set(buckets).issuperset(unit.buckets))
@@ -253,7 +253,7 @@ def prepare(
 def _fp8(chosen: CompileOptions, buckets: Sequence[Bucket]) -> Fp8Matmul | None:
     if chosen.fp8_matmul is None:
         return None
-    _check_multiplies_fp8(buckets[0].flat.device, chosen.fp8_matmul)
+    _check_multiplies_fp8(buckets[0].device, chosen.fp8_matmul)
     candidates = tuple(_fp8_candidates(chosen, bucket) for bucket in buckets)
     return Fp8Matmul(chosen.fp8_matmul, chosen.fp8_wgrad, candidates)
 
@@ -441,7 +441,7 @@ def _beside_shard(bucket: Bucket) -> list[Tensor]:
 
 def _like_served(bucket: Bucket) -> tuple[Tensor, ...]:
     """Return tensors like those that :meth:`.EagerRuntime.serve` returns."""
-    plan, device = bucket.plan, bucket.flat.device
+    plan, device = bucket.plan, bucket.device
     anchor = torch.empty((), dtype=plan.comm_dtype, device=device).expand(plan.layout.numel)
     full = torch.empty(plan.layout.numel, dtype=plan.held_dtype, device=device)
     count = bucket.scale_count if plan.stays_quantized else None
@@ -530,6 +530,8 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         group_sizes=[],
         groups=[],
         inspected=False,
+        offload="",
+        pins=False,
     )
     return BucketInfo(
         name=plan.name,
@@ -580,7 +582,7 @@ def _policy(given: SchedulePolicy, buckets: Sequence[Bucket]) -> SchedulePolicy:
 def _check_float32_gradients(buckets: Sequence[Bucket]) -> None:
     """Raise ValueError if ``options={"float32_gradients": True}`` is not supported."""
     for bucket in buckets:
-        plan, device = bucket.plan, bucket.flat.device.type
+        plan, device = bucket.plan, bucket.device.type
         if not plan.requires_grad:
             continue
         where = f"options['float32_gradients'] is given, but bucket {plan.name!r} of unit {plan.unit!r}"

@@ -128,7 +128,7 @@ def measure(model: nn.Module, step: Callable[[], Any], repeats: int = 5) -> list
         step: Computes a loss with the model and calls ``backward()``.
         repeats: Number of measured runs. One more run precedes them, unmeasured.
     """
-    device = next(iter(unwrapped(model, "measure").sharded.buckets)).flat.device
+    device = next(iter(unwrapped(model, "measure").sharded.buckets)).device
     step()
     return [_measured(step, device) for _ in range(repeats)]
 
@@ -270,7 +270,7 @@ def _environment(compiled: _Compiled) -> Mapping[str, str]:
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": str(sharded.buckets[0].flat.device),
+        "device": str(sharded.buckets[0].device),
         "sharding": str(sharded.topology),
         "precision": str(sharded.precision),
         "hardware of the prediction": prediction.costs.hardware.name,

@@ -251,7 +251,7 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
     for info in buckets:
         layout = info.layout
         content = layout.numel - layout.padding
-        shard = layout.shard_numel * info.main_dtype.itemsize
+        shard = bytes_text(info.shard_bytes) + (", host" if info.exchange.offload else "")
         names = (slot.name.removeprefix(f"{info.unit}.") for slot in layout.slots)
         padding = percent_text(layout.padding, content)
         sizes = _bucket_sizes(len(layout.slots), content, layout.padding, padding, shard, info.sent_bytes)
@@ -261,21 +261,21 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         count = sum(len(info.layout.slots) for info in buckets)
         padding_numel = sum(info.layout.padding for info in buckets)
         content = sum(info.layout.numel for info in buckets) - padding_numel
-        shards = sum(info.layout.shard_numel * info.main_dtype.itemsize for info in buckets)
+        shards = bytes_text(sum(info.shard_bytes for info in buckets))
         gathered = sum(info.sent_bytes for info in buckets)
         padding = percent_text(padding_numel, content)
         sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)
         lines.append((f"all {len(buckets):,}", *sizes, ""))
     about = (
         "Flat tensors that are gathered and reduced as one: elements of their parameters, padding, bytes of a rank's shard "
-        "and of the whole as it is gathered. Neighbors that are alike share a line."
+        "(host: in host memory) and of the whole as it is gathered. Neighbors that are alike share a line."
     )
     header = ("bucket", "parameters", "elements", "padding", "share", "shard", "gathered", "which")
     return Table("buckets", header, tuple(lines), about, total=len(buckets) > 1, detail=True)
 
 
-def _bucket_sizes(count: int, content: int, padding: int, share: str, shard: int, gathered: int) -> tuple[str, ...]:
-    return f"{count:,}", f"{content:,}", f"{padding:,}", share, bytes_text(shard), bytes_text(gathered)
+def _bucket_sizes(count: int, content: int, padding: int, share: str, shard: str, gathered: int) -> tuple[str, ...]:
+    return f"{count:,}", f"{content:,}", f"{padding:,}", share, shard, bytes_text(gathered)
 
 
 def _passes(passes: Sequence[PassRow]) -> Table:

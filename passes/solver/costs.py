@@ -373,12 +373,14 @@ def is_compute(node: fx.Node) -> bool:
 
 
 _OF_COLLECTIVES = (
+    NodeKind.FETCH,
     NodeKind.CAST,
     NodeKind.START_GATHER,
     NodeKind.GATHERED,
     NodeKind.PACK,
     NodeKind.START_REDUCE,
     NodeKind.REDUCED,
+    NodeKind.OFFLOAD,
 )
 _NOTHING = (torch.ops._c10d_functional.wait_tensor.default, torch.ops.mfsdp.begin.default)
 

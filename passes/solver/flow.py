@@ -480,6 +480,7 @@ def reduction_of(info: BucketInfo, bucket: int, stage: int, costs: CostModel, co
 
 
 _CATEGORIES = {
+    NodeKind.FETCH: Category.GATHERED,
     NodeKind.CAST: Category.GATHERED,
     NodeKind.START_GATHER: Category.GATHERED,
     NodeKind.GATHERED: Category.GATHERED,
@@ -487,4 +488,5 @@ _CATEGORIES = {
     NodeKind.PACK: Category.GRADIENTS,
     NodeKind.START_REDUCE: Category.GRADIENTS,
     NodeKind.REDUCED: Category.GRADIENTS,
+    NodeKind.OFFLOAD: Category.GRADIENTS,
 }

@@ -177,7 +177,7 @@ class Timeline:
 
 
 def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, other: int = 0) -> dict[Category, int]:
-    """Return the bytes that a rank holds between steps, without gradients, by category.
+    """Return the bytes that a rank's device holds between steps, without gradients, by category.
 
     Args:
         other: Bytes of buffers and other memory outside the buckets.
@@ -187,10 +187,11 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
         shard = info.layout.shard_numel
         is_part = info.resident_bytes and info.main_dtype == info.exchange.held_dtype and not info.releases_resident
         if not is_part:  # a shard that is part of the resident needs no memory of its own
-            shards += shard * info.main_dtype.itemsize
+            shards += info.device_shard_bytes
         shards += info.quantized_bytes
         residents += info.resident_bytes
-        state += shard * optimizer.state_bytes * info.trainable
+        if not info.exchange.offload:
+            state += shard * optimizer.state_bytes * info.trainable
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
 
 

@@ -83,8 +83,9 @@ class StepOutlines:
         self._waits: dict[tuple[int, bool], list[Event]] = {}
         for (number, portions), gather in self._gathers.items():
             info = buckets[number]
-            # If the sent data is a cast of the shard, it is allocated here. A portion exists since the forward.
-            sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if gather.before else 0
+            # If the sent data is a cast or a copy of the shard, it is allocated here. A portion exists since the forward.
+            is_made = gather.before or info.exchange.offload
+            sent = info.layout.shard_numel * info.exchange.sent_dtype.itemsize if is_made else 0
             cast: list[Event] = [Allocate(Category.GATHERED, sent)] if sent else []
             if portions:
                 sent = info.portion_bytes
@@ -347,7 +348,7 @@ class StepOutlines:
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result
-            final = Allocate(Category.GRADIENTS, info.layout.shard_numel * info.main_dtype.itemsize)
+            final = Allocate(Category.GRADIENTS, info.device_shard_bytes)
             if seconds := self.costs.finish(info):
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:

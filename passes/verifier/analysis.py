@@ -393,7 +393,7 @@ def _bucket_of(node: fx.Node) -> int | None:
     if (mark := (node.meta.get("custom") or {}).get(roles.MARK)) is not None:
         return mark
     source = node.all_input_nodes[0] if node.all_input_nodes else None
-    while source is not None and source.op == "call_function" and source.target in (*roles.CASTS, WAIT):
+    while source is not None and source.op == "call_function" and source.target in (*roles.CASTS, roles.FETCH, WAIT):
         source = source.all_input_nodes[0]
     role = role_of(source) if source is not None else None
     return (

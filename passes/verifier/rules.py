@@ -507,7 +507,7 @@ def _factors(found: Analysis, reduction: ReductionFlow, after: tuple[fx.Node, ..
 
 def _factor(node: fx.Node) -> float | None:
     """Return the factor by which a single-input operator scales its input; None if it does something else."""
-    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default):
+    if roles.is_view(node) or node.target in (*roles.CASTS, _aten.clone.default, roles.OFFLOAD):
         return 1.0
     if node.target in (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar) and len(node.args) == 2:
         number = next((value for value in node.args if isinstance(value, (int, float))), None)
@@ -648,19 +648,24 @@ def _scales(found: Analysis, contract: Contract | None) -> Findings:
 
 
 def _source(launch: CollectiveNode) -> fx.Node:
-    """Return the node that a gather casts and sends."""
-    *_, first = launch.node, *_casts(launch)
+    """Return the node that a gather fetches, casts and sends."""
+    *_, first = launch.node, *_before(launch)
     return first.all_input_nodes[0] if first.all_input_nodes else first
+
+
+def _before(launch: CollectiveNode) -> list[fx.Node]:
+    """Return the casts and fetches between a shard and its gather, the last one first."""
+    found: list[fx.Node] = []
+    node = launch.input
+    while node is not None and node.op == "call_function" and node.target in (*roles.CASTS, roles.FETCH):
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
 
 
 def _casts(launch: CollectiveNode) -> list[fx.Node]:
     """Return the casts between a shard and its gather, the last one first."""
-    found: list[fx.Node] = []
-    node = launch.input
-    while node is not None and node.op == "call_function" and node.target in roles.CASTS:
-        found.append(node)
-        node = node.all_input_nodes[0]
-    return found
+    return [node for node in _before(launch) if node.target is not roles.FETCH]
 
 
 def _outputs(found: Analysis, contract: Contract) -> Findings:
@@ -737,6 +742,49 @@ def _multiplied(found: Analysis, _: Contract | None) -> Findings:
             if list(sizes.shape) not in (expected, [1, 1]) or not sizes.is_contiguous():
                 got = f"{list(sizes.shape)}, strides {list(sizes.stride())}"
                 yield f"the scales of {node}'s {side} operand are {got}, not a contiguous {expected}", *at
+
+
+def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
+    """A shard that rests in host memory is fetched once before it is gathered, and its reduced gradient copied back once.
+
+    Both copies are between the host and the device of the exchange. The fetch comes before casts, because the device
+    casts. Everything else is on the device at all times, and so are portions.
+    """
+    for launch in _gathers(found):
+        exchange = found.info(launch.bucket).exchange
+        before = _before(launch)
+        fetches = [node for node in before if node.target is roles.FETCH]
+        wanted = bool(exchange.offload) and not _of_portions(found, contract, launch)
+        if len(fetches) != wanted:
+            what = (
+                "sent from host memory"
+                if wanted and not fetches
+                else f"fetched {len(fetches)} times, not {int(wanted)}"
+            )
+            yield f"it is {what}", launch.node, launch.bucket
+        for fetch in fetches:
+            if (to := fetch.args[1]) != exchange.offload and wanted:
+                yield f"it is fetched to {to!r}, not {exchange.offload!r}", fetch, launch.bucket
+            if fetch is not before[-1]:
+                yield f"{fetch} fetches it after a cast", fetch, launch.bucket
+    for reduction in found.reductions:
+        exchange = found.info(reduction.bucket).exchange
+        for node in (node for passed in reduction.before for node in passed if node.target is roles.OFFLOAD):
+            yield f"{node} copies its gradient to the host before it is reduced", node, reduction.bucket
+        for _, after in reduction.returned:
+            offloads = [node for node in after if node.target is roles.OFFLOAD]
+            if len(offloads) != bool(exchange.offload):
+                what = f"{len(offloads)} times, not {int(bool(exchange.offload))}"
+                yield f"its gradient is copied to the host {what}", reduction.last, reduction.bucket
+            for node in offloads:
+                if node.args[1] != exchange.pins:
+                    yield f"{node} copies its gradient to {_memory(node.args[1])} memory", node, reduction.bucket
+                if node is not after[-1]:
+                    yield f"its gradient is changed after {node}, on the host", node, reduction.bucket
+
+
+def _memory(pins: Any) -> str:
+    return "pinned" if pins else "pageable"
 
 
 class _Sent(NamedTuple):
@@ -823,4 +871,5 @@ RULES = (
     Rule("V9", "scaled right", _scaled),
     Rule("V10", "shards match", _matching),
     Rule("V11", "products in float8", _multiplied),
+    Rule("V12", "right arena", _in_its_arena),
 )

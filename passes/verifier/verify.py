@@ -26,6 +26,8 @@ V10   shards match           The gradient returned for a shard has the shard's p
                              are read, and gradients packed, at their offsets in the bucket.
 V11   products in float8     Operands are quantized over the dimension that is summed over, each is divided by its own
                              scales, and sizes and layouts are those that GPUs take.
+V12   right arena            A shard in host memory is fetched before it is cast and gathered, and its reduced gradient
+                             is copied back. Nothing else changes its arena.
 ====  =====================  ===========================================================================================
 
 All rules hold before and after every pass. None judges the quality of a schedule. Some compare the graph with its state
@@ -78,7 +80,7 @@ class ScheduleError(RuntimeError):
 
 
 def verify(graph: fx.Graph, context: Context, phase: Phase, *, after: str = "") -> Report:
-    """Check a graph with sharded parameters against the rules V1 to V11, without changing it.
+    """Check a graph with sharded parameters against the rules V1 to V12, without changing it.
 
     It takes the arguments of a pass, so a user pass can call it. It also runs after every user pass.
 

@@ -127,7 +127,7 @@ class CapturedStep:
 
     def _settings(self) -> Hashable:
         """What decides which operators a step runs, besides its arguments and the model's state."""
-        model, device = self._model, self._model.buckets[0].flat.device.type
+        model, device = self._model, self._model.buckets[0].device.type
         return (
             tuple(bucket.signature for bucket in model.buckets),
             tuple(module.training for module in self._modules),
@@ -136,7 +136,7 @@ class CapturedStep:
         )
 
     def _check_inputs(self, kind: Hashable, tensors: Sequence[Tensor]) -> None:
-        device = self._model.buckets[0].flat.device
+        device = self._model.buckets[0].device
         for number, tensor in enumerate(tensors):
             if tensor.requires_grad or tensor.device != device:
                 what = "requires gradients" if tensor.requires_grad else f"is on {tensor.device}"

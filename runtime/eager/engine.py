@@ -59,7 +59,7 @@ from torch.distributed.tensor import DTensor
 from .. import compat, quantize, step_checks
 from ..exchange import When
 from ..forms import Wrapper
-from ..memory import gradients
+from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
 from ..memory.written_gradients import WrittenGradients
@@ -173,7 +173,7 @@ class _Gathered:
 
 @dataclass(frozen=True, eq=False)
 class _RunningReduction:
-    """One running stage of a bucket's reduction."""
+    """One running stage of a bucket's reduction. After the last stage, the copy of its result to the host."""
 
     bucket: Bucket
     stage: int
@@ -501,7 +501,9 @@ class EagerRuntime:
                 self._release(unit)
         self._portions.clear()
         while self._reductions:
-            compat.wait_tensor(self._reductions.popleft().result)
+            reduction = self._reductions.popleft()
+            if reduction.stage < len(reduction.bucket.exchange.groups):
+                compat.wait_tensor(reduction.result)
         self._anchors.clear()
         self._served.clear()
         self._written.clear()
@@ -774,10 +776,12 @@ class EagerRuntime:
 
     def _start_gather(self, bucket: Bucket, group: Group, plane: Planes) -> Tensor:
         self._announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
-        shard, (capacity, count) = bucket.source(), bucket.exchange.gather_buffers
+        (capacity, count) = bucket.exchange.gather_buffers
         if plane is Planes.COLUMNS:
             assert bucket.quantized_columns is not None
             shard = bucket.quantized_columns
+        else:
+            shard = bucket.sent()
         with compat.below_autograd():
             if capacity:
                 enter_pool(self.owner.comm_buffers)
@@ -822,7 +826,7 @@ class EagerRuntime:
                 with compat.below_autograd():
                     state.full = bucket.dequantized(state.full)
         else:
-            state.full = bucket.source().to(bucket.plan.held_dtype)
+            state.full = bucket.sent().to(bucket.plan.held_dtype)
         state.content = state.full._version
         state.references = compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
@@ -1072,16 +1076,24 @@ class EagerRuntime:
     def _take_in(self) -> None:
         """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         reduction = self._reductions.popleft()
-        bucket, result = reduction.bucket, self._await(reduction.result)
-        following = reduction.stage + 1
-        if following < len(bucket.exchange.groups):
+        bucket, stages = reduction.bucket, len(reduction.bucket.exchange.groups)
+        if reduction.stage == stages and bucket.plan.offload is not None:  # its copy to the host
+            gradients.accumulate(bucket, reduction.result, reduction.used)
+            self.owner.grad_sync.touched(bucket)
+            return
+        result, following = self._await(reduction.result), reduction.stage + 1
+        if following < stages:
             self._start_stage(bucket, following, result, reduction.used)
             return
         self._accumulate(bucket, result, reduction.used)
 
     def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
         if not bucket.gradient_waits:  # a deferred gradient is zeros here
-            gradients.accumulate(bucket, self._finished(bucket, reduced), used)
+            finished = self._finished(bucket, reduced)
+            if bucket.plan.offload is not None:  # it arrives while the next unit's backward runs
+                self._reductions.append(_RunningReduction(bucket, len(bucket.exchange.groups), finished, used))
+                return
+            gradients.accumulate(bucket, finished, used)
         self.owner.grad_sync.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:
@@ -1103,12 +1115,13 @@ class EagerRuntime:
         return self._finished(bucket, gradient)
 
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
-        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, after the user's hook has seen it."""
+        """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's hook."""
         gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
         if (hook := self._controls.get(self._unit_of[bucket], _NO_CONTROL).reduced_hook) is not None:
             with torch.no_grad():
                 hook(gradient)
-        return gradient
+        offload = bucket.plan.offload
+        return gradient if offload is None else host.offload(gradient, offload.pins)
 
     def finish_reductions(self) -> None:
         while self._reductions:
@@ -1222,7 +1235,7 @@ class _Reduce(torch.autograd.Function):
         # Python's garbage collector does not see through autograd nodes: the model must not be reachable from a node
         # that it holds itself.
         ctx.bucket, ctx.runtime, ctx.served, ctx.written = weakref.ref(bucket), weakref.ref(runtime), served, written
-        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.flat.device)
+        nothing = torch.empty((), dtype=bucket.plan.compute_dtype, device=bucket.device)
         return *(nothing.expand(slot.shape) for slot in bucket.plan.layout.slots), _anchor_of_bucket(bucket)
 
     @staticmethod
@@ -1273,7 +1286,7 @@ class _Reduce(torch.autograd.Function):
 
 
 def _anchor_of_bucket(bucket: Bucket) -> Tensor:
-    nothing = torch.empty((), dtype=bucket.plan.comm_dtype, device=bucket.flat.device)
+    nothing = torch.empty((), dtype=bucket.plan.comm_dtype, device=bucket.device)
     return nothing.expand(bucket.plan.layout.numel)
 
 

@@ -313,11 +313,11 @@ class _Sharded(nn.Module):
         homes: Mapping[str, Home] = vars(self)[_HOMES]
         for home in homes.values():
             flat = home.bucket.flat
-            probe = torch.empty(0, dtype=flat.dtype, device=flat.device)
+            probe = torch.empty(0, dtype=flat.dtype, device=home.bucket.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise RuntimeError(
-                    f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {flat.device}; "
+                    f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {probe.device}; "
                     f"the model cannot be moved to {moved.dtype} on {moved.device} after fully_shard_model. Convert it "
                     "before sharding, or choose dtypes with mixed_precision_policy."
                 )

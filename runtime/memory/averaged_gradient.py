@@ -83,7 +83,10 @@ class _Mean(torch.autograd.Function):
         what = f"a gradient of what was computed from {parameter!r}"
         for group in groups:
             announce(what, group.name, parameter)
-            value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
+            if value.device.type == "cpu":  # of parameters in host memory, for which the group may have no backend
+                value = compat.all_reduce_on_host(value, "sum", group.name) / group.size
+            else:
+                value = compat.wait_tensor(compat.all_reduce(value, "sum", group.name)) / group.size
         return value
 
     @staticmethod

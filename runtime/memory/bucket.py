@@ -32,6 +32,7 @@ from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
 from ..topology import Topology
+from . import host
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .redistribute import take_rows_of_part
@@ -87,6 +88,8 @@ class BucketPlan:
         keeps_memory: Whether gradients, deferred sums and residents keep their addresses from step to step, as CUDA
             graphs need, instead of being freed when they are not needed.
         policy: Position of its mixed-precision policy among the model's.
+        offload: How the shard, its gradients and the optimizer's state are kept in host memory; see :mod:`.host`. None:
+            they are on the device.
     """
 
     name: str
@@ -110,6 +113,7 @@ class BucketPlan:
     keeps_memory: bool = False
     reshard_after_forward: bool | int | None = None
     policy: int = 0
+    offload: host.Offload | None = None
 
     @property
     def portions(self) -> int:
@@ -124,7 +128,7 @@ class BucketPlan:
 
     def exchange(self, topology: Topology) -> Exchange:
         """How the bucket is gathered and its gradients are reduced over the ranks of ``topology``."""
-        return topology.exchange(
+        exchange = topology.exchange(
             self.layout,
             self.compute_dtype,
             self.comm_dtype,
@@ -136,6 +140,9 @@ class BucketPlan:
             self.scaling,
             self.form,
         )
+        if self.offload is None:
+            return exchange
+        return exchange._replace(offload=topology.mesh.device_type, pins=self.offload.pins)
 
     @property
     def gathered_bytes(self) -> int:
@@ -207,7 +214,7 @@ class Bucket:
             parameters themselves are not kept.
         sites: For each parameter, every place where a module holds it.
         topology: Ranks and what each of them holds.
-        device: Device of the shard.
+        device: Device that the bucket is used on. The shard is on the host if the plan says so.
         partitions: For each parameter, how it is divided over ranks other than those of the topology.
     """
 
@@ -226,6 +233,7 @@ class Bucket:
         self.plan = plan
         self.sites = tuple(tuple(s) for s in sites)
         self.topology = topology
+        self.device = device
         layout = plan.layout
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
@@ -235,9 +243,15 @@ class Bucket:
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
-        flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
+        flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_rows([local_part(original) for original in originals], flat)
         self._make(flat, originals)
+
+    def _at_rest(self, numel: int) -> Tensor:
+        """Return uninitialized memory where the shard rests, ``[numel]`` in the main dtype."""
+        if (offload := self.plan.offload) is not None:
+            return host.empty(numel, self.plan.main_dtype, self.device, offload.pins)
+        return torch.empty(numel, dtype=self.plan.main_dtype, device=self.device)
 
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
         """Create the shard, the parameters and the shells from ``flat``; keep the Python attributes of ``like``."""
@@ -256,7 +270,7 @@ class Bucket:
         self._quantized_of = -1  # version of the shard that was quantized
         group = self.topology.resident_group
         if group is not None and not self.topology.releases_resident:
-            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=flat.device)
+            resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=self.device)
             if plan.main_dtype == plan.held_dtype:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
@@ -274,7 +288,7 @@ class Bucket:
         for param, view in zip(self.params, views, strict=True):
             param._local_tensor = view  # nn.Parameter() detached the view from the shard's version counter
         self.shells = tuple(
-            _shell(split.part_shape, plan.compute_dtype, flat.device, original.requires_grad)
+            _shell(split.part_shape, plan.compute_dtype, self.device, original.requires_grad)
             for split, original in zip(self.splits, like, strict=True)
         )
         for index, original in enumerate(like):
@@ -394,7 +408,7 @@ class Bucket:
             group = self.topology.resident_group
             assert group is not None
             numel = self.flat.numel() * group.size if not self.plan.has_planes else 2 * self.plan.held_numel
-            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.flat.device))
+            self._hold(torch.empty(numel, dtype=self.plan.held_dtype, device=self.device))
         assert self.resident is not None
         return self.resident
 
@@ -432,7 +446,7 @@ class Bucket:
                 gathered = compat.wait_tensor(compat.all_gather(shard, group.size, group.name))
                 plane.copy_(quantize.from_records(gathered))
         elif self.quantized is None or self.plan.stays_quantized:
-            shard = self.flat.detach().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
+            shard = self.fetched().to(self.plan.compute_dtype) if self.quantized is None else self.quantized
             compat.all_gather_out(shard, group.size, group.name, out=resident)
             self._resident_awaited = False
         else:  # dequantized here, because graphs take residents as they are
@@ -444,6 +458,13 @@ class Bucket:
         """Wait for a running gather before the shard is written to: the shard may be a slice of the resident."""
         if self.resident is not None:
             self.await_resident()
+        if self.plan.offload is not None:
+            host.settle(self.device)
+
+    def fetched(self) -> Tensor:
+        """Return the shard on the device that uses it, without autograd: a copy if it is at rest on the host."""
+        shard = self.flat.detach()
+        return shard if self.plan.offload is None else host.fetch(shard, self.device)
 
     def await_resident(self) -> Tensor:
         assert self.resident is not None
@@ -467,6 +488,11 @@ class Bucket:
             return self.await_resident()
         return self.flat.detach() if self.quantized is None else self.quantized
 
+    def sent(self) -> Tensor:
+        """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
+        at_rest = self.plan.offload is not None and not self.has_resident
+        return self.fetched() if at_rest else self.source()
+
     def own_part(self, columns: bool = False) -> Tensor:
         """Return what a gather delivers of this rank's source, in the dtype of the gathered bucket.
 
@@ -478,7 +504,7 @@ class Bucket:
             sent = self.quantized_columns if columns else self.quantized
             return quantize.from_records(sent)[: self.flat.numel()]
         if source is not self.quantized or self.plan.stays_quantized:
-            return source.to(self.plan.held_dtype)
+            return source.to(self.device, self.plan.held_dtype)
         if self.plan.scaling == quantize.MX:
             return quantize.dequantize_mx(source, self.plan.compute_dtype)
         return quantize.dequantize(source, self.scaled_parts(), self.plan.compute_dtype, self.plan.scaling)
@@ -561,7 +587,7 @@ class Bucket:
 
         The results are views of one tensor of the bucket's size. A collective: every rank must call it.
         """
-        whole = self.flat.detach()
+        whole = self.fetched()
         self.topology.announce(f"a gather of all parameters of {self.plan.name}")
         for group in self.topology.shard_groups:
             whole = compat.wait_tensor(compat.all_gather(whole, group.size, group.name))
@@ -657,7 +683,7 @@ class Bucket:
         copy = object.__new__(Bucket)  # registered before its modules are copied, because they refer to it
         memo[id(self)] = copy
         vars(copy).update(vars(self))
-        copy._make(self.flat.detach().clone(), self.params)
+        copy._make(self._at_rest(self.flat.numel()).copy_(self.flat.detach()), self.params)
         for mine, its in zip((*self.params, *self.shells), (*copy.params, *copy.shells), strict=True):
             memo[id(mine)] = its
         for mine_param, its_param in zip(self.params, copy.params, strict=True):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import compat
+from . import host
 from .bucket import Bucket
 from .redistribute import take_rows
 from .tensor import RowShardedTensor, UnreducedGradient, is_provisional, keep, like_rows, mark_provisional
@@ -137,6 +138,8 @@ def _receive(backward: Backward, gradient: Tensor | None) -> Sequence[Tensor | N
     if asked.returned:
         return asked.select(bucket, gradient, used)
     if not bucket.gradient_waits:  # a deferred gradient is zeros here
+        if bucket.plan.offload is not None:
+            host.settle(bucket.device)
         if bucket.pending is None and (unasked := used & asked.left_out):  # Pending drops them itself
             gradient = gradient.clone()
             views = bucket.views(gradient)
@@ -184,6 +187,8 @@ class Asked:
 
     def select(self, bucket: Bucket, gradient: Tensor, used: Collection[int]) -> list[Tensor | None]:
         """Select what ``torch.autograd.grad`` returns from a reduced gradient, ``[shard_numel]``, as DTensors."""
+        if bucket.plan.offload is not None:
+            host.settle(bucket.device)
         gradient = _run_tensor_hooks(bucket, gradient, self.returned & set(used))
         views = bucket.local_views(gradient, backing=(gradient,))
         return [view if index in self.returned and index in used else None for index, view in enumerate(views)]
@@ -235,6 +240,8 @@ def accumulate(bucket: Bucket, gradient: Tensor, used: Collection[int]) -> None:
     Args:
         used: Indices of parameters that this rank has used. Their hooks run.
     """
+    if bucket.plan.offload is not None:
+        host.settle(bucket.device)
     gradient = _run_tensor_hooks(bucket, gradient, used).to(bucket.plan.grad_dtype)
     total = _collect(bucket)
     install(bucket, gradient if total is None else total.add_(gradient), used)

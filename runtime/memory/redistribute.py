@@ -60,13 +60,14 @@ def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     """Return the whole tensor on every rank. A collective."""
     topology.announce(f"full_tensor() of {split.name!r}", split.name)
-    return split.assemble(_gather_part(local, split, topology))
+    return split.assemble(_gather_part(local, split, topology)).to(local.device)
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
     counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
     gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
+    gathered = topology.on_device(gathered)
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
     pieces = gathered.view(len(counts), -1)
@@ -116,7 +117,7 @@ class RowMove:
         part = self.local
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
-            part = _gather_part(self.local, self.source, self.over)
+            part = _gather_part(self.local, self.source, self.over).to(self.local.device)
         wanted = self.target.elements(self.target_over.shard)
         return self.finish(part.reshape(-1)[wanted.start : wanted.stop].clone())
 
@@ -151,6 +152,7 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
         outgoing.append(count)
     sizes = [[len(move.sent(sender, me)) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
+    home, parts = moves[0].local.device, [moves[0].over.on_device(part) for part in parts]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
-    pieces = received.split([size for each in sizes for size in each])
+    pieces = received.to(home).split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]

@@ -29,7 +29,7 @@ def kinds_of(buckets: Iterable[Bucket]) -> dict[BufferKind, int]:
     """Return the kinds of communication buffers that buckets use, and the number of each, in a fixed order."""
     found: dict[BufferKind, int] = {}
     for bucket in buckets:
-        exchange, device = bucket.exchange, bucket.flat.device
+        exchange, device = bucket.exchange, bucket.device
         for use, (capacity, number), dtype in (
             ("gather", exchange.gather_buffers, exchange.sent_dtype),
             ("gradients", exchange.gradient_buffers, exchange.comm_dtype),
@@ -73,7 +73,7 @@ class Registration:
         kinds = kinds_of(buckets)
         if not kinds:
             return False
-        device = buckets[0].flat.device
+        device = buckets[0].device
         groups = dict.fromkeys(
             group for bucket in buckets for group in (bucket.exchange.gather_group, *bucket.exchange.groups) if group
         )

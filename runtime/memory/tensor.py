@@ -32,6 +32,7 @@ from .. import compat
 from ..layout import BucketLayout
 from ..plan.partition import Partition, whole_tensor
 from ..topology import Group, Topology
+from . import host
 from .averaged_gradient import AveragedGradient
 from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
 
@@ -283,10 +284,11 @@ class RowShardedTensor(DTensor):
             what: Description of the result, for error messages on ranks that do something else.
         """
         self.topology.announce(what or f"a {op} over {self.split.name!r}", self.split.name)
-        value = self.topology.sum(value, op)
+        home = value.device
+        value = self.topology.sum(self.topology.on_device(value), op)
         for group in self.split.groups:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
-        return value
+        return value.to(home)
 
     # Torch would add the rows' storage offset to a null address, and take the sum for memory.
 
@@ -334,6 +336,8 @@ class RowShardedTensor(DTensor):
         """Return this rank's rows. Gradients of results computed from them are gradients of these rows only."""
         for resident in self.backing[1:]:
             compat.wait_tensor(resident)  # the caller may write to the rows
+        for flat in self.backing[:1]:
+            host.settle_pinned(flat)
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor.view_as(self._local_tensor)
         return _ToLocal.apply(self)
@@ -804,10 +808,12 @@ def _before_write(backing: Sequence[Tensor]) -> None:
     """Prepare for a write to rows that lie in these tensors.
 
     A running gather of the resident, such as one started by an optimizer's step, would send half-written rows, and
-    overwrite the new values with old ones. Therefore this waits for it.
+    overwrite the new values with old ones. Therefore this waits for it, and for copies of rows that rest on the host.
     """
     for resident in backing[1:]:
         compat.wait_tensor(resident)
+    for flat in backing[:1]:
+        host.settle_pinned(flat)
     torch.autograd.graph.increment_version(list(backing))
 
 

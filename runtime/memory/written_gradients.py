@@ -49,7 +49,7 @@ class WrittenGradients:
         plan, buffers = bucket.plan, bucket.exchange.gradient_buffers
         if self._packed is None:
             enter_pool(bucket.owner.comm_buffers)
-            self._packed = take("gradients", buffers, plan.layout.numel, plan.comm_dtype, bucket.flat.device).zero_()
+            self._packed = take("gradients", buffers, plan.layout.numel, plan.comm_dtype, bucket.device).zero_()
         place = bucket.whole_view(self._packed, index)
         if index not in self.indices:
             self.indices.add(index)

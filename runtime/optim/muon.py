@@ -57,7 +57,7 @@ class ShardedMuon(torch.optim.Muon):
             assert gradient is not None
             buffer.lerp_(gradient, 1 - momentum)
             update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            return update.to_local().to(torch.bfloat16, copy=True)
+            return topology.on_device(update.to_local().to(torch.bfloat16, copy=True))
 
         def orthogonalize(whole: Tensor) -> Tensor:
             return compat.orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -72,7 +72,7 @@ class ShardedMuon(torch.optim.Muon):
             for param, update in zip(chunk, journey.there_and_back(orthogonalize), strict=True):
                 param.mul_(1 - lr * group["weight_decay"])
                 rate = compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape)
-                param.add_(RowShardedTensor.wrap(update, param.split, topology), alpha=-rate)
+                param.add_(RowShardedTensor.wrap(update.to(param.device), param.split, topology), alpha=-rate)
 
     def _journey(
         self, params: Sequence[RowShardedTensor], topology: Topology, rows: Callable[[RowShardedTensor], Tensor]

@@ -14,10 +14,13 @@ from torch.distributed.tensor import DTensor
 from .. import compat, quantize
 from ..memory.bucket import BucketPlan
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
+from ..memory.host import Offload
 from ..precision import Policies
 from ..ranks.agreement import value_digest
+from ..topology import Topology
 from .buckets import BucketPlanner
 from .experts import ExpertPlacement, marked
+from .offload import check_offload
 from .partition import Partition, Partitioner, Peers, local_part
 from .precision_plan import PrecisionPlan
 from .references import check_not_replaced, check_references
@@ -94,6 +97,22 @@ class ModelPlan:
             ),
         )
 
+    def with_offload(self, of_unit: Callable[[Unit], Offload | None], topologies: Sequence[Topology]) -> ModelPlan:
+        """Return the plan with the units whose buckets are kept in host memory.
+
+        Args:
+            topologies: Those of dense parameters and of experts.
+
+        Raises:
+            NotImplementedError: A bucket cannot be kept there.
+        """
+        units = tuple(
+            (unit, tuple(replace(bucket, offload=of_unit(unit)) for bucket in buckets)) for unit, buckets in self.units
+        )
+        for bucket in (bucket for _, buckets in units for bucket in buckets if bucket.offload is not None):
+            check_offload(bucket, topologies[bucket.is_expert])
+        return replace(self, units=units)
+
     @property
     def buckets(self) -> Iterator[BucketPlan]:
         return (bucket for _, buckets in self.units for bucket in buckets)
@@ -122,6 +141,7 @@ class ModelPlan:
             reduced = f", reduced in {bucket.comm_dtype}, summed in {bucket.grad_dtype}" if bucket.requires_grad else ""
             reshard = bucket.reshard_after_forward
             more = f"{_quantized(bucket)}{f', reshard_after_forward={reshard}' if reshard is not None else ''}"
+            more += f", in {bucket.offload}" if bucket.offload is not None else ""
             lines.append(f"bucket {bucket.name}: {digest}, {dtypes}{reduced}{more}")
         lines += self.precision.describe()
         return lines + (_values(params, self.partitions.keys() - experts) if check_values else [])

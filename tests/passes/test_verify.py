@@ -26,6 +26,7 @@ from hypothesis import Phase as Stage
 from hypothesis import strategies as st
 from mutants import Subject
 from torch import Tensor, fx
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, ScheduleError, fully_shard_model, verify
 from mfsdp_compile.backend.compile import _cache_key
@@ -94,6 +95,7 @@ def captured(
         fsdp_unit_modules=[zoo.Block],
         mixed_precision_policy=policy,
         fsdp_double_buffer=options.pop("buffers", False),
+        offload_policy=options.pop("offload", None),
         **mesh_arguments(strategy),
     )
     pipeline.finish_graph, pipeline.finish_region = spy, spy_region
@@ -143,6 +145,16 @@ def graphs() -> list[Scheduled]:
             ),
             *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
             *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
+            *captured("host memory", zoo.Tied, "optim_grads_params", BF16, offload=CPUOffloadPolicy()),
+            *captured(
+                "host memory, buffers, portions, regions",
+                zoo.Plain,
+                "optim_grads_params",
+                offload={zoo.Block: CPUOffloadPolicy(pin_memory=False)},
+                regions=True,
+                buffers=True,
+                reshard_after_forward=2,
+            ),
             *captured("quantized", zoo.Plain, "optim_grads_params", BF16, policy=QUANTIZED),
             *captured(
                 "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2

@@ -1,0 +1,106 @@
+"""Two arenas: host memory, where offloaded shards rest, and the device's, where they are used.
+
+    fetch     shard at rest, on the host -> the same on the device, before it is cast and gathered
+    offload   reduced gradient, on the device -> the same on the host, where it is accumulated
+
+Both copies go through :func:`copied`, the only place where data of a bucket changes its arena. If the device is the CPU,
+both arenas are in the same memory, but never in the same tensor.
+
+What is copied is in the main dtype, and the device casts it: a cast on the host would run on the thread that launches
+kernels, and read host memory for longer than the link takes for the bytes that it saves.
+
+On a GPU, copies run on a stream of their own, in order. The stream that asked waits for them, and the thread does not.
+What the CPU reads or writes afterwards must therefore wait (:func:`settle`): gradients that are still arriving, and shards
+that are still being read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Offload", "copied", "device_of", "empty", "fetch", "offload", "settle", "settle_pinned"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where a bucket is at rest: in host memory.
+
+    Args:
+        pins: Whether the memory is pinned, if the device is a GPU. Copies from and to other memory are slower, and the
+            thread waits for them. Pinned memory cannot be swapped out.
+    """
+
+    pins: bool = True
+
+    def __str__(self) -> str:
+        return "pinned host memory" if self.pins else "host memory"
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> Tensor:
+    """Return uninitialized host memory for a bucket that ``device`` uses, ``[numel]``."""
+    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pins and device.type == "cuda")
+
+
+def device_of(kind: str) -> torch.device:
+    """Return this rank's device of a type: graphs, which are the same on all ranks, name only the type."""
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def fetch(shard: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a shard on the device, ``[shard_numel]``."""
+    return copied(shard, lambda: torch.empty(shard.shape, dtype=shard.dtype, device=device), device)
+
+
+def offload(gradient: Tensor, pins: bool) -> Tensor:
+    """Return a copy of a reduced gradient on the host, ``[shard_numel]``. It has arrived after :func:`settle`."""
+    device = gradient.device
+    return copied(gradient, lambda: empty(gradient.numel(), gradient.dtype, device, pins), device)
+
+
+def copied(source: Tensor, allocate: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """Return a copy of ``source`` in memory of the other arena, from ``allocate``.
+
+    Args:
+        device: The device that ``source`` comes from or goes to.
+    """
+    if device.type != "cuda":
+        return allocate().copy_(source)
+    stream, current = _stream_of(device), torch.cuda.current_stream(device)
+    if source.device == device:
+        stream.wait_stream(current)  # which computes it
+        source.record_stream(stream)
+    with torch.cuda.stream(stream):  # memory of this stream: in that of the other one, queued kernels may still work
+        target = allocate()
+        target.copy_(source, non_blocking=True)
+    if target.device == device:
+        current.wait_stream(stream)
+        target.record_stream(current)
+    return target
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the CPU may read what was offloaded from ``device``, and write to what was fetched to it."""
+    if (stream := _streams.get(device)) is not None:
+        stream.synchronize()
+
+
+def settle_pinned(memory: Tensor) -> None:
+    """Like :func:`settle`, before the CPU reads or writes this memory, if devices may still copy from or to it."""
+    if _streams and memory.device.type == "cpu" and memory.is_pinned():
+        for device in _streams:
+            settle(device)
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+_streams: dict[torch.device, Any] = {}
+"""The stream that copies run on, by device: models share it, as they share the link."""
