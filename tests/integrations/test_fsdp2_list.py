@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from pool import on_ranks
-from test_fsdp2 import APIS, Net, built, gathers, shard, train
+from test_fsdp2 import APIS, Net, built, shard
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from mfsdp_compile import fsdp2
+from mfsdp_compile.runtime.eager.engine import EagerRuntime
 
 Results = list[Any]
 
@@ -469,6 +472,147 @@ def test_released_by_hand_before_backward() -> None:
 
 
 @on_ranks(2)
+def test_released_between_microbatches_of_compiled_code() -> None:
+    """``set_reshard_after_backward`` with each microbatch, as scripts for FSDP2 have it."""
+
+    def program(api: Any) -> Results:
+        model = shard(api, built(), reshard_after_forward=False)
+        call = model if api is fsdp else torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
+        for step in range(2):
+            for number in range(3):
+                model.set_requires_gradient_sync(number == 2)
+                model.set_reshard_after_backward(number == 2)
+                call(mine(6, 8) + number).square().sum().backward()
+        return state(model)
+
+    same(program)
+    torch.compiler.reset()
+    model = fsdp2.fully_shard(mlp())
+    model[0].register_forward_hook(lambda *_: model.set_reshard_after_backward(False))
+    with pytest.raises(RuntimeError, match="was changed while a forward is running"):
+        model(mine(2, 8))
+
+
+@on_ranks(2)
+def test_gathers_that_a_parent_starts() -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(mlp() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            sums = []
+            for part in self.parts:
+                sums.append(dist.all_reduce(y := x.detach().clone(), async_op=True))
+                part.unshard(async_op=True)
+                sums[-1].wait()
+                x = x + part(y)
+            return x
+
+    def program(api: Any) -> Results:
+        model = Parent()
+        for part in model.parts:
+            api.fully_shard(part, reshard_after_forward=False)
+        return steps(api.fully_shard(model), mine(6, 8))
+
+    same(program)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_backward_gathers_ahead(recompute: bool) -> None:
+    """Without any setting: the next unit of backward is gathered before the one at hand has run."""
+    model = built()
+    for layer in model.layers:
+        if recompute:
+            composable_checkpoint(layer)
+    shard(fsdp2, model, reshard_after_forward=True)
+    events: list[str] = []
+    start = EagerRuntime._start_bucket
+
+    def recorded(self: Any, unit: Any, bucket: Any, plane: Any) -> None:
+        events.append(f"gather {unit.name}")
+        start(self, unit, bucket, plane)
+
+    for name, layer in enumerate(model.layers):
+        layer.register_full_backward_hook(lambda *_, name=name: events.append(f"ran layers.{name}"))
+    loss = model(mine(6, 8)).sum()
+    with mock.patch.object(EagerRuntime, "_start_bucket", recorded):
+        loss.backward()
+    layers = [event for event in events if "layers" in event]
+    for number in (2, 1):
+        assert layers.index(f"gather layers.{number - 1}") < layers.index(f"ran layers.{number}"), events
+    assert [event for event in layers if event.startswith("gather")] == [f"gather layers.{n}" for n in (2, 1, 0)]
+
+
+@on_ranks(2)
+def test_prefetch_inside_recomputation() -> None:
+    """Layers that are recomputed, with units inside that are recomputed too, and gathers that are asked for."""
+
+    def program(api: Any) -> Results:
+        model = built()
+        for number, layer in enumerate(model.layers):
+            layer.up = checkpoint_wrapper(layer.up)
+            model.layers[number] = checkpoint_wrapper(layer)
+        for layer in model.layers:
+            api.fully_shard(layer.up)
+            api.fully_shard(layer)
+        api.fully_shard([model.norm, model.head])
+        api.fully_shard(model)
+        model.head.set_modules_to_backward_prefetch([model.layers[2]])
+        for number in (2, 1):
+            before = model.layers[number - 1]
+            model.layers[number].set_modules_to_backward_prefetch([before, before.up])
+        return steps(model, mine(6, 8))
+
+    same(program)
+
+
+@on_ranks(2)
+def test_layers_in_pairs() -> None:
+    def program(api: Any) -> Results:
+        torch.manual_seed(0)
+        model = Net(layers=5)
+        for layer in model.layers:
+            composable_checkpoint(layer)
+        api.fully_shard(model.layers[0])
+        for number in (1, 3):
+            api.fully_shard([model.layers[number], model.layers[number + 1]])
+        api.fully_shard([model.norm, model.head], reshard_after_forward=False)
+        return steps(api.fully_shard(model), mine(6, 8))
+
+    same(program)
+
+
+@on_ranks(2)
+def test_reset_after_a_failure() -> None:
+    class Fails(nn.Module):
+        armed = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.armed:
+                raise ArithmeticError("on all ranks")
+            return x
+
+    def program(api: Any) -> Results:
+        model = nn.Sequential(mlp(), Fails(), mlp())
+        api.fully_shard([model[0], model[2]])
+        api.fully_shard(model)
+        with pytest.raises(ArithmeticError):
+            model(mine(6, 8))
+        model[1].armed = False
+        if hasattr(api.FSDPModule, "reset_iter_state"):
+            model.reset_iter_state()
+            return steps(model, mine(6, 8))
+        return []  # torch 2.11
+
+    if hasattr(fsdp.FSDPModule, "reset_iter_state"):
+        same(program)
+    else:
+        program(fsdp2)
+
+
+@on_ranks(2)
 def test_nothing_to_gather() -> None:
     for api in APIS:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -579,12 +723,12 @@ def test_gradient_scaler(overflow: bool) -> None:
 
     def program(api: Any) -> Results:
         policy = api.MixedPrecisionPolicy(torch.float16)
-        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
         for module in (*model, model):
             api.fully_shard(module, mp_policy=policy)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        scaler.scale(model(mine(4, 4)).sum().float()).backward()
+        scaler.scale(model(mine(4, 64)).sum().float()).backward()
         if overflow:
             shards = [param.grad.to_local() for param in model.parameters()]
             next(shard for shard in shards if shard.numel())[0, 0] = float("inf") if dist.get_rank() else 1.0
@@ -800,6 +944,10 @@ def test_whole_values_of_one_rank_into_a_model_on_meta() -> None:
         return steps(model, mine(6, 8))
 
     same(program)
+    torch.manual_seed(0)
+    model = fsdp2.fully_shard(mlp())
+    with pytest.raises(RuntimeError, match=r"change parameter '0.weight' from torch.float32 to torch.bfloat16"):
+        model.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()}, assign=True)
 
 
 # -- the meta device --------------------------------------------------------------------------------------------------
@@ -874,6 +1022,26 @@ def test_modules_leave_the_meta_device_one_by_one() -> None:
 
 
 @on_ranks(2, timeout=60)
+def test_settings_that_are_refused() -> None:
+    for policy in (fsdp.CPUOffloadPolicy(), fsdp.CPUOffloadPolicy(pin_memory=False)):
+        with pytest.raises(NotImplementedError, match="parameters stay on the device"):
+            fsdp2.fully_shard(mlp(), offload_policy=policy)
+    model = shard(fsdp2, built())
+    with pytest.raises(NotImplementedError, match="the hook runs on the current stream"):
+        model.set_all_reduce_hook(lambda gradient: None, stream=object())
+    for number in (0, 2.5, True):
+        with pytest.raises(ValueError, match="takes a whole number from 1 on"):
+            model.set_reduce_scatter_max_input_buffers(number)
+    for mode in ("some", "root"):
+        with pytest.raises(ValueError, match="for the model as a whole"):
+            if mode == "some":
+                model.layers[0].set_requires_gradient_sync(False)
+            else:
+                model.set_requires_gradient_sync(False, recurse=False)
+    same(lambda api: steps(shard(api, built()), mine(6, 8), count=1))
+
+
+@on_ranks(2, timeout=60)
 def test_meshes_that_are_refused() -> None:
     model = fsdp2.fully_shard(mlp(), mesh=init_device_mesh("cpu", (2, 1, 1)))
     with pytest.raises(ValueError, match="a mesh of one dimension, or of two with names"):
@@ -939,4 +1107,100 @@ def test_inside_ddp() -> None:
     same(program)
 
 
-_ = (contextlib, gathers, train, Net)
+# -- four ranks -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_group_of_two_and_a_hook_for_the_others() -> None:
+    """Replicas outside of the mesh: a hook sums over them. Then what replicas are given by one of them."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def program(api: Any) -> Results:
+        mesh = DeviceMesh.from_group(world.get_group("shard"), "cpu", mesh_dim_names=("shard",))
+        model = api.fully_shard(mlp(10, bias=False), mesh=mesh)
+        model.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=world.get_group("replicate")))
+        return steps(model, mine(6, 10))
+
+    same(program)
+
+    def replicas(api: Any) -> Results:
+        model = api.fully_shard(mlp(), mesh=world)
+        shards = [param.to_local() for param in model.parameters()]
+        with torch.no_grad():
+            for shard in shards:
+                if world.get_local_rank("replicate"):
+                    shard.fill_(1337)
+                source = dist.get_process_group_ranks(world.get_group("replicate"))[0]
+                dist.broadcast(shard, src=source, group=world.get_group("replicate"))
+        return steps(model, mine(6, 8), count=1)
+
+    same(replicas, SEVERAL_FORWARDS)
+
+
+PLAN = {f"{n}.{i}": style for n in range(2) for i, style in ((0, ColwiseParallel()), (2, RowwiseParallel()))}
+
+
+def two_dimensions(api: Any, mesh: DeviceMesh, width: int, meta: bool = False, **kwargs: Any) -> nn.Sequential:
+    with torch.device("meta" if meta else "cpu"):
+        model = nn.Sequential(mlp(width), mlp(width))
+    parallelize_module(model, mesh["tp"], PLAN)
+    for module in (*model, model):
+        api.fully_shard(module, mesh=mesh["dp"], **kwargs)
+    return model
+
+
+@on_ranks(4)
+def test_two_dimensions() -> None:
+    """Tensor parallelism inside: training, norms, state dicts, gradient scaling, the meta device."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("dp")))
+
+    for reshard in (True, False):
+        same(
+            lambda api, reshard=reshard: steps(
+                two_dimensions(api, mesh, 8, reshard_after_forward=reshard), batch, count=2
+            ),
+            SEVERAL_FORWARDS,
+        )
+    for norm_type in (2, float("inf")):
+
+        def norms(api: Any, norm_type: float = norm_type) -> Results:
+            model = two_dimensions(api, mesh, 8)
+            model(batch).square().sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type, foreach=True)
+            return [whole(norm), state(model)]
+
+        same(norms, SEVERAL_FORWARDS)
+
+    def states(api: Any) -> Results:
+        model = two_dimensions(api, mesh, 6)
+        saved = {name: value.detach().clone().fill_(7) for name, value in model.state_dict().items()}
+        results = [(name, whole(value)) for name, value in model.state_dict().items()]
+        model.load_state_dict(saved)
+        return [*results, state(model)]
+
+    same(states)
+
+    def scaled(api: Any) -> Results:
+        model = two_dimensions(api, mesh, 64)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        scaler.scale(model(torch.ones(2, 64)).sum()).backward()
+        if dist.get_rank() == 1:
+            shards = [param.grad.to_local() for param in model.parameters()]
+            next(shard for shard in shards if shard.numel()).fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        return [scaler.get_scale(), len(optimizer.state)]
+
+    same(scaled)
+
+    def from_meta(api: Any) -> Results:
+        model = two_dimensions(api, mesh, 6, meta=True)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.25)
+        return steps(model, torch.ones(2, 6), count=1)
+
+    same(from_meta, SEVERAL_FORWARDS)
