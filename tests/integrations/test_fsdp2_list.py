@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -149,7 +150,7 @@ class Heads(nn.Module):
         return x, self.second(x)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_outputs_that_no_loss_uses(reshard: bool) -> None:
     def program(api: Any) -> Results:
@@ -220,7 +221,10 @@ class Inside(nn.Module):
         return out(self.layers(into(x)))
 
 
-@pytest.mark.parametrize("dtypes", [None, (torch.bfloat16, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, torch.float32), *(pytest.param(each, marks=pytest.mark.long) for each in (None, (torch.bfloat16, None)))],
+)
 @on_ranks(2)
 def test_structures_between_units(dtypes: Any) -> None:
     for kind in CONTAINERS:
@@ -295,10 +299,10 @@ def test_a_part_before_the_root() -> None:
 class Chunked(nn.Module):
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 8)
+        self.embed = nn.Embedding(21, 8)
         self.body = nn.Linear(8, 8, bias=False)
         self.norm = nn.RMSNorm(8)
-        self.head = nn.Linear(8, 20, bias=False)
+        self.head = nn.Linear(8, 21, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -315,7 +319,7 @@ def chunked(api: Any, tied: bool, **kwargs: Any) -> Chunked:
 
 
 def tokens() -> Tensor:
-    return torch.randint(0, 20, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return torch.randint(0, 21, (2, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
 def in_chunks(model: Chunked, batch: Tensor) -> Tensor:
@@ -342,8 +346,10 @@ def chunk_steps(model: Chunked, count: int = 3) -> Results:
     return results
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    ("reshard", "tied"),
+    [(True, True), (False, False), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True)))],
+)
 @on_ranks(2)
 def test_a_head_in_chunks(reshard: bool, tied: bool) -> None:
     same(lambda api: chunk_steps(chunked(api, tied, reshard_after_forward=reshard)))
@@ -397,7 +403,7 @@ def test_a_head_that_stays_for_its_chunks() -> None:
     same(program)
 
 
-@pytest.mark.parametrize("how", ["composable", "utils", None])
+@pytest.mark.parametrize("how", ["composable", *(pytest.param(each, marks=pytest.mark.long) for each in ("utils", None))])
 @on_ranks(2)
 def test_two_forwards_one_backward(how: str | None) -> None:
     """As in preference learning; units inside units, recomputed."""
@@ -429,8 +435,10 @@ def test_two_forwards_without_the_head() -> None:
     same(program, SEVERAL_FORWARDS)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("stay", [False, True])
+@pytest.mark.parametrize(
+    ("stay", "explicit"),
+    [(True, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True), (False, False)))],
+)
 @on_ranks(2)
 def test_microbatches_of_a_pipeline(stay: bool, explicit: bool) -> None:
     def program(api: Any) -> Results:
@@ -472,6 +480,7 @@ def test_released_by_hand_before_backward() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.long
 def test_released_between_microbatches_of_compiled_code() -> None:
     """``set_reshard_after_backward`` with each microbatch, as scripts for FSDP2 have it."""
 
@@ -579,6 +588,20 @@ def test_layers_in_pairs() -> None:
         for number in (1, 3):
             api.fully_shard([model.layers[number], model.layers[number + 1]])
         api.fully_shard([model.norm, model.head], reshard_after_forward=False)
+        return steps(api.fully_shard(model), mine(6, 8))
+
+    same(program)
+
+
+@on_ranks(2)
+def test_layers_made_one_by_one() -> None:
+    """Each layer is sharded before the next one is made; FSDP2 then frees the whole one."""
+
+    def program(api: Any) -> Results:
+        model = nn.Sequential()
+        for _ in range(4):
+            model.append(api.fully_shard(mlp()))
+            gc.collect()
         return steps(api.fully_shard(model), mine(6, 8))
 
     same(program)
@@ -877,7 +900,7 @@ def test_mixed_dtypes_of_a_frozen_parameter() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.small = nn.Parameter(torch.empty((16, 16), dtype=torch.float8_e4m3fn), requires_grad=False)
+            self.small = nn.Parameter(torch.zeros((16, 16), dtype=torch.float8_e4m3fn), requires_grad=False)
             self.large = nn.Parameter(torch.zeros(16, 16))
 
         def forward(self, x: Any) -> None:
@@ -1135,6 +1158,10 @@ def test_a_group_of_two_and_a_hook_for_the_others() -> None:
         return steps(model, mine(6, 8), count=1)
 
     same(replicas, SEVERAL_FORWARDS)
+    ours = fsdp2.fully_shard(built(), mesh=world)
+    groups = [world.get_group("replicate"), world.get_group("shard")]
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=world.mesh, mesh_dim_names=("replicate", "shard"))
+    assert_same(steps(fsdp2.fully_shard(built(), mesh=mesh), mine(6, 8)), steps(ours, mine(6, 8)))
 
 
 PLAN = {f"{n}.{i}": style for n in range(2) for i, style in ((0, ColwiseParallel()), (2, RowwiseParallel()))}
