@@ -413,10 +413,14 @@ class _Pending(FSDPModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Change dtypes while parameters are whole; then shard, and do the rest to shards."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
         for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
-            for param in vars(module)["_parameters"].values():
-                if param is not None and (dtype := fn(torch.empty(0, dtype=param.dtype)).dtype) != param.dtype:
-                    param.data = param.data.to(dtype)
+            params = [param for param in vars(module)["_parameters"].values() if param is not None]
+            if any(cast(torch.empty(0, dtype=param.dtype)).dtype != param.dtype for param in params):
+                nn.Module._apply(module, cast, recurse=False)
         return _sharded(self)._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

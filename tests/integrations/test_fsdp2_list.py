@@ -223,7 +223,10 @@ class Inside(nn.Module):
 
 @pytest.mark.parametrize(
     "dtypes",
-    [(torch.bfloat16, torch.float32), *(pytest.param(each, marks=pytest.mark.long) for each in (None, (torch.bfloat16, None)))],
+    [
+        (torch.bfloat16, torch.float32),
+        *(pytest.param(each, marks=pytest.mark.long) for each in (None, (torch.bfloat16, None))),
+    ],
 )
 @on_ranks(2)
 def test_structures_between_units(dtypes: Any) -> None:
@@ -276,7 +279,9 @@ def test_root_then_a_part() -> None:
         model = nn.Sequential(mlp(), mlp(), mlp())
         for module in (*model, model):
             api.fully_shard(module)
-        return steps(model, mine(6, 8)) + steps(model, mine(6, 8), lambda x: model[0](x).sum()) + steps(model, mine(6, 8))
+        return (
+            steps(model, mine(6, 8)) + steps(model, mine(6, 8), lambda x: model[0](x).sum()) + steps(model, mine(6, 8))
+        )
 
     same(program)
 
@@ -348,7 +353,11 @@ def chunk_steps(model: Chunked, count: int = 3) -> Results:
 
 @pytest.mark.parametrize(
     ("reshard", "tied"),
-    [(True, True), (False, False), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True)))],
+    [
+        (True, True),
+        (False, False),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True))),
+    ],
 )
 @on_ranks(2)
 def test_a_head_in_chunks(reshard: bool, tied: bool) -> None:
@@ -403,7 +412,9 @@ def test_a_head_that_stays_for_its_chunks() -> None:
     same(program)
 
 
-@pytest.mark.parametrize("how", ["composable", *(pytest.param(each, marks=pytest.mark.long) for each in ("utils", None))])
+@pytest.mark.parametrize(
+    "how", ["composable", *(pytest.param(each, marks=pytest.mark.long) for each in ("utils", None))]
+)
 @on_ranks(2)
 def test_two_forwards_one_backward(how: str | None) -> None:
     """As in preference learning; units inside units, recomputed."""
@@ -437,7 +448,10 @@ def test_two_forwards_without_the_head() -> None:
 
 @pytest.mark.parametrize(
     ("stay", "explicit"),
-    [(True, True), *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True), (False, False)))],
+    [
+        (True, True),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((True, False), (False, True), (False, False))),
+    ],
 )
 @on_ranks(2)
 def test_microbatches_of_a_pipeline(stay: bool, explicit: bool) -> None:
@@ -487,7 +501,7 @@ def test_released_between_microbatches_of_compiled_code() -> None:
     def program(api: Any) -> Results:
         model = shard(api, built(), reshard_after_forward=False)
         call = model if api is fsdp else torch.compile(model, backend="mfsdp", options={"inner": "aot_eager"})
-        for step in range(2):
+        for _ in range(2):
             for number in range(3):
                 model.set_requires_gradient_sync(number == 2)
                 model.set_reshard_after_backward(number == 2)
@@ -1055,12 +1069,13 @@ def test_settings_that_are_refused() -> None:
     for number in (0, 2.5, True):
         with pytest.raises(ValueError, match="takes a whole number from 1 on"):
             model.set_reduce_scatter_max_input_buffers(number)
-    for mode in ("some", "root"):
+    for call in (
+        lambda: model.layers[0].set_requires_gradient_sync(False),
+        lambda: model.set_requires_gradient_sync(False, recurse=False),
+        lambda: model.layers[0].set_reduce_scatter_max_input_buffers(3, recurse=False),
+    ):
         with pytest.raises(ValueError, match="for the model as a whole"):
-            if mode == "some":
-                model.layers[0].set_requires_gradient_sync(False)
-            else:
-                model.set_requires_gradient_sync(False, recurse=False)
+            call()
     same(lambda api: steps(shard(api, built()), mine(6, 8), count=1))
 
 
@@ -1155,6 +1170,7 @@ def test_a_group_of_two_and_a_hook_for_the_others() -> None:
                     shard.fill_(1337)
                 source = dist.get_process_group_ranks(world.get_group("replicate"))[0]
                 dist.broadcast(shard, src=source, group=world.get_group("replicate"))
+        model.unshard(async_op=True)
         return steps(model, mine(6, 8), count=1)
 
     same(replicas, SEVERAL_FORWARDS)
@@ -1231,3 +1247,8 @@ def test_two_dimensions() -> None:
         return steps(model, torch.ones(2, 6), count=1)
 
     same(from_meta, SEVERAL_FORWARDS)
+
+    def in_float64(api: Any) -> Results:
+        return steps(two_dimensions(api, mesh, 8).double(), batch.double(), count=1)
+
+    same(in_float64, SEVERAL_FORWARDS)
