@@ -884,6 +884,19 @@ def test_parameters_are_shards_between_steps(reshard: bool | None) -> None:
             assert torch.equal(param.full_tensor(), values[name]), name
 
 
+@on_ranks(2, timeout=60)
+def test_parameters_read_from_a_module_around() -> None:
+    """A module that was not given to ``fully_shard`` shards nothing, so that its parameters may be those from before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp())
+    fsdp2.fully_shard(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(mine(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="is not trained. Something still holds it: an optimizer"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 @on_ranks(2)
 def test_parameters_of_odd_kinds() -> None:
     """Scalars and parameters that are not contiguous, which FSDP2 refuses."""
