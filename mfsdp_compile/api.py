@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.exchange import Overlap
 from mfsdp_compile.runtime.init.meta import ByFunction, ByMethod, InitFn, Initializer
 from mfsdp_compile.runtime.layout import LayoutPolicy
@@ -559,7 +560,7 @@ def _refuse_without_experts(given: Mapping[str, Any]) -> None:
 
 def _refuse_other_data_parallelism(module: nn.Module) -> None:
     for name, inner in module.named_modules():
-        if isinstance(inner, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)):
+        if isinstance(inner, (FSDPModule, FullyShardedDataParallel, DistributedDataParallel, compat.ReplicatedModule)):
             where = f"Module {name!r}" if name else "The model"
             raise ValueError(
                 f"{where} is a {type(inner).__name__}: torch's data parallelism is already applied to it, and "

@@ -246,10 +246,11 @@ class FSDPModule:
             model.set_reshard_after_forward(_buckets(units), reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters are released after backward. Not during a step.
+        """Set whether parameters are released after backward.
 
         If not, they stay gathered from their first forward until the backward that reduces the step's gradients, so they
-        are not released after forward either.
+        are not released after forward either. That backward releases them by itself: between microbatches, True releases
+        them at once, and the last microbatch gathers them again.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         for model, units in _models(self, recurse):
@@ -409,8 +410,17 @@ class _Pending(FSDPModule):
     def apply(self, fn: Callable[[nn.Module], None]) -> nn.Module:
         return _sharded(self).apply(fn)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
-        return _sharded(self)._apply(*args, **kwargs)
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Change dtypes while parameters are whole; then shard, and do the rest to shards."""
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype)
+
+        for module in self.modules() if recurse else [self]:  # type: ignore[attr-defined]
+            params = [param for param in vars(module)["_parameters"].values() if param is not None]
+            if any(cast(torch.empty(0, dtype=param.dtype)).dtype != param.dtype for param in params):
+                nn.Module._apply(module, cast, recurse=False)
+        return _sharded(self)._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError("Copy the model before fully_shard, or after its first use.")

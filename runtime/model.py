@@ -348,14 +348,21 @@ class ShardedModel:
     def set_reshard_after_backward(self, buckets: Collection[Bucket], value: bool) -> None:
         """Set whether buckets are released after backward, or stay gathered until the step's gradients are reduced.
 
+        May be called between microbatches: sums of gradients do not depend on it.
+
         Raises:
-            RuntimeError, ValueError: See :meth:`set_accumulation`.
+            RuntimeError: A forward is running.
+            ValueError: The strategy does not support it. Nothing has changed.
         """
-        self._refuse_in_step("reshard_after_backward was changed")
+        if self.eager.is_in_window:
+            raise RuntimeError(
+                "reshard_after_backward was changed while a forward is running. Do it before or after the forward."
+            )
         self._set_topologies(
             {
                 bucket: bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=not value))
                 for bucket in buckets
+                if bucket.topology.accumulation.keeps_gathered == value
             }
         )
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey
 from torch.distributed import distributed_c10d
+from torch.distributed._composable.replicate import DDP as ReplicatedModule
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import (
     _get_default_group,
@@ -32,6 +33,7 @@ from .version import TORCH_FOLDER, TORCH_VERSION
 __all__ = [
     "FSDP2_REDUCES_IN_OWN_DTYPE",
     "PIPELINES_HOLD_MESSAGES",
+    "ReplicatedModule",
     "all_gather",
     "all_gather_out",
     "all_reduce",

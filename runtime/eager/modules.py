@@ -329,6 +329,22 @@ class _Sharded(nn.Module):
             self._parameters.clear()
             self._parameters.update(shards | kept)
 
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """Copy values into shards, also with ``assign=True``: parameters are parts of a bucket."""
+        if local_metadata.get("assign_to_params_buffers"):
+            local_metadata = {**local_metadata, "assign_to_params_buffers": False}
+            errors: list[str] = args[-1]
+            for name in vars(self)[_HOMES]:
+                value, param = state_dict.get(prefix + name), self._parameters[name]
+                if isinstance(value, Tensor) and param is not None and value.dtype != param.dtype:
+                    errors.append(
+                        f"assign=True would change parameter {prefix + name!r} from {param.dtype} to {value.dtype}, but shards "
+                        "keep their dtype. Leave assign out: values are then cast."
+                    )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[arg-type]
+
     def apply(self, fn: Callable[[nn.Module], None]) -> Any:
         """Call ``fn`` with modules of the classes that the user wrote.
 

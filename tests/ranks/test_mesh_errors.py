@@ -30,6 +30,7 @@ import zoo
 from parity import raises_everywhere
 from pool import on_ranks
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -286,9 +287,15 @@ def test_models_that_torch_shards_already() -> None:
         fully_shard(model.blocks[1], mesh=mesh)
         return model
 
+    def replicated() -> nn.Module:
+        model = parity.build(zoo.Plain)
+        replicate(model.blocks[0])
+        return model
+
     made: dict[str, Callable[[], nn.Module]] = {
         "The model is a FSDPPlain": whole,
         "Module 'blocks.1' is a FSDPBlock": inside,
+        "Module 'blocks.0' is a DDPBlock": replicated,
         "The model is a DistributedDataParallel": lambda: DistributedDataParallel(parity.build(zoo.Plain)),
         "The model is a FullyShardedDataParallel": lambda: FullyShardedDataParallel(
             parity.build(zoo.Plain), device_id=torch.device("cpu")
