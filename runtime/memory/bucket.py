@@ -34,6 +34,7 @@ from ..plan.partition import Partition, local_part
 from ..topology import Topology
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
+from .extension import FORM, Extension, is_extended
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class BucketPlan:
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
         scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
             not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
+        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
+            itself; see :mod:`.extension`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
             it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many
@@ -142,9 +144,14 @@ class BucketPlan:
         return self.held_numel * self.held_dtype.itemsize
 
     @property
+    def is_extension(self) -> bool:
+        """Whether its only parameter gathers itself; see :mod:`.extension`."""
+        return self.form == FORM
+
+    @property
     def has_planes(self) -> bool:
         """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
-        return forms.FORMS[self.form].planes
+        return not self.is_extension and forms.FORMS[self.form].planes
 
     @property
     def held_numel(self) -> int:
@@ -229,13 +236,15 @@ class Bucket:
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         self.wrappers = tuple(
-            forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
+            None if plan.is_extension else forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = torch.zeros(layout.shard_numel, dtype=plan.main_dtype, device=device)
         self._copy_rows([local_part(original) for original in originals], flat)
+        self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
+        """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
 
     def _make(self, flat: Tensor, like: Sequence[nn.Parameter]) -> None:
@@ -263,6 +272,8 @@ class Bucket:
             self._hold(resident)
         self.flat = flat
         views = self.views(flat)
+        if self.extension is not None:
+            self.extension = self.extension.around(views[0])
         backing = Backing((flat,) if self.resident is None else (flat, self.resident))
         self.params = tuple(
             nn.Parameter(
@@ -279,6 +290,7 @@ class Bucket:
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
             own |= compat.transformer_engine.own_attributes(original)
+            own |= self.extension.own_attributes if self.extension is not None and is_extended(original) else set()
             kept = {k: v for k, v in vars(original).items() if k not in own}
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
