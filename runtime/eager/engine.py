@@ -347,8 +347,8 @@ class EagerRuntime:
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
-        self._handed_out: list[weakref.ref[GatheredParameter]] = []
-        self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper | Extension, str]] = []
+        self._handed_out: list[weakref.ref[Tensor]] = []
+        self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
         self._learn(self.units)
 
     # -- windows ------------------------------------------------------------------------------------------------------
@@ -659,17 +659,17 @@ class EagerRuntime:
     def _given(self, bucket: Bucket, index: int, param: Tensor) -> Tensor:
         """Record that a forward is given a parameter, which no later forward may use."""
         name = bucket.plan.layout.slots[index].name
-        wrapper: Wrapper | Extension | None = bucket.wrappers[index]
-        if type(param) is not Tensor and wrapper is None and bucket.extension is not None:
-            wrapper = bucket.extension
-            param._is_param = True  # type: ignore[attr-defined]
-        if wrapper is not None:
+        if bucket.extension is not None and type(param) is not Tensor:
+            vars(param).update(_is_param=True, mfsdp_name=name)  # isinstance(module.weight, nn.Parameter) holds
+            self.hand_out(param)
+            return param
+        if (wrapper := bucket.wrappers[index]) is not None:
             self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
             return param
         self.hand_out(as_gathered(param, name))
         return param
 
-    def hand_out(self, param: GatheredParameter) -> None:
+    def hand_out(self, param: Tensor) -> None:
         """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
         self._handed_out.append(weakref.ref(param))
 

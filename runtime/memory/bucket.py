@@ -31,7 +31,7 @@ from .. import compat, forms, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
-from ..topology import Topology
+from ..topology import Accumulation, Topology
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
@@ -303,6 +303,19 @@ class Bucket:
         """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: DeferredGradient | None = None
         self.set_plan(plan)
+
+    def accumulating(self, accumulation: Accumulation) -> Topology:
+        """Return the bucket's topology with another way to accumulate.
+
+        Raises:
+            ValueError: See :meth:`.Topology.accumulating`. Or the parameter, which gathers itself, is to stay gathered.
+        """
+        if accumulation.keeps_gathered and self.plan.is_extension:
+            raise ValueError(
+                f"keep_gathered=True is not supported for {self.plan.layout.slots[0].name!r}, which gathers itself "
+                "(fsdp_pre_all_gather), at each use. Leave keep_gathered out, or use an ordinary parameter."
+            )
+        return self.topology.accumulating(accumulation)
 
     def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
         """Switch to another plan or topology. The layout, and the dtypes of the data at rest, stay the same.

@@ -47,10 +47,8 @@ def is_extended(tensor: Tensor) -> bool:
 
 def plain(tensor: Tensor) -> Tensor:
     """Return the ordinary tensor that such a tensor wraps; others as they are."""
-    if not is_extended(tensor):
-        return tensor
-    (inner,) = compat.inner_tensors(tensor).values()
-    return inner
+    inside = list(compat.inner_tensors(tensor).values()) if is_extended(tensor) else []
+    return inside[0] if len(inside) == 1 else tensor  # several: it is refused, or ignored
 
 
 def check(name: str, param: Tensor, hint: str) -> None:
@@ -199,10 +197,6 @@ class Extension:
         if made.tensor.shape == size:
             return made.tensor.detach()
         return made.tensor.as_strided(size, torch.empty(size, device="meta").stride(), 0)
-
-    def retire(self, wrapped: Tensor, outdated: Tensor) -> None:
-        """Make any use of a gathered parameter fail."""
-        setattr(wrapped, next(iter(compat.inner_tensors(wrapped))), outdated)
 
 
 def _padded(tensor: Tensor, rows: int, most: int, name: str) -> Tensor:

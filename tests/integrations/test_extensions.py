@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
 needs_torchao = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torchao")
 
@@ -121,7 +123,7 @@ def wrap(model: nn.Module, kind: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def mlp(rows: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 6)) for _ in range(2)]
+    blocks = [nn.Sequential(nn.Linear(8, rows), nn.Tanh(), nn.Linear(rows, 8)) for _ in range(2)]
     return nn.Sequential(*blocks)
 
 
@@ -129,7 +131,7 @@ def train(call: Any, optimizer: Any, steps: int = 4) -> list[float]:
     torch.manual_seed(7 + dist.get_rank())
     losses = []
     for _ in range(steps):
-        loss = call(torch.randn(5, 6)).square().mean()
+        loss = call(torch.randn(5, 8)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -171,7 +173,7 @@ def test_losses_are_those_of_fsdp2(kind: Any, rows: int) -> None:
 
 @needs_torchao
 @on_ranks(2, timeout=90)
-@pytest.mark.parametrize("config", ["Int8MixedPrecisionTrainingConfig", "BitNetTrainingConfig"])
+@pytest.mark.parametrize("config", ["Int8MixedPrecisionTrainingConfig", "bitnet_training"])
 def test_losses_of_torchao(config: str) -> None:
     """torchao's weights for products in int8, and those of BitNet, which are gathered with 2 bits."""
     torchao_models.torchao()
@@ -204,3 +206,83 @@ def test_losses_of_torchao(config: str) -> None:
         model = fully_shard_model(quantized(), fsdp_unit_modules=[nn.Sequential], disable_bucketing=True)
         call = model if mode == EAGER else torch.compile(model, backend="mfsdp", options={"inner": mode})
         assert run(model, call) == expected, mode
+
+
+@on_ranks(4, timeout=60)
+def test_hsdp_and_portions() -> None:
+    expected = mine(mlp(), **mesh_arguments("HSDP"))[0]
+    assert mine(wrap(mlp(), InTwoHalves), **mesh_arguments("HSDP"))[0] == expected
+    assert mine(wrap(mlp(), InTwoHalves), reshard_after_forward=2)[0] == mine(mlp(), reshard_after_forward=2)[0]
+
+
+@on_ranks(2, timeout=60)
+def test_copies_and_state_dicts() -> None:
+    _, model = mine(wrap(mlp(), InTwoHalves))
+    _, plain = mine(mlp())
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        next(iter(model.parameters())).zero_()
+        assert torch.equal(twin(x), plain(x))
+        assert not torch.equal(model(x), plain(x))
+    for (name, mine_value), (its_name, its) in zip(twin.state_dict().items(), plain.state_dict().items(), strict=True):
+        assert (name, type(mine_value.to_local())) == (its_name, Tensor)
+        assert torch.equal(mine_value.full_tensor(), its.full_tensor())
+
+
+@on_ranks(2, timeout=60)
+def test_parameters_of_earlier_forwards_are_outdated() -> None:
+    kept = []
+
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    model = wrap(nn.Sequential(Keeping(6, 6)), InTwoHalves)
+    model = fully_shard_model(model, fsdp_unit_modules=[Keeping])
+    assert isinstance(model(torch.ones(2, 6)), Tensor)
+    assert isinstance(kept[0], (InTwoHalves, nn.Parameter))
+    model(torch.ones(2, 6))
+    with pytest.raises(RuntimeError, match=r"'0.weight' was gathered for an earlier forward"):
+        kept[0].sum()
+
+
+@pytest.mark.usefixtures("fake_world")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "HFSDP"])
+def test_other_strategies_are_refused(strategy: str) -> None:
+    model = wrap(mlp(), InBFloat16)
+    with pytest.raises(NotImplementedError, match=r"'0.0.weight' gathers itself \(fsdp_pre_all_gather\) at each use"):
+        fully_shard_model(model, **mesh_arguments(strategy))
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_what_cannot_be_right_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"needs rows on each rank"):
+        fully_shard_model(wrap(nn.Linear(4, 1), InBFloat16))
+    model = fully_shard_model(wrap(nn.Sequential(nn.Linear(6, 8)), InBFloat16))
+    with pytest.raises(ValueError, match=r"keep_gathered=True is not supported for '0.weight'"):
+        model.set_accumulation(keep_gathered=True)
+
+
+@needs_torchao
+@pytest.mark.usefixtures("fake_world")
+def test_weights_of_four_bits_stay_whole() -> None:
+    torchao_models.torchao()
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Parameter(to_nf4(torch.randn(64, 512)), requires_grad=False)
+            self.down, self.up = nn.Linear(512, 4), nn.Linear(4, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return linear_nf4(x, self.base) + self.up(self.down(x))
+
+    with pytest.raises(NotImplementedError, match=r"'base' is a NF4Tensor .*quantized at rest.*pass them in ignored_params"):
+        fully_shard_model(Adapted())
+    model = Adapted()
+    sharded = fully_shard_model(model, ignored_params=[model.base])
+    sharded(torch.ones(2, 512)).sum().backward()
+    assert type(model.down.weight.grad).__name__ == "RowShardedTensor"
