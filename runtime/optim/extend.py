@@ -20,9 +20,9 @@ from ..memory.bucket import Bucket, Home
 from ..owner import Owner, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon
+from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .trial import depends_on_others
 from .whole_step import WholeStep
-from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 
 __all__ = ["check", "extend", "named_groups", "rebind"]
 

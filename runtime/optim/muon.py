@@ -111,7 +111,10 @@ def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:
     found = [-1] * len(splits)
     work = [math.prod(split.shape) * (min(split.shape) if len(split.shape) > 1 else 1) for split in splits]
     for i, split in enumerate(splits):
-        home = next((piece for piece in range(pieces) if len(split.rows(piece)) == split.layout.slots[split.index].num_rows), None)
+        home = next(
+            (piece for piece in range(pieces) if len(split.rows(piece)) == split.layout.slots[split.index].num_rows),
+            None,
+        )
         if home is not None:
             found[i] = home
             load[home] += work[i]

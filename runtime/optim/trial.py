@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_Shapes = Sequence[tuple[int, ...]]
 _Run = Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
 
 __all__ = ["depends_on_others", "is_elementwise"]
 
-STEPS = 30
-_SHAPES = ((6, 4), (8,), (4, 4))
+_SMALL = ((6, 4), (8,), (4, 4))
+_BLOCKS = ((16, 16), (256,), (32, 8))  # whole blocks of optimizers that quantize their state
+_TRIALS = ((True, 3), (False, 30))
+"""Whether numbers of steps are made 1, and how many steps are taken: some preconditioners begin after 25."""
 _COUNTS = ("step", "freq", "every", "gap", "interval")
 """Parts of names of settings that say after how many steps something begins or is repeated."""
 
@@ -40,25 +43,27 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         (joined,) = run([[_joined(tensors)] for tensors in steps])
         return _alike(_joined(run(steps)), joined)
 
-    return _holds(optimizer, compare)
+    return _holds(optimizer, compare, _BLOCKS)
 
 
 def depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its step of one parameter depends on other parameters of the group; False if that cannot be tried."""
 
     def compare(run: _Run, steps: Sequence[Sequence[Tensor]]) -> bool:
-        alone = [run([[tensors[i]] for tensors in steps])[0] for i in range(len(_SHAPES))]
+        alone = [run([[tensors[i]] for tensors in steps])[0] for i in range(len(_SMALL))]
         return all(map(_alike, run(steps), alone))
 
     # D-adaptation and Prodigy estimate one distance for all parameters, too slowly to be seen here.
     estimates = any("growth_rate" in group for group in optimizer.param_groups)
-    return estimates or not _holds(optimizer, compare)
+    return estimates or not _holds(optimizer, compare, _SMALL)
 
 
-def _holds(optimizer: torch.optim.Optimizer, compare: Callable[[_Run, Sequence[Sequence[Tensor]]], bool]) -> bool:
-    for group, hastened in itertools.product(optimizer.param_groups, (False, True)):
+def _holds(
+    optimizer: torch.optim.Optimizer, compare: Callable[[_Run, Sequence[Sequence[Tensor]]], bool], shapes: _Shapes
+) -> bool:
+    for group, (hastened, count) in itertools.product(optimizer.param_groups, _TRIALS):
         device = group["params"][0].device if group["params"] else torch.device("cpu")
-        steps = [[tensor.to(device) for tensor in tensors] for tensors in _steps()]
+        steps = [[tensor.to(device) for tensor in tensors] for tensors in _steps(shapes, count)]
         run = functools.partial(_run, optimizer, group, hastened)
         devices = [device] if device.type == "cuda" else []
         try:
@@ -70,25 +75,24 @@ def _holds(optimizer: torch.optim.Optimizer, compare: Callable[[_Run, Sequence[S
     return True
 
 
-def _steps() -> list[list[Tensor]]:
-    """Return parameters, and the gradients of each step, of which each parameter's have a direction and a size."""
+def _steps(shapes: _Shapes, count: int) -> list[list[Tensor]]:
+    """Return parameters, and the gradients of ``count`` steps, of which each parameter's have a direction and a size."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator) for shape in _SHAPES]
+        return [torch.randn(shape, generator=generator) for shape in shapes]
 
     sizes = (0.1, 1.0, 10.0)
     params, directions = draw(), draw()
-    noise = [draw() for _ in range(STEPS)]
+    noise = [draw() for _ in range(count)]
     gradients = [
-        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, its, strict=True)] for its in noise
+        [size * (direction + 0.3 * each) for size, direction, each in zip(sizes, directions, its, strict=True)]
+        for its in noise
     ]
     return [params, *gradients]
 
 
-def _run(
-    optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
+def _run(optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return by how much parameters that begin as ``steps[0]`` change by a step with each of the other gradients.
 
     Args:
@@ -124,5 +128,5 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def _alike(mine: Tensor, its: Tensor) -> bool:
     # Kernels may round the last elements of a tensor otherwise than those that fill a vector register: an error in the last
     # place of parameters near 1 at each step, and what a step makes of it.
-    tolerance = STEPS * torch.finfo(mine.dtype).eps + 1e-3 * mine.abs().max().item()
+    tolerance = 30 * torch.finfo(mine.dtype).eps + 1e-3 * mine.abs().max().item()
     return torch.allclose(mine, its, rtol=0, atol=tolerance, equal_nan=True)

@@ -210,8 +210,8 @@ def test_losses_of_torchao(config: str) -> None:
 
 @on_ranks(4, timeout=60)
 def test_hsdp_and_portions() -> None:
-    expected = mine(mlp(), **mesh_arguments("HSDP"))[0]
-    assert mine(wrap(mlp(), InTwoHalves), **mesh_arguments("HSDP"))[0] == expected
+    expected = mine(mlp(), **mesh_arguments("HSDP optim_grads_params"))[0]
+    assert mine(wrap(mlp(), InTwoHalves), **mesh_arguments("HSDP optim_grads_params"))[0] == expected
     assert mine(wrap(mlp(), InTwoHalves), reshard_after_forward=2)[0] == mine(mlp(), reshard_after_forward=2)[0]
 
 
@@ -280,7 +280,9 @@ def test_weights_of_four_bits_stay_whole() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return linear_nf4(x, self.base) + self.up(self.down(x))
 
-    with pytest.raises(NotImplementedError, match=r"'base' is a NF4Tensor .*quantized at rest.*pass them in ignored_params"):
+    with pytest.raises(
+        NotImplementedError, match=r"'base' is a NF4Tensor .*quantized at rest.*pass them in ignored_params"
+    ):
         fully_shard_model(Adapted())
     model = Adapted()
     sharded = fully_shard_model(model, ignored_params=[model.base])

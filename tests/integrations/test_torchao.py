@@ -574,7 +574,9 @@ def test_weights_that_torchao_quantizes_at_rest_are_refused() -> None:
     model = Llama(torchao_models.config()).to(BF16)
     config = training.int8_weight_only_quantized_training()
     quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and "layers" in name)
-    with pytest.raises(NotImplementedError, match="Int8QuantizedTrainingLinearWeight .*quantized at rest .*no main weights"):
+    with pytest.raises(
+        NotImplementedError, match=r"Int8QuantizedTrainingLinearWeight .*quantized at rest .*no main weights"
+    ):
         shard(model)
 
 
