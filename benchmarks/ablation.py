@@ -22,7 +22,7 @@ missed          a better schedule may exist; it certainly does where one unit ah
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -117,7 +117,7 @@ class Way:
 def ways(setting: Setting, traced: Trace, machine: Hardware) -> Iterator[Way]:
     candidate = Candidate(ShardingStrategy.OPTIM_GRADS_PARAMS, setting.ranks)
     job = Job(setting.work, machine)
-    free = Link(math.inf, 0.0)
+    free = Link(sys.float_info.max, 0.0)
     infinite = replace(machine, collective_seconds=0.0, intra_node=free, inter_node=free)
     for name, overlap in (("no overlap", Overlap(False, False)), ("one ahead", Overlap())):
         problem = problem_of(replace(job, overlap=overlap), traced, candidate)

@@ -1,4 +1,5 @@
-"""Loss curves of the demo's model on the demo's text, in bfloat16 and with gathers and matrix products in float8.
+"""Loss curves of the demo's model on the demo's text, in bfloat16, with gathers in float8 and float4, and matrix products in
+float8.
 
     torchrun --nproc-per-node 2 benchmarks/fp8_curves.py [--steps 300] [--lr 2e-3] [--seeds 4] [--only NAME ...] [--write FILE]
 
@@ -34,12 +35,14 @@ from mfsdp_compile.runtime.eager import engine
 
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
 TENSORWISE = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="tensorwise")
+NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 REDUCED = MixedPrecisionPolicy(grad_comm_dtype=torch.float32)
 RUNS: dict[str, tuple[MixedPrecisionPolicy, dict[str, Any]]] = {
     "bfloat16": (MixedPrecisionPolicy(), {}),
     "moved": (MixedPrecisionPolicy(), {}),
     "gather-rowwise": (ROWWISE, {}),
     "gather-tensorwise": (TENSORWISE, {}),
+    "gather-nvfp4": (NVFP4, {}),
     "matmul-rowwise": (MixedPrecisionPolicy(), {"fp8_matmul": "rowwise"}),
     "matmul-tensorwise": (MixedPrecisionPolicy(), {"fp8_matmul": "tensorwise"}),
     "matmul-rowwise-wgrad": (MixedPrecisionPolicy(), {"fp8_matmul": "rowwise", "fp8_wgrad": True}),

@@ -258,12 +258,12 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules to start gathering when this one has been gathered in forward."""
-        for unit in (state := _state(self)).units:
+        for unit in (state := _state(self)).units[:1]:  # of the model's parts, the one that forward uses first
             state.model.eager.control(unit).forward_prefetch = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Set the modules to start gathering when this one has been gathered in backward."""
-        for unit in (state := _state(self)).units:
+        for unit in (state := _state(self)).units[-1:]:
             state.model.eager.control(unit).backward_prefetch = _units_of(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:

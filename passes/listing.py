@@ -72,7 +72,9 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
         exchange, detail, is_deferrable = info.exchange, "", False
         if what == "gather":
             ranks = number if number > 1 else exchange.gather_size
-            size, dtype = info.sent_bytes, quantize.DTYPE if exchange.is_quantized else exchange.dtype
+            size, dtype = info.sent_bytes, exchange.dtype
+            if exchange.is_quantized:
+                dtype = quantize.dtype_of(exchange.scaling)
             if number > 1:  # portions are of the bucket as it is held
                 size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"

@@ -366,7 +366,8 @@ def _of_attribute(value: Any) -> Any:
 
 def _described(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad
+        sizes = (tuple(n if isinstance(n, int) else str(n) for n in each) for each in (value.shape, value.stride()))
+        return *sizes, value.dtype, value.device, value.requires_grad  # a size that is an expression has no hash
     if isinstance(value, (tuple, list)):
         return tuple(_described(item) for item in value)
     return type(value)

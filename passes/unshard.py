@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 
 from .context import BucketInfo, Context, NodeKind, Report, Role, role_of, set_role
 from .phase import Phase
@@ -119,11 +119,15 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
         "unshard",
         [
             f"{info.name}: {sum(role.bucket == b for role in shells.values())} of {len(info.layout.slots)} parameters, "
-            f"{info.sent_bytes:,} B gathered{' in float8' if info.exchange.is_quantized else ''}"
+            f"{info.sent_bytes:,} B gathered{_in(info)}"
             for b, info in enumerate(context.buckets)
         ]
         + [f"{markers} markers taken out"],
     )
+
+
+def _in(info: BucketInfo) -> str:
+    return f" in {quantize.kind_of(info.exchange.scaling)}" if info.exchange.is_quantized else ""
 
 
 def split_scales(graph: fx.Graph, scales: fx.Node, bucket: int, info: BucketInfo) -> fx.Node:

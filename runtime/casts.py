@@ -39,19 +39,27 @@ class Casts:
         return ", ".join(said) or "nothing"
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward`` with its casts."""
+        """Return the function ``forward`` of a class with its casts."""
         if not self:
             return forward
-        inputs, outputs = self.inputs, self.outputs
+        casts = self
 
         @functools.wraps(forward)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if inputs is not None:
-                args, kwargs = cast_tensors(args, inputs), cast_tensors(kwargs, inputs)
-            result = forward(self, *args, **kwargs)
-            return result if outputs is None else cast_tensors(result, outputs)
+            return _call(casts, functools.partial(forward, self), *args, **kwargs)
 
         return run
+
+    def around_own(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``forward`` that is set on a module itself with its casts. A copy of the module gets a copy of it."""
+        return functools.update_wrapper(functools.partial(_call, self, forward), forward)
+
+
+def _call(casts: Casts, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if casts.inputs is not None:
+        args, kwargs = cast_tensors(args, casts.inputs), cast_tensors(kwargs, casts.inputs)
+    result = forward(*args, **kwargs)
+    return result if casts.outputs is None else cast_tensors(result, casts.outputs)
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:

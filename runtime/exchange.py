@@ -60,8 +60,8 @@ class Exchange(NamedTuple):
         inspected: Whether gradients are inspected before the first stage.
         buffers: Communication buffers to gather into (capacity in elements, and their number), and to pack gradients
             into. Capacity 0: fresh memory.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`.quantize`. "": it is
-            not.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`.quantize`. "": it
+            is not.
         form: Form in which modules get what is gathered in float8; see :mod:`.forms`.
     """
 
@@ -159,8 +159,8 @@ class Exchange(NamedTuple):
         return self.inspected or any(self.may_wait(stage) for stage in range(len(self.when)))
 
     def may_wait(self, stage: int) -> bool:
-        """Whether the stage is skipped while a reduction is not due."""
-        return self.when[stage] != When.ALWAYS.value
+        """Whether the stage is skipped while a reduction is not due. False if there is no such stage."""
+        return stage < len(self.when) and self.when[stage] != When.ALWAYS.value
 
     @property
     def scales_first(self) -> bool:

@@ -6,7 +6,9 @@ costs the same as a plan for 8, and every rank computes the same layout without 
 Words
     bucket      one flat tensor of ``world_size * shard_numel`` elements
     slot        the place of one parameter in its bucket
-    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row
+    row         one index of dimension 0 of a parameter; a vector's rows are its elements, a scalar has one row. If rows of
+                a stack of matrices (experts ``[E, H, F]``) would take too much padding, one index of its first dimensions
+                together: E * H rows of F elements, so that a shard may begin and end inside an expert
     shard       a rank's slice ``[rank * shard_numel, (rank + 1) * shard_numel)`` of the bucket
 
 Invariants, checked when a layout is constructed
@@ -30,6 +32,15 @@ A worked example: a ``Linear(8, 6)`` in float32 on two ranks, with the alignment
     (range(0, 0), range(0, 6))
 
 27 elements per rank would hold the 54 elements without padding, but would cut the fourth row of the weight.
+
+Two experts of 6 rows on three ranks: an expert on each of two ranks would leave the third one empty, and pad by half ::
+
+    >>> policy = LayoutPolicy(alignment_bytes=16, free_padding_bytes=0)
+    >>> (layout,) = plan_layouts([ParamSpec("experts", (2, 6, 8))], 4, world_size=3, policy=policy)
+    >>> layout.slots[0].row_dims, layout.slots[0].num_rows, layout.padding
+    (2, 12, 0)
+    >>> layout.rows(0, rank=1)                                  # the end of the first expert, the start of the second
+    range(4, 8)
 """
 
 from __future__ import annotations
@@ -63,9 +74,13 @@ class LayoutPolicy:
         alignment_bytes: Parameters start at multiples of this many bytes in their bucket. A power of two.
         max_padding: Goal for the padding of a bucket, as a fraction of its contents. One row (at least 16 bytes) per
             rank is always allowed.
+        max_stack_padding: The same for buckets that hold stacks of matrices, if that is less. They are large, so that more
+            collectives are less of a cost.
         free_padding_bytes: Parameters that miss this goal together are split into several buckets, unless the padding
             is below this many bytes. The default, 1 MiB, is what a 50 GB/s link moves in the 20 us that launching
             another collective costs. Below it, a second bucket costs more than the padding it saves.
+        cuts_matrices: Whether a shard may begin and end inside a matrix of a stack ``[E, H, F]``, if less padding is
+            needed then.
         block_numel: Parameters and shards start at multiples of this many elements, so that shard boundaries never cut
             a block of an optimizer that quantizes its state in blocks. A power of two.
         bucket_bytes: A unit whose gathered size exceeds this is split into several buckets, in the order in which its
@@ -77,7 +92,9 @@ class LayoutPolicy:
 
     alignment_bytes: int = ALIGNMENT_BYTES
     max_padding: float = 0.02
+    max_stack_padding: float = 0.01
     free_padding_bytes: int = 1 << 20
+    cuts_matrices: bool = True
     block_numel: int = 1
     bucket_bytes: int | None = None
     unit_bytes: int | None = None
@@ -92,7 +109,7 @@ class LayoutPolicy:
             value = getattr(self, name)
             if value < 1 or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two, got {value}")
-        if self.max_padding < 0 or self.free_padding_bytes < 0:
+        if min(self.max_padding, self.max_stack_padding, self.free_padding_bytes) < 0:
             raise ValueError(f"a padding bound cannot be negative: {self}")
 
     def indivisible(self, row_numel: int) -> int:
@@ -119,11 +136,13 @@ class ParamSpec:
         name: Name, unique in its unit.
         shape: Global shape.
         whole: Whether one rank should own the whole parameter, if the padding bound allows. Muon needs whole matrices.
+        row_dims: Number of leading dimensions whose indices, taken together, are rows. A scalar has one row all the same.
     """
 
     name: str
     shape: tuple[int, ...]
     whole: bool = field(default=False, kw_only=True)
+    row_dims: int = field(default=1, kw_only=True)
 
     @property
     def numel(self) -> int:
@@ -131,12 +150,22 @@ class ParamSpec:
 
     @property
     def num_rows(self) -> int:
-        return self.shape[0] if self.shape else 1
+        return math.prod(self.shape[: self.row_dims])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row."""
+        return self.shape[self.row_dims :]
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row; 0 if any dimension other than the first is 0."""
-        return math.prod(self.shape[1:])
+        """Elements of one row; 0 if one of its dimensions is 0."""
+        return math.prod(self.row_shape)
+
+    @property
+    def shortest_row(self) -> int:
+        """Elements of the shortest row that the parameter can have: one index of all dimensions but the last."""
+        return self.row_numel if len(self.shape) < 3 or not self.numel else self.shape[-1]
 
     @property
     def atom_numel(self) -> int:
@@ -193,7 +222,8 @@ class BucketLayout:
             end = slot.end
         if end > self.numel:
             raise ValueError(f"{self.slots[-1]} ends beyond the bucket's {self.numel} elements")
-        geometry = (self.itemsize, self.world_size, self.shard_numel, [(s.shape, s.offset) for s in self.slots])
+        slots = [(slot.shape, slot.row_dims, slot.offset) for slot in self.slots]
+        geometry = (self.itemsize, self.world_size, self.shard_numel, slots)
         object.__setattr__(self, "signature", _digest(geometry))
         object.__setattr__(self, "fingerprint", _digest((geometry, [s.name for s in self.slots])))
 
@@ -300,44 +330,76 @@ def plan_layouts(
 
 
 def _plan(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> Iterator[BucketLayout]:
-    layout = _fit(params, itemsize, world_size, policy)
-    if layout is None and any(p.whole for p in params):
-        params = sorted((replace(p, whole=False) for p in params), key=lambda p: -p.row_numel)
-        layout = _fit(params, itemsize, world_size, policy)
-    if layout is not None:
-        yield layout
-        return
+    for attempt in _attempts(params, policy):
+        layout = _fit(attempt, itemsize, world_size, policy, _limits(attempt, itemsize, world_size, policy))
+        if layout is not None:
+            yield layout
+            return
     for part in _split(params):
         yield from _plan(part, itemsize, world_size, policy)
+
+
+def _limits(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> tuple[int, int]:
+    """Goal and limit for the padding of one bucket of these parameters, in elements."""
+    cut = [p for p in params if policy.cuts_matrices and len(p.shape) > 2 and not p.whole]
+    row = max(policy.indivisible(p.shortest_row if p in cut else p.row_numel) for p in params)
+    if cut:
+        policy = replace(policy, max_padding=min(policy.max_padding, policy.max_stack_padding))
+        lengths = {p.shortest_row for p in params if p.shortest_row > 1}
+        row = row if len(lengths) == 1 else 1  # separate buckets may do without a row per rank
+    size = (sum(p.numel for p in params) * itemsize, row * itemsize, world_size)
+    return policy.goal(*size) // itemsize, policy.limit(*size) // itemsize
+
+
+def _attempts(params: Sequence[ParamSpec], policy: LayoutPolicy) -> Iterator[Sequence[ParamSpec]]:
+    """Yield the parameters as they are to be divided if possible, then with ever smaller atoms."""
+    yield params
+    if any(p.whole for p in params):
+        params = [replace(p, whole=False) for p in params]
+        yield sorted(params, key=lambda p: -p.row_numel)
+    if not policy.cuts_matrices:
+        return
+    longest = max(p.shortest_row for p in params)
+    for row_dims in range(2, max(len(p.shape) for p in params)):
+        # Shorter rows than another parameter's, whose rows are not cut, would not help.
+        params = [
+            replace(p, row_dims=row_dims) if p.row_numel > longest and row_dims < len(p.shape) else p for p in params
+        ]
+        yield sorted(params, key=lambda p: -p.row_numel)
 
 
 def _split(params: Sequence[ParamSpec]) -> tuple[Sequence[ParamSpec], Sequence[ParamSpec]]:
     """Separate the row length that holds the most elements, together with all vectors, from the rest; else halve."""
     weight: dict[int, int] = {}
     for p in params:
-        if p.row_numel > 1:
-            weight[p.row_numel] = weight.get(p.row_numel, 0) + p.numel
+        if p.shortest_row > 1:
+            weight[p.shortest_row] = weight.get(p.shortest_row, 0) + p.numel
     if len(weight) > 1:
         heaviest = max(weight, key=lambda row: (weight[row], row))
-        together = [p for p in params if p.row_numel in (heaviest, 1, 0)]
-        return together, [p for p in params if p.row_numel not in (heaviest, 1, 0)]
+        together = [p for p in params if p.shortest_row in (heaviest, 1, 0)]
+        return together, [p for p in params if p.shortest_row not in (heaviest, 1, 0)]
     return params[: len(params) // 2], params[len(params) // 2 :]
 
 
-def _fit(params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy) -> BucketLayout | None:
-    """One bucket for all of ``params`` within the padding bound, or None (never None for a single parameter)."""
+def _fit(
+    params: Sequence[ParamSpec], itemsize: int, world_size: int, policy: LayoutPolicy, limits: Sequence[int]
+) -> BucketLayout | None:
+    """One bucket for all of ``params`` within the first limit for its padding that can be kept, or None.
+
+    Never None for a single parameter with its shortest rows.
+    """
     content = sum(p.numel for p in params)
-    longest = max(policy.indivisible(p.row_numel) for p in params)
-    size = (content * itemsize, longest * itemsize, world_size)
     align = max(policy.alignment_bytes // itemsize, policy.block_numel)
-    for limit in (policy.goal(*size), policy.limit(*size)):
+    for limit in limits:
         # Shards get the same alignment as parameters if the bound allows, else a smaller one, down to one block.
         shard_align = align
         while shard_align >= policy.block_numel:
-            found = _fit_shards(params, world_size, content, align, shard_align, limit // itemsize)
+            found = _fit_shards(params, world_size, content, align, shard_align, limit)
             if found is not None:
                 shard_numel, offsets = found
-                slots = tuple(Slot(p.name, p.shape, o) for p, o in zip(params, offsets, strict=True))
+                slots = tuple(
+                    Slot(p.name, p.shape, o, row_dims=p.row_dims) for p, o in zip(params, offsets, strict=True)
+                )
                 return BucketLayout(itemsize, world_size, shard_numel, slots, policy.alignment_bytes)
             shard_align //= 2
     return None

@@ -32,20 +32,21 @@ class MixedPrecisionPolicy:
         grad_comm_dtype: Dtype in which gradients are reduced over ranks. ``"main"``: the dtype of shards. None:
             ``main_grads_dtype`` if given, else the dtype that parameters compute in.
         param_comm_dtype: ``torch.float8_e4m3fn``: gather weights in float8, which is half of the bytes of bfloat16.
+            ``torch.float4_e2m1fn_x2``: in float4, 28 % of its bytes, with ``param_comm_scaling="nvfp4"``. It costs accuracy.
             Modules get them dequantized, in the dtype that they compute in, so it works with every module. Each
-            rank keeps one more byte per element of its shards. Only with ``zero_dp_strategy="optim_grads_params"``.
-            None: gather in the dtype that parameters compute in.
+            rank keeps what it sends beside its shards: one byte per element, or 9/16. Only with
+            ``zero_dp_strategy="optim_grads_params"``. None: gather in the dtype that parameters compute in.
         param_comm_scaling: What shares a scale in quantized parameters: ``"rowwise"`` a row, ``"tensorwise"`` a matrix,
-            ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row.
+            ``"blockwise"`` a block of 128 x 128, ``"mxfp8"`` 32 neighbors in a row, ``"nvfp4"`` 16 neighbors in a row, with
+            one more scale per matrix.
         param_comm_filter: ``(name, parameter) -> bool``, asked for each parameter of two or three dimensions: whether
             to quantize it. One of three dimensions is a stack of matrices, each with scales of its own. None: quantize
             matrices of units and stacked matrices of experts, but neither embeddings nor parameters outside of units,
             such as the output layer. A tied parameter is asked for once, with its first name.
 
     Raises:
-        ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown, or a scaling or filter is given
-            without ``param_comm_dtype``.
-        NotImplementedError: ``param_comm_scaling`` is ``"nvfp4"``.
+        ValueError: A dtype is none of those allowed, ``param_comm_scaling`` is unknown or of another dtype, or a scaling or
+            filter is given without ``param_comm_dtype``.
         TypeError: ``param_comm_filter`` is no function.
     """
 
@@ -53,7 +54,7 @@ class MixedPrecisionPolicy:
     main_grads_dtype: torch.dtype | None = None
     grad_comm_dtype: torch.dtype | Literal["main"] | None = None
     param_comm_dtype: torch.dtype | None = None
-    param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8"] = "rowwise"
+    param_comm_scaling: Literal["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"] = "rowwise"
     param_comm_filter: Callable[[str, Any], bool] | None = None
     param_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -79,15 +80,11 @@ class MixedPrecisionPolicy:
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
             raise TypeError(f"param_dtype_override_fn takes a function or None, got {override!r}")
-        if self.param_comm_dtype not in (None, quantize.DTYPE):
+        fp4 = quantize.dtype_of(quantize.NVFP4)
+        if self.param_comm_dtype not in (None, quantize.DTYPE, fp4):
             raise ValueError(
-                f"param_comm_dtype takes {quantize.DTYPE} or None, got {self.param_comm_dtype!r}. To gather and compute in "
-                "another dtype than the model's, use param_dtype."
-            )
-        if self.param_comm_scaling == "nvfp4":
-            raise NotImplementedError(
-                "param_comm_scaling='nvfp4' is not implemented: weights are gathered with 8 bits. Use 'mxfp8', whose scales "
-                "are as local, or let Transformer Engine's layers quantize to NVFP4 what was gathered in bfloat16."
+                f"param_comm_dtype takes {quantize.DTYPE}, {fp4} or None, got {self.param_comm_dtype!r}. To gather and "
+                "compute in another dtype than the model's, use param_dtype."
             )
         if self.param_comm_scaling not in quantize.SCALINGS:
             raise ValueError(
@@ -100,7 +97,13 @@ class MixedPrecisionPolicy:
         ):
             raise ValueError(
                 "param_comm_scaling and param_comm_filter say how parameters are quantized, but param_comm_dtype is None, "
-                "so none is. Give param_comm_dtype=torch.float8_e4m3fn."
+                f"so none is. Give param_comm_dtype={quantize.dtype_of(self.param_comm_scaling)}."
+            )
+        if self.param_comm_dtype not in (None, quantize.dtype_of(self.param_comm_scaling)):
+            raise ValueError(
+                f"param_comm_scaling={self.param_comm_scaling!r} is for {quantize.dtype_of(self.param_comm_scaling)}, but "
+                f"param_comm_dtype is {self.param_comm_dtype}. Of the scalings, 'nvfp4' is for {fp4}, and the others are for "
+                f"{quantize.DTYPE}."
             )
 
     def compute_dtype(self, name: str, param: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Arithmetic of parameters that are gathered in float8.
+"""Arithmetic of parameters that are gathered in float8 or float4.
 
 A parameter is quantized as ``round(values / scale)`` in ``float8_e4m3fn``, where ``scale`` maps the largest absolute
 value of a block to 448, the largest finite value of that dtype. A block is a row (``"rowwise"``), a matrix
@@ -20,7 +20,19 @@ Rows are multiples of 32, and so are parameters' offsets and shards, so that ran
 leaves rounding open; scales are rounded up, as in Transformer Engine and cuBLAS (torchao's ``RCEIL``), so that no value
 exceeds 448: the least power of two that is at least ``largest / 448``.
 
+``"nvfp4"`` is NVIDIA's format with two levels of scales. Values are E2M1 (2 bits of exponent, 1 of mantissa: 0, 0.5, 1, 1.5,
+2, 3, 4, 6 and their negatives), two per byte, the first in the lower half. 16 neighbors in a row share a scale in E4M3, which
+is gathered with them, and a matrix has a scale in float32, for the range that E4M3 does not have. A bucket is a sequence
+of records ::
+
+    8 bytes: 16 values | 1 byte: their scale | 8 bytes: 16 values | 1 byte | ...
+
+    scale of a matrix   largest of the matrix / (6 * 448)
+    scale of a block    largest of the block / 6 / scale of the matrix, rounded to E4M3; at most 448
+    value               round(value / (scale of the block * scale of the matrix)), ties to even mantissas, at most 6
+
 Values that are not finite stay visible: a NaN is sent as NaN, and the scale of an infinity makes its block NaN or infinite.
+With ``"nvfp4"``, whose values are all finite, both make a scale NaN: that of their block at least, or of their matrix.
 """
 
 from __future__ import annotations
@@ -42,23 +54,30 @@ __all__ = [
     "MULTIPLIED",
     "MX",
     "MX_BLOCK",
+    "NVFP4",
     "ROUNDED",
     "SCALINGS",
     "SENT_DTYPE",
     "amax",
     "block_numel",
+    "cuts_matrices",
     "dequantize",
     "dequantize_bucket",
     "dequantize_mx",
+    "dequantize_nvfp4",
     "divided",
+    "dtype_of",
     "entries_of_rows",
     "exponents_of",
     "from_records",
+    "kind_of",
+    "matrix_scales_of",
     "numel_of_sent",
     "per_row",
     "quantize",
     "quantize_by_factors",
     "quantize_mx",
+    "quantize_nvfp4",
     "quantize_rows",
     "quantize_with_exponents",
     "records",
@@ -102,30 +121,61 @@ MX_BLOCK = 32
 """Values that share a scale with ``"mxfp8"``."""
 _MX_RECORD = MX_BLOCK + 1
 
+NVFP4 = "nvfp4"
+_FP4_BLOCK = 16
+_FP4_RECORD = _FP4_BLOCK // 2 + 1
+_FP4_LARGEST = 6.0
+_FP4_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""What lies halfway between the magnitudes of E2M1, which are numbered from 0 as they are encoded."""
+
 _BLOCKS = {
     "rowwise": _Block(1, 0),
     "tensorwise": _Block(0, 0),
     "blockwise": _Block(128, 128),
     MX: _Block(1, MX_BLOCK),
+    NVFP4: _Block(0, 0),  # of the scales that are not gathered with the data
 }
 
 SCALINGS = tuple(_BLOCKS)
 """Names of the ways to share scales."""
 
 
+class _Record(NamedTuple):
+    """Elements that are sent together with their scale, and the bytes of both."""
+
+    numel: int
+    nbytes: int
+
+
+_RECORDS = {MX: _Record(MX_BLOCK, _MX_RECORD), NVFP4: _Record(_FP4_BLOCK, _FP4_RECORD)}
+_ELEMENT = _Record(1, 1)
+
+
+def dtype_of(scaling: str) -> torch.dtype:
+    """Return the dtype of quantized values."""
+    return torch.float4_e2m1fn_x2 if scaling == NVFP4 else DTYPE
+
+
+def kind_of(scaling: str) -> str:
+    """Return what reports call quantized values: ``"float8"`` or ``"float4"``."""
+    return "float4" if scaling == NVFP4 else "float8"
+
+
 def block_numel(scaling: str) -> int:
     """Return the elements that a shard, and what comes before a parameter in its bucket, are multiples of."""
-    return MX_BLOCK if scaling == MX else 1
+    return _RECORDS.get(scaling, _ELEMENT).numel
 
 
 def sent_numel(numel: int, scaling: str) -> int:
     """Return the elements in which ``numel`` elements of a bucket are sent: bytes, or for ``""`` the elements themselves."""
-    return numel // MX_BLOCK * _MX_RECORD if scaling == MX else numel
+    record = _RECORDS.get(scaling, _ELEMENT)
+    return numel // record.numel * record.nbytes
 
 
 def numel_of_sent(numel: int, scaling: str) -> int:
     """Return the elements of a bucket that are sent in ``numel``: the inverse of :func:`sent_numel`."""
-    return numel // _MX_RECORD * MX_BLOCK if scaling == MX else numel
+    record = _RECORDS.get(scaling, _ELEMENT)
+    return numel // record.nbytes * record.numel
 
 
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
@@ -138,15 +188,22 @@ def scale_count(shape: Sequence[int], scaling: str) -> int:
     return 0 if scaling == MX else math.prod(scale_shape(shape, scaling))
 
 
-def entries_of_rows(scales: Tensor, ndim: int, rows: range, scaling: str) -> tuple[Tensor, int]:
+def cuts_matrices(scaling: str) -> bool:
+    """Whether shards may begin and end inside a matrix of a stack: no scale is shared by its rows. ``""``: not quantized."""
+    return not scaling or _BLOCKS[scaling].rows == 1
+
+
+def entries_of_rows(scales: Tensor, row_dims: int, rows: range, scaling: str) -> tuple[Tensor, int]:
     """Return the entries of the blocks that a rank has rows of, and how many rows of the first block come before its own.
 
     Args:
         scales: Scales of a parameter, or what they are made from, ``[scale_shape]``.
-        ndim: Dimensions of the parameter.
-        rows: The rank's indices of dimension 0, which are matrices if there are three.
+        row_dims: Number of leading dimensions whose indices, taken together, are rows.
+        rows: The rank's rows, which are matrices if the parameter has three dimensions and ``row_dims`` is 1.
     """
-    if ndim > 2:
+    if row_dims > 1:
+        return scales.flatten(0, row_dims - 1)[rows.start : rows.stop], 0
+    if scales.ndim > 2:
         return scales[rows.start : rows.stop], 0
     size = _BLOCKS[scaling].rows
     if not size:
@@ -213,6 +270,11 @@ def scales_of(largest: Tensor, limit: float = LARGEST) -> Tensor:
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
+def matrix_scales_of(largest: Tensor) -> Tensor:
+    """Return the scales of matrices with ``"nvfp4"``, those of :func:`scales_of`."""
+    return scales_of(largest, _FP4_LARGEST * LARGEST)
+
+
 def rounded_scales_of(largest: Tensor) -> Tensor:
     """Return the smallest powers of two that are no smaller than :func:`scales_of`."""
     scales = scales_of(largest)
@@ -262,6 +324,8 @@ def dequantize(
         ``[n]``. Each element is the float32 product of value and scale, rounded once: ``float8`` values are exact in
         all of torch's wider dtypes.
     """
+    if scaling == NVFP4:
+        return dequantize_nvfp4(data, parts, dtype)
     values = data.view(DTYPE).to(dtype)
     for offset, shape, scales in parts:
         for part, its in divided(values.narrow(0, offset, math.prod(shape)).view(shape), scales, scaling):
@@ -349,3 +413,59 @@ def dequantize_mx(data: Tensor, dtype: torch.dtype) -> Tensor:
 def _powers_of_2(exponents: Tensor) -> Tensor:
     """Return what E8M0 stands for, in float32: 255 for NaN."""
     return exponents.contiguous().view(torch.float8_e8m0fnu).float()
+
+
+# -- nvfp4 ------------------------------------------------------------------------------------------------------------
+
+
+def quantize_nvfp4(values: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> Tensor:
+    """Quantize a shard, ``[n]``; returns its records, ``[n / 16 * 9]`` bytes.
+
+    Args:
+        values: The shard.
+        parts: Offset and shape of this rank's rows of each parameter, and the scales of its matrices (see
+            :func:`per_row`).
+    """
+    blocks = values.view(-1, _FP4_BLOCK).float()
+    largest = blocks.abs().amax(-1)
+    of_matrices = torch.ones_like(largest)
+    for its, scales in _of_blocks(of_matrices, parts):
+        its.copy_(scales.expand_as(its))
+    scales = (largest / _FP4_LARGEST / of_matrices).to(DTYPE)
+    # In blocks with scale 0, these are NaN and infinite. Both are sent, and are 0 once they are multiplied by the scale.
+    magnitudes = blocks.abs() / (scales.float() * of_matrices).unsqueeze(-1)
+    codes = torch.signbit(blocks).to(SENT_DTYPE) << 3
+    for number, midpoint in enumerate(_FP4_MIDPOINTS):  # ties go to even numbers, whose mantissas are even
+        codes += magnitudes >= midpoint if number % 2 else magnitudes > midpoint
+    data = codes[:, ::2] | codes[:, 1::2] << 4
+    return torch.cat([data, scales.view(SENT_DTYPE).unsqueeze(-1)], -1).flatten()
+
+
+def dequantize_nvfp4(data: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]], dtype: torch.dtype) -> Tensor:
+    """Dequantize records, ``[n / 16 * 9]`` bytes; returns ``[n]``.
+
+    Each element is the float32 product of value and scale, rounded once. The scale is the float32 product of the scales
+    of block and matrix. For ``parts`` see :func:`dequantize`.
+    """
+    records = data.view(-1, _FP4_RECORD)
+    scales = records[:, -1].contiguous().view(DTYPE).float()
+    for its, of_matrices in _of_blocks(scales, parts):
+        its.mul_(of_matrices)
+    values = F.embedding(records[:, :-1].int(), _values_of_bytes(dtype, data.device)).flatten(1)
+    return values.mul_(scales.unsqueeze(-1)).flatten()
+
+
+def _values_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the two values of each byte, ``[256, 2]``. Made on the device: CUDA graphs cannot capture a copy to it."""
+    both = torch.arange(256, dtype=torch.int16, device=device)
+    codes = torch.stack([both & 15, both >> 4], -1)
+    # E2M1's bits where float16 has its sign, the lowest bits of its exponent, and the highest of its mantissa. The
+    # exponent's bias is 15 instead of 1.
+    return ((codes & 8) << 12 | (codes & 7) << 9).view(torch.float16).to(dtype).mul_(2.0**14)
+
+
+def _of_blocks(blocks: Tensor, parts: Iterable[tuple[int, Sequence[int], Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the entries of ``blocks``, ``[n / 16]``, of each part, ``[..., rows, columns / 16]``, and the part's scales."""
+    for offset, shape, scales in parts:
+        its = blocks.narrow(0, offset // _FP4_BLOCK, math.prod(shape) // _FP4_BLOCK)
+        yield its.view(*shape[:-1], shape[-1] // _FP4_BLOCK), scales

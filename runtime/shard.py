@@ -181,6 +181,8 @@ def _agree_on_plan(
             options.ignored,
         )
         own = options.experts() if options.experts is not None else None
+        if own is not None and not options.gradient_policy.report_nan:  # a reduction's start inspects gradients
+            own = replace(own, topology=replace(own.topology, skips_itself=True))
         communicating = [topology] if own is None else [topology, own.topology]
         planner = BucketPlanner(
             topology,

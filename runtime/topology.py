@@ -148,6 +148,7 @@ class Topology:
         portions: Parts of :attr:`gather_group` that backwards gather over with ``reshard_after_forward``, by their
             size. Each consists of neighboring ranks, including this one, and is created when a graph first needs it.
         accumulation: What is kept between microbatches.
+        skips_itself: Whether a rank that shares its parameters with no other one leaves out collectives, as for experts.
     """
 
     mesh: DeviceMesh
@@ -160,6 +161,7 @@ class Topology:
     reductions: Group | None = None
     portions: dict[int, Group] = field(default_factory=dict, compare=False)
     accumulation: Accumulation = Accumulation()
+    skips_itself: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> Topology:
         return self  # copies communicate over the same groups
@@ -205,9 +207,9 @@ class Topology:
             return self.inner.rank * self.outer.size + self.outer.rank
         return self.inner.rank
 
-    def placements(self, rows: range) -> tuple[Placement, ...]:
+    def placements(self, rows: compat.RowShard) -> tuple[Placement, ...]:
         """Return the placements of a DTensor over :attr:`mesh` of which this rank holds ``rows``."""
-        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else compat.RowShard(rows)
+        inner: Placement = Replicate() if self.strategy is ShardingStrategy.NO_SHARD else rows
         if self.outer is None:
             return (inner,)
         return (compat.EVERY_ROW if self.is_hfsdp else Replicate(), inner)
@@ -240,6 +242,14 @@ class Topology:
             value = compat.wait_tensor(compat.all_reduce(value, op, group.name))
         return value
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank shares its parameters with no other one, and leaves out collectives.
+
+        With full sharding, they are used from the shard, and their gradients accumulate in it, without collectives.
+        """
+        return self.skips_itself and self.every.size == 1
+
     # -- parameters in use --------------------------------------------------------------------------------------------
 
     @property
@@ -259,14 +269,14 @@ class Topology:
     @property
     def gather_group(self) -> Group | None:
         """Group to gather over at each use."""
-        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident:
+        if self.strategy is not ShardingStrategy.OPTIM_GRADS_PARAMS or self.releases_resident or self.is_alone:
             return None
         return self.inner_gathers or self.inner
 
     @property
     def gathers_shards(self) -> bool:
         """Whether what is gathered at each use are shards, and not residents: full sharding without HFSDP."""
-        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp
+        return self.strategy is ShardingStrategy.OPTIM_GRADS_PARAMS and not self.is_hfsdp and not self.is_alone
 
     def portions_of(self, reshard: bool | int | None, asked: str) -> bool | int | None:
         """Return what ``reshard_after_forward`` means for these ranks: a number of all ranks is True, and 1 is False.
@@ -312,6 +322,8 @@ class Topology:
         if self.strategy is ShardingStrategy.NO_SHARD:
             return (ReductionStage(False, self.reductions or self.every, When.IF_DUE),)
         keeps_whole = self.strategy is ShardingStrategy.OPTIM or self.accumulation.whole_gradients
+        if self.is_alone and self.outer is None and not keeps_whole:
+            return ()
         inner = ReductionStage(True, self.reductions or self.inner, When.IF_DUE if keeps_whole else When.ALWAYS)
         if self.outer is None:
             return (inner,)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ import zoo
 from torch import Tensor, nn
 
 from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
+from mfsdp_compile.runtime.layout import LayoutPolicy
 
 EAGER, AOT_EAGER, INDUCTOR = "eager", "aot_eager", "inductor"
 
@@ -55,6 +58,17 @@ def shard(model: nn.Module, mode: str, units: Any = None, **options: Any) -> tup
         return sharded, sharded
     fullgraph = options.pop("fullgraph", False)
     return sharded, torch.compile(sharded, backend="mfsdp", fullgraph=fullgraph, options={"inner": mode, **options})
+
+
+@contextlib.contextmanager
+def layouts(**policy: Any) -> Iterator[None]:
+    """Make layouts by another policy than the default."""
+    with mock.patch("mfsdp_compile.api.LayoutPolicy", functools.partial(LayoutPolicy, **policy)):
+        yield
+
+
+tight_layouts = functools.partial(layouts, free_padding_bytes=0, alignment_bytes=16)
+"""Layouts of small models that are padded as little as those of large ones."""
 
 
 def train_sharded(

@@ -63,6 +63,34 @@ class Uneven(Plain):
         super().__init__(width=13, layers=2)
 
 
+class Experts(nn.Module):
+    """A residual mixture of stacked experts, all of which compute every row."""
+
+    def __init__(self, width: int = 16, experts: int = 3, hidden: int = 23) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=0.3)
+        nn.init.uniform_(self.down, -0.3, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = F.gelu(x @ self.up.mT) @ self.down.mT  # [experts, rows, width]
+        return x + (self.router(x).softmax(-1).T.unsqueeze(-1) * each).sum(0)
+
+
+class Stacked(Plain):
+    """Stacks of matrices, whose matrices are cut where several ranks share few of them."""
+
+    block = Experts
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+
+
 class Tied(Plain):
     """The head shares the input layer's weight, and two blocks share a matrix across units."""
 

@@ -78,11 +78,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="dtype in which parameters are gathered and units compute (param_dtype), if it is not the model's",
     )
-    parser.add_argument(
+    quantized = parser.add_mutually_exclusive_group()
+    quantized.add_argument(
         "--gather-fp8",
-        choices=quantize.SCALINGS,
+        choices=[scaling for scaling in quantize.SCALINGS if scaling != quantize.NVFP4],
         help="gather the matrices of units in float8, with scales that rows, matrices or blocks share "
         "(param_comm_scaling); for full sharding without HFSDP",
+    )
+    quantized.add_argument(
+        "--gather-fp4",
+        action="store_const",
+        const=quantize.NVFP4,
+        help="gather them in float4 (param_comm_scaling='nvfp4'), which costs accuracy",
     )
     parser.add_argument(
         "--fp8-matmul",
@@ -169,8 +176,8 @@ def _run(given: argparse.Namespace, console: Console) -> int:
         reshard, optimizer = _reshard(given.reshard), OPTIMIZERS[given.optimizer]
         machine = hardware(given.hardware)
         precision = MixedPrecisionPolicy()
-        if given.gather_fp8 is not None:
-            precision = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=given.gather_fp8)
+        if (scaling := given.gather_fp8 or given.gather_fp4) is not None:
+            precision = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)
         job = Job(
             work,
             machine,
@@ -250,7 +257,7 @@ def _show(console: Console, forecast: Forecast) -> None:
     console.print(
         f"[bold]{job.work.name}[/]: {parameters / 1e9:.2f} billion parameters in {units} units, "
         f"{job.work.batch} x {job.work.length:,} tokens per rank in {_dtypes(job.work)}, checkpointing {job.work.checkpoint}, "
-        f"{job.optimizer.name}{_in_float8(job)}",
+        f"{job.optimizer.name}{_quantized(job)}",
         highlight=False,
     )
     console.print(
@@ -293,10 +300,10 @@ def _dtypes(work: Workload) -> str:
     return f"{work.compute_dtype}{built}"
 
 
-def _in_float8(job: Job) -> str:
+def _quantized(job: Job) -> str:
     precision, work = job.precision, job.work
-    gathered = precision.param_comm_dtype is not None
-    found = f", gathered in float8 ({precision.param_comm_scaling})" if gathered else ""
+    scaling, gathered = precision.param_comm_scaling, precision.param_comm_dtype is not None
+    found = f", gathered in {quantize.kind_of(scaling)} ({scaling})" if gathered else ""
     if work.fp8_matmul is not None:
         found += f", multiplied in float8 ({work.fp8_matmul}{', wgrad too' if work.fp8_wgrad else ''})"
     return found

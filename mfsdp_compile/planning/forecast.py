@@ -272,6 +272,7 @@ def _environment(compiled: _Compiled) -> Mapping[str, str]:
         "python": platform.python_version(),
         "device": str(sharded.buckets[0].flat.device),
         "sharding": str(sharded.topology),
+        "precision": str(sharded.precision),
         "hardware of the prediction": prediction.costs.hardware.name,
         "inner compiler": "inductor" if prediction.costs.fused else "aot_eager",
         "optimizer of the prediction": prediction.optimizer.name,

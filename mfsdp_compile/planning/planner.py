@@ -117,7 +117,7 @@ class Candidate:
         every = Group("every", self.inner * self.outer // apart, 0, step) if outer is not None else inner
         outer_strategy = ShardingStrategy.OPTIM if self.outer_shards else ShardingStrategy.NO_SHARD
         mesh: Any = None
-        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every)
+        topology = Topology(mesh, self.strategy, outer_strategy, inner, outer, every, skips_itself=apart > 1)
         if topology.gather_group is not None and 1 < portions < size and size % portions == 0:
             topology.portions[portions] = Group("portions", portions, 0, step)
         if self.degrees.pipeline > 1:

@@ -133,12 +133,17 @@ class CostModel:
         return collective_seconds("all_gather", payload, ring, self.hardware)
 
     def quantize(self, info: BucketInfo) -> float:
-        """Return the seconds to quantize the shard, once per optimizer step; 0.0 if it is not gathered in float8."""
+        """Return the seconds to quantize the shard, once per optimizer step; 0.0 if it is gathered as it is."""
         if not info.exchange.is_quantized:
             return 0.0
         moved = info.layout.shard_numel * 2 * info.main_dtype.itemsize + info.quantized_bytes
         # For each parameter, or with mxfp8 for the shard: absolute values, maxima, scaling, cast.
         kernels = 4 * (1 if info.exchange.scaling == quantize.MX else len(info.layout.slots))
+        if info.exchange.scaling == quantize.NVFP4:
+            # For each parameter maxima of its matrices, and two kernels with their scales. For the shard absolute values and
+            # maxima of blocks, scaling, seven comparisons of floats and sums of bytes, and bytes for signs and pairs.
+            moved += info.layout.shard_numel * (4 * info.main_dtype.itemsize + 7 * (4 + 4) + 10)
+            kernels += 30
         return self.moved(moved) + (kernels - 1) * self.hardware.kernel_seconds
 
     def reduce_scales(self, buckets: Sequence[BucketInfo]) -> float:
@@ -153,13 +158,15 @@ class CostModel:
         return collective_seconds("all_reduce", payload, ring, self.hardware)
 
     def dequantize(self, info: BucketInfo) -> float:
-        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not, or not gathered in float8."""
+        """Return the seconds to dequantize a gathered bucket; 0.0 if it is not, or not quantized."""
         if not info.exchange.dequantizes:
             return 0.0
         # A cast of the bucket, and a product per parameter, or of the bucket.
         products = 1 if info.exchange.scaling == quantize.MX else len(info.layout.slots)
-        more = products * self.hardware.kernel_seconds
-        return self.moved(info.sent_bytes + 3 * info.gathered_bytes) + more
+        moved = info.sent_bytes + 3 * info.gathered_bytes
+        if info.exchange.scaling == quantize.NVFP4:  # a table of what bytes hold, and an index in int32 for each byte
+            moved, products = moved + info.layout.numel * 4, products + 15
+        return self.moved(moved) + products * self.hardware.kernel_seconds
 
     def reduction(self, info: BucketInfo, stage: int) -> float:
         """Return the seconds of one stage of the reduction of a bucket's gradients."""

@@ -105,15 +105,40 @@ class RowShard(Shard):
     Args:
         rows: Rows that this rank holds. With two sharded mesh dimensions, the last dimension has the rows and the first
             has :data:`EVERY_ROW`. None: all rows.
+        dims: Number of leading dimensions whose indices, taken together, are rows. If there are several, the local tensor
+            has one in place of them, and sizes and offsets do not exist.
+        name: Name of the parameter, for error messages.
     """
 
-    def __init__(self, rows: range | None) -> None:
+    def __init__(self, rows: range | None, dims: int = 1, name: str = "") -> None:
         super().__init__(0)
         self.rows = rows
+        self.dims = dims
+        self.name = name
+
+    @property
+    def held(self) -> str:
+        """What this rank holds, in words."""
+        if self.rows is None:
+            return "all rows"
+        of = f" of dimensions 0 to {self.dims - 1} taken together" if self.dims > 1 else ""
+        return f"rows {self.rows.start}:{self.rows.stop}{of}"
+
+    def __repr__(self) -> str:
+        return f"RowShard({self.held})" if self.dims > 1 else super().__repr__()
+
+    def __str__(self) -> str:
+        return repr(self) if self.dims > 1 else super().__str__()
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, Any]:
         if self.rows is None:
             return curr_local_size, 0
+        if self.dims > 1:
+            raise RuntimeError(
+                f"This rank holds {self.held} of {self.name!r}, which begin or end inside a matrix of the stack: its part has "
+                "no size and offset by dimension, which broadcast_from_rank0=True needs. Call model.load_state_dict() with "
+                "a full state dict on every rank instead, or load a checkpoint with mfsdp_compile.checkpoint.load()."
+            )
         return len(self.rows), self.rows.start
 
 

@@ -1087,7 +1087,10 @@ class EagerRuntime:
         self.owner.grad_sync.enter_backward()
         gradients.note_use(bucket, used)
         self.owner.grad_sync.note_eager_use(bucket)
-        self._start_stage(bucket, 0, packed, used)
+        if bucket.exchange.groups:
+            self._start_stage(bucket, 0, packed, used)
+        else:  # no other rank shares the bucket
+            self._accumulate(bucket, packed, used)
         self._release_bucket(bucket)
         in_a_unit = sum(other.plan.requires_grad for other in self._unit_of[bucket].buckets)
         for _ in range(len(self._reductions) - self.policy.reductions_in_flight * in_a_unit):
@@ -1117,13 +1120,16 @@ class EagerRuntime:
     def _take_in(self) -> None:
         """Wait for the oldest running stage. Feed its result to the next stage, or accumulate it as the gradient."""
         reduction = self._reductions.popleft()
-        bucket, exchange, result = reduction.bucket, reduction.bucket.exchange, self._await(reduction.result)
+        bucket, result = reduction.bucket, self._await(reduction.result)
         following = reduction.stage + 1
-        if following < len(exchange.groups):
+        if following < len(bucket.exchange.groups):
             self._start_stage(bucket, following, result, reduction.used)
             return
+        self._accumulate(bucket, result, reduction.used)
+
+    def _accumulate(self, bucket: Bucket, reduced: Tensor, used: frozenset[int]) -> None:
         if not bucket.gradient_waits:  # a deferred gradient is zeros here
-            gradients.accumulate(bucket, self._finished(bucket, result), reduction.used)
+            gradients.accumulate(bucket, self._finished(bucket, reduced), used)
         self.owner.grad_sync.touched(bucket)
 
     def reduce_waiting(self, bucket: Bucket) -> None:

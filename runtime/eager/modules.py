@@ -88,15 +88,8 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
         for name, home in homes.items()
     )
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
-        state["forward"] = types.MethodType(casts.around(_calling(state["forward"])), module)
+        state["forward"] = casts.around_own(state["forward"])
     module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
-
-
-def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return run
 
 
 def is_sharded(module: nn.Module) -> bool:

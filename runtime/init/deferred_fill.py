@@ -81,16 +81,25 @@ class DeferredFills:
             for mode in reversed(self._modes):
                 mode.__exit__(*error)
 
-    def take(self, param: Tensor, index: tuple[slice, ...], into: Tensor) -> None:
-        """Copy a part of a parameter, given by a slice per dimension, into ``into``. Call this after the context."""
+    def take(self, param: Tensor, parts: Sequence[tuple[tuple[slice, ...], Tensor]]) -> None:
+        """Copy parts of a parameter to other tensors. Call this after the context.
+
+        Args:
+            parts: A slice per dimension and the tensor to write to, of each part.
+        """
         fill = self._waiting.pop(compat.storage_address(param) or 0, None)
-        if fill is None or not index:
-            into.copy_(param[index])
-            return
-        width = param.numel() // param.shape[0]
-        with _generator_kept():
-            rows = fill.part(index[0].start * width, index[0].stop * width).view(-1, *param.shape[1:])
-        into.copy_(rows[(slice(None), *index[1:])])
+        for index, into in parts:
+            if fill is None or not index:
+                into.copy_(param[index])
+                continue
+            # Draw what is contiguous: one index of dimensions of which the part has one, and a range of the next.
+            split = next((dim for dim, its in enumerate(index) if its.stop - its.start != 1), len(index) - 1)
+            width = param.stride(split)
+            before = sum(its.start * stride for its, stride in zip(index[:split], param.stride(), strict=False))
+            with _generator_kept():
+                drawn = fill.part(before + index[split].start * width, before + index[split].stop * width)
+            drawn = drawn.view(*[1] * split, -1, *param.shape[split + 1 :])
+            into.copy_(drawn[(*[slice(None)] * (split + 1), *index[split + 1 :])])
 
     def put_off(self, function: Any, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Defer this fill if possible. Return whether it is deferred."""

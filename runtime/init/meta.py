@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compat
-from ..memory.tensor import RowSplit
+from ..memory.tensor import RowBox, RowSplit
 from .deferred_fill import DeferredFills
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ class _Initialization:
             for name, home in own.items():
                 values, rows = _checked(owner, name, _shape(home, of_whole)), _shard(home)
                 if keep and rows.numel() and self._initializer.decides(prefix + name):
-                    drawing.take(values, _index(home, of_whole), rows)
+                    drawing.take(values, [(box.slices, box.of(rows)) for box in _boxes(home, of_whole)])
         finally:
             owner._parameters.update(before[0])
             if not keep:
@@ -303,13 +304,14 @@ def _shape(home: Home, of_whole: bool) -> tuple[int, ...]:
     return _split(home).shape if of_whole else _split(home).part_shape
 
 
-def _index(home: Home, of_whole: bool) -> tuple[slice, ...]:
-    """Return the slices of this rank's rows in the whole parameter, or in the part that the bucket holds."""
+def _boxes(home: Home, of_whole: bool) -> list[RowBox]:
+    """Return the boxes that this rank holds of the whole parameter, or of the part that the bucket holds."""
     split = _split(home)
-    slices = split.slices(home.bucket.topology.shard)
+    boxes = split.boxes(home.bucket.topology.shard)
     if of_whole:
-        return slices
-    return tuple(slice(s.start - first, s.stop - first) for s, first in zip(slices, split.offsets, strict=True))
+        return boxes
+    first = split.offsets
+    return [box._replace(offsets=tuple(map(operator.sub, box.offsets, first))) for box in boxes]
 
 
 def _stored(home: Home, initializer: Initializer) -> str | None:
@@ -325,14 +327,14 @@ def _read_rows(home: Home, name: str, initializer: Initializer) -> None:
             "holds is unknown. Convert the file (mfsdp convert), and load the checkpoint into a model that was "
             "initialized."
         )
-    if split.rows(rank):
-        rows, found = _shard(home), initializer.read(name, split.slices(rank))
-        if found.shape != rows.shape:
+    for box in split.boxes(rank):
+        part, found = box.of(_shard(home)), initializer.read(name, box.slices)
+        if found.shape != part.shape:
             raise ValueError(
                 f"Reading values of parameter {name!r} {split.shape} returned a tensor of shape {tuple(found.shape)}, "
-                f"but this rank's part has shape {tuple(rows.shape)}: the file belongs to another model."
+                f"but this rank's part has shape {tuple(part.shape)}: the file belongs to another model."
             )
-        rows.copy_(found)
+        part.copy_(found)
 
 
 def _checked(owner: nn.Module, name: str, shape: Sequence[int]) -> Tensor:

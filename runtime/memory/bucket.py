@@ -35,6 +35,7 @@ from ..topology import Accumulation, Topology
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
 from .extension import FORM, Extension, is_extended
+from .redistribute import take_rows_of_part
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ class BucketPlan:
         decoupled: Whether gradients go to ``parameter.decoupled_grad``.
         inspected: Whether gradients are inspected before they are reduced.
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
-        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8; see :mod:`..quantize`. "": it is
-            not.
+        scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
+            is not.
         form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
             itself; see :mod:`.extension`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
@@ -256,7 +257,7 @@ class Bucket:
         self._resident_awaited = True
         self._kept: dict[str, Tensor] = {}
         self.quantized: Tensor | None = None
-        """This rank's shard in float8, as it is sent, in bytes; see :mod:`.quantized_shards`, which sets it."""
+        """This rank's shard as it is sent, quantized, in bytes; see :mod:`.quantized_shards`, which sets it."""
         self.quantized_columns: Tensor | None = None
         """The same of the plane of columns; see :mod:`.planes`."""
         self.scales: Tensor | None = None
@@ -363,7 +364,7 @@ class Bucket:
     def _place(self, index: int) -> FlatRange:
         layout = self.plan.layout
         start = layout.shard_offset(index, self.topology.shard)
-        numel = len(layout.rows(index, self.topology.shard)) * layout.slots[index].row_numel
+        numel = len(self.splits[index].elements(self.topology.shard))
         return FlatRange.at(start, numel, self.splits[index].local_shape(self.topology.shard))
 
     @torch.no_grad()
@@ -374,9 +375,8 @@ class Bucket:
 
     def _copy_rows(self, parts: Sequence[Tensor], flat: Tensor) -> None:
         for part, view, split in zip(parts, self.views(flat), self.splits, strict=True):
-            rows = split.rows(self.topology.shard)
-            if rows and not part.is_meta:
-                view.copy_(part[rows.start : rows.stop] if split.shape else part)
+            if split.rows(self.topology.shard) and not part.is_meta:
+                view.copy_(take_rows_of_part(part, split, self.topology.shard))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of each parameter's rows in a flat shard (or in its gradient), ``[shard_numel]``."""
@@ -506,16 +506,13 @@ class Bucket:
             return source.to(self.plan.held_dtype)
         if self.plan.scaling == quantize.MX:
             return quantize.dequantize_mx(source, self.plan.compute_dtype)
-        assert self.scales is not None
-        scales = self.scales_per_row(self.scales)
-        parts = ((place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True))
-        return quantize.dequantize(source, parts, self.plan.compute_dtype, self.plan.scaling)
+        return quantize.dequantize(source, self.scaled_parts(), self.plan.compute_dtype, self.plan.scaling)
 
     # -- quantized shards ---------------------------------------------------------------------------------------------
 
     @property
     def scale_count(self) -> int:
-        """Number of scales of the bucket, which is gathered in float8, without those that are gathered with the data."""
+        """Number of scales of the bucket, which is quantized, without those that are gathered with the data."""
         return sum(quantize.scale_count(slot.shape, self.plan.scaling) for slot in self.plan.layout.slots)
 
     def entries_of_rows(self, scales: Tensor) -> list[tuple[Tensor, int]]:
@@ -524,11 +521,11 @@ class Bucket:
         Args:
             scales: Scales of the whole bucket, or what they are made from.
         """
-        shapes, scaling = [slot.shape for slot in self.plan.layout.slots], self.plan.scaling
-        wholes = quantize.split_scales(scales, shapes, scaling)
+        slots, scaling = self.plan.layout.slots, self.plan.scaling
+        wholes = quantize.split_scales(scales, [slot.shape for slot in slots], scaling)
         return [
-            quantize.entries_of_rows(whole, len(shape), split.rows(self.topology.shard), scaling)
-            for whole, shape, split in zip(wholes, shapes, self.splits, strict=True)
+            quantize.entries_of_rows(whole, slot.row_dims, split.rows(self.topology.shard), scaling)
+            for whole, slot, split in zip(wholes, slots, self.splits, strict=True)
         ]
 
     def scales_per_row(self, scales: Tensor) -> list[Tensor]:
@@ -538,6 +535,12 @@ class Bucket:
             quantize.per_row(entries, place.shape[-2], scaling, before) if math.prod(place.shape) else entries
             for (entries, before), place in zip(self.entries_of_rows(scales), self.places, strict=True)
         ]
+
+    def scaled_parts(self) -> list[tuple[int, tuple[int, ...], Tensor]]:
+        """Return offset in the shard, shape, and scales of this rank's rows of each parameter."""
+        assert self.scales is not None
+        scales = self.scales_per_row(self.scales)
+        return [(place.start, place.shape, its) for place, its in zip(self.places, scales, strict=True)]
 
     @property
     def is_quantized_stale(self) -> bool:

@@ -1,7 +1,7 @@
-"""Quantized shards of the buckets that are gathered in float8, and their scales.
+"""Quantized shards of the buckets that are gathered in float8 or float4, and their scales.
 
-Each such bucket keeps a copy of its shard in float8 beside the shard in the main dtype: one byte per element, which
-gathers send as it is. The scales of all buckets are in one tensor, whole on every rank ::
+Each such bucket keeps a copy of its shard beside the shard in the main dtype, as gathers send it: one byte per element in
+float8, 9/16 in float4. The scales of all buckets are in one tensor, whole on every rank ::
 
     scales    | layers.0: q k v o ... | layers.1: q k v o ... | ...     one float32 per row, matrix, or block
                  ^ bucket.scales is a view
@@ -10,7 +10,7 @@ so that an optimizer step costs one collective, whatever the number of buckets a
 largest absolute values of its rows, and a maximum over ranks makes them whole. Rows are never cut, so with a scale per
 row this amounts to a gather; a matrix, or a block of 128 rows, may be cut, and then it is a maximum of what the ranks
 have of it. Experts, which live on other ranks, have a collective of their own. Scales that are gathered with the data
-(``"mxfp8"``) need none: a bucket's ``scales`` are empty.
+(``"mxfp8"``) need none: a bucket's ``scales`` are empty. With ``"nvfp4"``, which has both, they are those of the matrices.
 
 Shards are quantized again when they have changed, like residents are gathered again: the version of the shard tells.
 """
@@ -25,7 +25,17 @@ from torch import Tensor
 
 from .. import compat
 from ..forms import FORMS
-from ..quantize import MX, SENT_DTYPE, amax, quantize_mx, quantize_rows, sent_numel
+from ..quantize import (
+    MX,
+    NVFP4,
+    SENT_DTYPE,
+    amax,
+    matrix_scales_of,
+    quantize_mx,
+    quantize_nvfp4,
+    quantize_rows,
+    sent_numel,
+)
 from .planes import PlaneShards
 
 if TYPE_CHECKING:
@@ -104,6 +114,10 @@ class _Group:
             bucket.mark_quantized(stale=False)
             if bucket.plan.scaling == MX:
                 bucket.quantized.copy_(quantize_mx(bucket.flat.detach()))
+                continue
+            if bucket.plan.scaling == NVFP4:
+                bucket.scales.copy_(matrix_scales_of(its))
+                bucket.quantized.copy_(quantize_nvfp4(bucket.flat.detach(), bucket.scaled_parts()))
                 continue
             form = FORMS[bucket.plan.form]
             bucket.scales.copy_(form.scales_of(its))

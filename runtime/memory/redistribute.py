@@ -21,15 +21,40 @@ if TYPE_CHECKING:
     from ..topology import Topology
     from .tensor import RowSplit
 
-__all__ = ["RowMove", "all_gather_rows", "move_rows", "same_ranks", "take_rows"]
+__all__ = [
+    "RowMove",
+    "all_gather_rows",
+    "move_rows",
+    "same_ranks",
+    "take_broadcast_rows",
+    "take_rows",
+    "take_rows_of_part",
+]
 
 
 def take_rows(whole: Tensor, split: RowSplit, rank: int) -> Tensor:
-    """Return the rows that ``rank`` owns of an ordinary tensor of the global shape; a view."""
-    if not split.shape:
-        return whole if split.rows(rank) else whole.reshape(1)[:0]
+    """Return the rows that ``rank`` owns of an ordinary tensor of the global shape; a view if its layout allows."""
+    return take_rows_of_part(split.part_of(whole), split, rank)
+
+
+def take_rows_of_part(part: Tensor, split: RowSplit, rank: int) -> Tensor:
+    """Return the same of an ordinary tensor of the shape of the part that the bucket holds."""
     rows = split.rows(rank)
-    return split.part_of(whole)[rows.start : rows.stop]
+    if not split.shape:
+        return part if rows else part.reshape(1)[:0]
+    return part.flatten(0, split.row_dims - 1)[rows.start : rows.stop]
+
+
+def take_broadcast_rows(value: Tensor, split: RowSplit, rank: int) -> Tensor:
+    """Return what broadcasts with the rows that ``rank`` owns, from what broadcasts with the whole parameter."""
+    value, shape, dims = split.part_of(value), split.part_shape, split.row_dims
+    inner = len(shape) - dims
+    if not shape or value.ndim <= inner:
+        return value
+    value = value[(None,) * (len(shape) - value.ndim)]
+    if all(size == 1 for size in value.shape[:dims]):  # equal for all rows
+        return value.flatten(0, dims - 1)
+    return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)
 
 
 def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
@@ -39,16 +64,13 @@ def all_gather_rows(local: Tensor, split: RowSplit, topology: Topology) -> Tenso
 
 
 def _gather_part(local: Tensor, split: RowSplit, topology: Topology) -> Tensor:
-    pieces = split.layout.world_size
-    longest = max(len(split.rows(piece)) for piece in range(pieces))
-    row_numel = _row_numel(split)
-    gathered = local.new_empty(longest * row_numel)
+    counts = [len(split.elements(piece)) for piece in range(split.layout.world_size)]
+    gathered = local.new_empty(max(counts))
     gathered[: local.numel()].copy_(local.reshape(-1))
     for group in topology.shard_groups:
         gathered = compat.wait_tensor(compat.all_gather(gathered, group.size, group.name))
-    gathered = gathered.view(pieces, -1)
-    parts = [gathered[piece, : len(split.rows(piece)) * row_numel] for piece in range(pieces)]
-    return torch.cat(parts).view(split.part_shape)
+    pieces = gathered.view(len(counts), -1)
+    return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)]).view(split.part_shape)
 
 
 def same_ranks(mine: Topology, its: Topology) -> bool:
@@ -81,8 +103,8 @@ class RowMove:
         return groups[0] if len(groups) == 1 and same_ranks(self.over, self.target_over) else None
 
     def sent(self, sender: int, receiver: int) -> range:
-        """Return the rows that a shard of the source and a shard of the target have in common."""
-        mine, its = self.source.rows(sender), self.target.rows(receiver)
+        """Return the elements that a shard of the source and a shard of the target have in common."""
+        mine, its = self.source.elements(sender), self.target.elements(receiver)
         start = max(mine.start, its.start)
         return range(start, max(start, min(mine.stop, its.stop)))
 
@@ -95,8 +117,8 @@ class RowMove:
         if self.over.shard_groups:
             self.over.announce(f"a gather of the rows of {self.source.name!r}", self.source.name)
             part = _gather_part(self.local, self.source, self.over)
-        rows, row_numel = self.target.rows(self.target_over.shard), _row_numel(self.target)
-        return self.finish(part.reshape(-1)[rows.start * row_numel : rows.stop * row_numel].clone())
+        wanted = self.target.elements(self.target_over.shard)
+        return self.finish(part.reshape(-1)[wanted.start : wanted.stop].clone())
 
 
 def move_rows(moves: Sequence[RowMove]) -> list[Tensor]:
@@ -123,16 +145,12 @@ def _exchange(moves: Sequence[RowMove]) -> list[Tensor]:
     for receiver in others:
         count = 0
         for move in moves:
-            rows, row_numel, first = move.sent(me, receiver), _row_numel(move.source), move.source.rows(me).start
-            parts.append(move.local.reshape(-1)[(rows.start - first) * row_numel : (rows.stop - first) * row_numel])
-            count += len(rows) * row_numel
+            sent, first = move.sent(me, receiver), move.source.elements(me).start
+            parts.append(move.local.reshape(-1)[sent.start - first : sent.stop - first])
+            count += len(sent)
         outgoing.append(count)
-    sizes = [[len(move.sent(sender, me)) * _row_numel(move.source) for move in moves] for sender in others]
+    sizes = [[len(move.sent(sender, me)) for move in moves] for sender in others]
     incoming = [sum(each) for each in sizes]
     received = compat.wait_tensor(compat.all_to_all(torch.cat(parts), incoming, outgoing, group.name))
     pieces = received.split([size for each in sizes for size in each])
     return [move.finish(torch.cat(pieces[number :: len(moves)])) for number, move in enumerate(moves)]
-
-
-def _row_numel(split: RowSplit) -> int:
-    return split.layout.slots[split.index].row_numel

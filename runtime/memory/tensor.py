@@ -16,10 +16,11 @@ that knows its rows. It handles an operator in one of four ways:
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,11 @@ from ..layout import BucketLayout
 from ..plan.partition import Partition, whole_tensor
 from ..topology import Group, Topology
 from .averaged_gradient import AveragedGradient
-from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_rows
+from .redistribute import RowMove, all_gather_rows, move_rows, same_ranks, take_broadcast_rows, take_rows
 
 __all__ = [
     "Backing",
+    "RowBox",
     "RowShardedTensor",
     "RowSplit",
     "UnreducedGradient",
@@ -107,29 +109,84 @@ class RowSplit:
         """Return the whole parameter from the parts of all ranks. A collective over :attr:`groups`."""
         return part if self.partition is None else self.partition.assemble(part)
 
+    @property
+    def row_dims(self) -> int:
+        """Number of leading dimensions whose indices, taken together, are rows."""
+        return self.layout.slots[self.index].row_dims
+
     def rows(self, rank: int) -> range:
         """Return the rows of ``rank``, counted in the part that the bucket holds."""
         return self.layout.rows(self.index, rank)
 
-    def rows_of_whole(self, rank: int) -> range:
-        """Return the rows of ``rank``, counted in the whole parameter."""
-        rows, first = self.rows(rank), self.offsets[0] if self.shape else 0
-        return range(rows.start + first, rows.stop + first)
+    def elements(self, rank: int) -> range:
+        """Return the elements of ``rank``, counted in the part that the bucket holds."""
+        rows, row_numel = self.rows(rank), self.layout.slots[self.index].row_numel
+        return range(rows.start * row_numel, rows.stop * row_numel)
 
-    def slices(self, rank: int) -> tuple[slice, ...]:
-        """Return the slices of the whole parameter that ``rank`` holds, one per dimension."""
-        if not self.shape:
-            return ()
-        rows = self.rows_of_whole(rank)
-        inner = zip(self.offsets[1:], self.part_shape[1:], strict=True)
-        return (slice(rows.start, rows.stop), *(slice(start, start + size) for start, size in inner))
+    def placement(self, rank: int) -> compat.RowShard:
+        """Return the placement of the rows of ``rank``, counted in the whole parameter if they are indices of dimension 0."""
+        rows, first = self.rows(rank), self.offsets[0] if self.shape and self.row_dims == 1 else 0
+        return compat.RowShard(range(rows.start + first, rows.stop + first), self.row_dims, self.name)
+
+    def boxes(self, rank: int) -> list[RowBox]:
+        """Return the boxes of the whole parameter that the rows of ``rank`` are, in order.
+
+        One if rows are indices of dimension 0, and at most three for rows of matrices: the end of a matrix, whole
+        matrices, and the start of a matrix. None if there are no rows.
+        """
+        rows = self.rows(rank)
+        leading, inner = self.part_shape[: self.row_dims], self.part_shape[self.row_dims :]
+        found, at = [], 0
+        for starts, sizes in _boxes_of_rows(rows.start, rows.stop, leading):
+            offsets = (*starts, *([0] * len(inner)))
+            its = tuple(o + first for o, first in zip(offsets, self.offsets, strict=True))
+            found.append(RowBox(its, (*sizes, *inner), range(at, at := at + math.prod(sizes))))
+        return found
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Return the shape of what ``rank`` holds. A scalar's owner holds a scalar, other ranks an empty vector."""
         count = len(self.rows(rank))
         if not self.shape:
             return () if count else (0,)
-        return (count, *self.part_shape[1:])
+        return (count, *self.part_shape[self.row_dims :])
+
+
+class RowBox(NamedTuple):
+    """A box of a parameter, all of which one rank holds."""
+
+    offsets: tuple[int, ...]
+    """Where it begins in the whole parameter, by dimension."""
+    shape: tuple[int, ...]
+    rows: range
+    """Which of the rank's rows it is, counted from its first one."""
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Slices of the whole parameter, one per dimension."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
+
+    def of(self, local: Tensor) -> Tensor:
+        """Return the box as a view of the rank's rows, ``[n, *row_shape]``."""
+        return local[self.rows.start : self.rows.stop].view(self.shape) if self.shape else local
+
+
+def _boxes_of_rows(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut ``range(start, stop)`` of the indices of ``shape`` into boxes; yield where each begins, and its sizes."""
+    if not shape and start < stop:
+        yield (), ()
+        return
+    inner = math.prod(shape[1:])
+    while start < stop:
+        index, first = divmod(start, inner)
+        if first or stop - start < inner:  # a part of one index
+            end = min(stop, (index + 1) * inner)
+            for offsets, sizes in _boxes_of_rows(first, end - index * inner, shape[1:]):
+                yield (index, *offsets), (1, *sizes)
+        else:
+            count = (stop - start) // inner
+            end = start + count * inner
+            yield (index, *([0] * (len(shape) - 1))), (count, *shape[1:])
+        start = end
 
 
 class Backing(tuple[Tensor, ...]):
@@ -160,7 +217,9 @@ class RowShardedTensor(DTensor):
 
     If it has a partition, the mesh dimensions of the partition follow.
 
-    ``to_local()`` returns this rank's rows ``[n, *part_shape[1:]]``; for parameters, a view of the bucket's flat shard.
+    ``to_local()`` returns this rank's rows ``[n, *part_shape[row_dims:]]``; for parameters, a view of the bucket's flat
+    shard. ``row_dims`` is 1 but for stacks of matrices whose matrices are cut: their rows may be no box of the stack, so
+    that the local tensor has fewer dimensions than the whole one.
     ``full_tensor()`` returns the whole tensor on every rank; all ranks must call it.
     """
 
@@ -196,7 +255,7 @@ class RowShardedTensor(DTensor):
     def spec_of(split: RowSplit, topology: Topology, dtype: torch.dtype) -> compat.DTensorSpec:
         """Return the spec of a tensor with the rows of ``split`` on this rank of ``topology``."""
         shape = torch.Size(split.shape)
-        mesh, placements = topology.mesh, topology.placements(split.rows_of_whole(topology.shard))
+        mesh, placements = topology.mesh, topology.placements(split.placement(topology.shard))
         if split.partition is not None:
             mesh = split.partition.beside(mesh)
             placements = (*placements, *split.partition.placements_at_rest)
@@ -208,8 +267,8 @@ class RowShardedTensor(DTensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         piece = self.topology.shard
-        rows, pieces = self.split.rows_of_whole(piece), self.split.layout.world_size
-        held = f"rows {rows.start}:{rows.stop}" if rows else "no rows"
+        placement, pieces = self.split.placement(piece), self.split.layout.world_size
+        held = placement.held if placement.rows else "no rows"
         if self.split.partition is not None:
             held += f", {self.split.partition.placements} over {self.split.partition.mesh.mesh_dim_names}"
         return (
@@ -349,29 +408,27 @@ class RowShardedTensor(DTensor):
 
     # torch.distributed.checkpoint calls these to learn which rows this rank holds. ``Shard(0)`` would imply others.
 
-    def _chunk(self) -> Any:
-        rows = self.split.rows_of_whole(self.topology.shard)
-        if not self.split.shape:
-            return compat.ChunkStorageMetadata(torch.Size(), torch.Size()) if rows else None
-        if not rows and (self.numel() or self.topology.shard):  # a tensor without elements is still in the checkpoint
-            return None
-        return compat.ChunkStorageMetadata(
-            torch.Size([rows.start, *self.split.offsets[1:]]), torch.Size([len(rows), *self.split.part_shape[1:]])
-        )
+    def _boxes(self) -> list[RowBox]:
+        boxes = self.split.boxes(self.topology.shard)
+        if not self.numel() and not boxes and not self.topology.shard:  # it is in the checkpoint all the same
+            return [RowBox(self.split.offsets, self.split.part_shape, range(0))]
+        return boxes
 
     def __create_chunk_list__(self) -> list[Any]:
         # Called on every rank, with or without rows, before a checkpoint is read into these rows.
         if self.backing:
             _before_write(self.backing)
-        chunk = self._chunk()
-        return [chunk] if chunk is not None else []
+        return [compat.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.shape)) for box in self._boxes()]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        chunk = self._chunk()
-        return [compat.shard_write_item(fqn, chunk, self._local_tensor, self.shape)] if chunk is not None else []
+        return [
+            compat.shard_write_item(fqn, box.offsets, box.of(self._local_tensor), self.shape) for box in self._boxes()
+        ]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return self._local_tensor
+        if index.offset is None:
+            return self._local_tensor
+        return next(box for box in self._boxes() if box.offsets == tuple(index.offset)).of(self._local_tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy the rows to their own memory, outside of any bucket."""
@@ -774,9 +831,7 @@ def _local_rows(func: Any, value: Tensor, reference: RowShardedTensor) -> Tensor
     )
     if not fits:
         raise _unsupported(func, (reference, value), {})
-    if value.ndim == reference.ndim and value.ndim and value.shape[0] == reference.shape[0]:
-        return take_rows(value, reference.split, reference.topology.shard)
-    return reference.split.part_of(value)
+    return take_broadcast_rows(value, reference.split, reference.topology.shard)
 
 
 # -- random -----------------------------------------------------------------------------------------------------------

@@ -112,8 +112,7 @@ def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:
     work = [math.prod(split.shape) * (min(split.shape) if len(split.shape) > 1 else 1) for split in splits]
     for i, split in enumerate(splits):
         home = next(
-            (piece for piece in range(pieces) if len(split.rows(piece)) == split.layout.slots[split.index].num_rows),
-            None,
+            (piece for piece in range(pieces) if len(split.elements(piece)) == math.prod(split.part_shape)), None
         )
         if home is not None:
             found[i] = home
@@ -191,11 +190,7 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
 def legs_of(splits: Sequence[RowSplit], topology: Topology) -> list[Leg]:
     """Return each matrix's route to its owner. With HFSDP, first over the outer ranks, then over the inner ones."""
     owner = dict(enumerate(owners(splits, topology.shards)))
-    row_numels = [split.layout.slots[split.index].row_numel for split in splits]
-    numel = {
-        k: [len(split.rows(piece)) * row_numels[k] for piece in range(topology.shards)]
-        for k, split in enumerate(splits)
-    }
+    numel = {k: [len(split.elements(piece)) for piece in range(topology.shards)] for k, split in enumerate(splits)}
     if len(topology.shard_groups) < 2:
         return [Leg(group, owner, numel) for group in topology.shard_groups]
     outer, inner = topology.shard_groups

@@ -71,7 +71,8 @@ class BucketPlanner:
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):
-                form = quantize.ROUNDED
+                # Products of values and scales of nvfp4 have more bits than float8, whatever the scales.
+                form = quantize.DEQUANTIZED if scaling == quantize.NVFP4 else quantize.ROUNDED
             dtypes = self._dtypes(param, sites)
             groups.setdefault((dtypes, param.requires_grad, is_expert, scaling, form), []).append(spec)
         plans: list[BucketPlan] = []
@@ -84,6 +85,8 @@ class BucketPlanner:
                     bucket = self._bucket(unit, row_by_row(spec, itemsize, shards), dtypes, requires_grad, is_expert)
                     plans.append(replace(bucket, form=form))
                 continue
+            if scaling and most is not None:
+                most = quantize.numel_of_sent(most, scaling)
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
                 for layout in plan_layouts(part, itemsize, shards, self._policy(scaling)):
@@ -101,7 +104,7 @@ class BucketPlanner:
         return Dtypes(param.dtype, self.precision.compute_dtype(param, sites), self.precision.position(sites))
 
     def _scaling(self, unit: Unit, param: nn.Parameter, sites: Sequence[Site], is_expert: bool) -> str:
-        """Return the scaling of a parameter that is gathered in float8; "" for others."""
+        """Return the scaling of a parameter that is quantized to be gathered; "" for others."""
         topology, ndim = self.topology_of(is_expert), param.dim()
         policy = self.precision.policy_at(self.precision.position(sites))
         if policy.param_comm_dtype is None or not topology.gathers_shards or ndim not in (2, 3):
@@ -109,7 +112,8 @@ class BucketPlanner:
         if not param.dtype.is_floating_point or param.dtype.itemsize < 2:
             return ""
         asked, scaling = policy.param_comm_filter, policy.param_comm_scaling
-        fits = local_shape(param)[-1] % quantize.MX_BLOCK == 0 or scaling != quantize.MX
+        block = quantize.block_numel(scaling)
+        fits = local_shape(param)[-1] % block == 0
         if asked is None:
             embeds = any(isinstance(site.module, nn.Embedding) for site in sites)
             return scaling if fits and not unit.is_root and not embeds and (ndim == 2 or is_expert) else ""
@@ -117,19 +121,17 @@ class BucketPlanner:
             return ""
         if not fits:
             raise ValueError(
-                f"param_comm_scaling='mxfp8' scales {quantize.MX_BLOCK} neighbors in a row together, but rows of "
+                f"param_comm_scaling={scaling!r} scales {block} neighbors in a row together, but rows of "
                 f"{sites[0].name!r}, which param_comm_filter has chosen, have {local_shape(param)[-1]:,} elements, which is no "
-                f"multiple of {quantize.MX_BLOCK}. Leave it out with the filter, or use another scaling."
+                f"multiple of {block}. Leave it out with the filter, or use another scaling."
             )
         return scaling
 
-    def _policy(self, scaling: str) -> LayoutPolicy | None:
+    def _policy(self, scaling: str) -> LayoutPolicy:
         """Return the limits for layouts whose shards must not cut blocks of a scaling."""
-        policy, block = self.layout_policy, quantize.block_numel(scaling)
-        if block == 1:
-            return policy
-        policy = policy or LayoutPolicy()
-        return replace(policy, block_numel=max(policy.block_numel, block))  # powers of two
+        policy, block = self.layout_policy or LayoutPolicy(), quantize.block_numel(scaling)
+        cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)
+        return replace(policy, block_numel=max(policy.block_numel, block), cuts_matrices=cuts)  # powers of two
 
     def _form_of_layers(self, sites: Sequence[Site]) -> str:
         """Return the form in which layers of Transformer Engine get a parameter that they have quantized; "" for others."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .. import compat
+from .. import compat, quantize
 from ..memory import extension
 from ..memory.bucket import BucketPlan
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
@@ -164,8 +164,9 @@ class ModelPlan:
         if not quantized:
             raise ValueError(
                 f"param_comm_dtype={asking[0].param_comm_dtype} is given, but no parameter is quantized: by default only "
-                "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8', "
-                "if their rows are multiples of 32). Pass fsdp_unit_modules, or param_comm_filter=lambda name, parameter: ..."
+                "matrices in units are, and only parameters of two or three dimensions can be (with param_comm_scaling='mxfp8' or "
+                "'nvfp4', if their rows are multiples of 32 or 16). Pass fsdp_unit_modules, or "
+                "param_comm_filter=lambda name, parameter: ..."
             )
         for bucket in quantized:
             if bucket.scaling != "tensorwise" or bucket.stays_quantized:  # libraries have scales per part
@@ -317,7 +318,9 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 def _quantized(bucket: BucketPlan) -> str:
     if bucket.is_extension:
         return ", gathers itself"
-    return f", gathered in float8, {bucket.scaling}, {bucket.form}" if bucket.scaling else ""
+    if not bucket.scaling:
+        return ""
+    return f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}"
 
 
 def _values(params: Mapping[str, nn.Parameter], names: Collection[str]) -> list[str]:

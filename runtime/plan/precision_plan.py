@@ -60,14 +60,14 @@ class PrecisionPlan:
                 f"mixed_precision_policy has a {type(strangers[0]).__name__} as a key that is not part of the model"
             )
         own: dict[Any, int] = {}  # by module, or class
-        for position, key in enumerate(keys, 1):
-            found = [key] if isinstance(key, nn.Module) else resolve_classes(model, [key], "mixed_precision_policy")
-            own |= dict.fromkeys(found, position)
         every = list(policies)
+        for number, key in enumerate(keys, 1):
+            found = [key] if isinstance(key, nn.Module) else resolve_classes(model, [key], "mixed_precision_policy")
+            own |= dict.fromkeys(found, every.index(every[number]))  # equal policies share buckets
         positions: dict[nn.Module, int] = {}
         borders: dict[nn.Module, tuple[str, Casts]] = {}
         for name, module in model.named_modules():
-            position = next((own[key] for key in (module, *type(module).__mro__) if key in own), None)
+            position: int | None = next((own[key] for key in (module, *type(module).__mro__) if key in own), None)
             is_border = not name or position is not None or module in units or isinstance(module, tuple(unit_classes))
             if not is_border:
                 position = positions[model.get_submodule(name.rpartition(".")[0])]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model
 from mfsdp_compile.models.llama import Block
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 from mfsdp_compile.runtime.fp8_linear import quantize_over
 
 pytestmark = [
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=E4M3)
+NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 _BY_ROWS = compat.multiplies_by_rows(torch.device("cpu"))
 SCALINGS = [
     pytest.param("rowwise", marks=pytest.mark.skipif(FAKE and not _BY_ROWS, reason="needs torch 2.13 on CPUs")),
@@ -64,6 +65,20 @@ def test_quantization_is_that_of_a_cpu() -> None:
         assert torch.equal(mine[0].view(torch.uint8).cpu(), its[0].view(torch.uint8))
 
 
+def test_nvfp4_is_that_of_a_cpu() -> None:
+    """So are records of weights that are gathered in float4, and what they are dequantized to."""
+    values = operands()[0].detach().reshape(-1, 256) * torch.logspace(-6, 0, 256, device="cuda").unsqueeze(-1)
+    found = []
+    for on_device in (values, values.cpu()):
+        parts = [(0, on_device.shape, quantize.matrix_scales_of(quantize.amax(on_device, "nvfp4")))]
+        data = quantize.quantize_nvfp4(on_device.flatten(), parts)
+        found.append(
+            [data.cpu(), *(quantize.dequantize_nvfp4(data, parts, dtype).cpu() for dtype in (BF16, torch.float32))]
+        )
+    for mine, its in zip(*found, strict=True):
+        assert torch.equal(mine, its)
+
+
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), ROWWISE], ids=["", "float8 gathers"])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compiled_model(scaling: str, policy: MixedPrecisionPolicy) -> None:
@@ -73,10 +88,11 @@ def test_compiled_model(scaling: str, policy: MixedPrecisionPolicy) -> None:
     assert 1e-4 < comparison.largest < 0.35
 
 
-def test_gathers_eager_and_compiled() -> None:
+@pytest.mark.parametrize("policy", [ROWWISE, NVFP4], ids=["float8", "float4"])
+def test_gathers_eager_and_compiled(policy: MixedPrecisionPolicy) -> None:
     losses = []
     for mode in MODES:
-        model = fully_shard_model(whole().to(BF16), fsdp_unit_modules=[Block], mixed_precision_policy=ROWWISE)
+        model = fully_shard_model(whole().to(BF16), fsdp_unit_modules=[Block], mixed_precision_policy=policy)
         call = model if mode == "eager" else torch.compile(model, backend="mfsdp", options={"inner": mode})
         with same_bits():
             losses.append(call(*tokens()))

@@ -26,6 +26,7 @@ def skip_unless_available(recipe: str) -> None:
         "current": "is_fp8_available",
         "mxfp8": "is_mxfp8_available",
         "blockwise": "is_fp8_block_scaling_available",
+        "nvfp4": "is_nvfp4_available",
     }
     if recipe in checks:
         available, why = getattr(State, checks[recipe])()
@@ -40,7 +41,7 @@ def test_sharded_equals_alone(kind: str, recipe: str) -> None:
     te_models.compare(kind, [recipe])
 
 
-@pytest.mark.parametrize("recipe", ["current", "mxfp8", "blockwise"])
+@pytest.mark.parametrize("recipe", ["current", "mxfp8", *te_models.BLOCKS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_parameters(kind: str, recipe: str) -> None:
     skip_unless_available(recipe)

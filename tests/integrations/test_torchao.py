@@ -39,6 +39,7 @@ pytestmark = pytest.mark.skipif(not torchao_models.IS_THERE, reason="needs torch
 
 BF16, F8 = torch.bfloat16, quantize.DTYPE
 ROWWISE = MixedPrecisionPolicy(param_comm_dtype=F8)
+NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 
 
 def shard(model: nn.Module, mode: str = EAGER, **arguments: Any) -> tuple[Any, Callable[..., Tensor], Any]:
@@ -369,6 +370,10 @@ def test_rowwise_recipes(recipe: str) -> None:
         assert [bucket.plan.form for bucket in quantized] == [quantize.ROUNDED] * 2
         found.append(train(model, call, optimizer))
     assert_equal(*found)
+    model, call, _ = shard(llama(recipe=recipe), mixed_precision_policy=NVFP4)
+    (form,) = {bucket.plan.form for bucket in model.sharded.buckets if bucket.quantized is not None}
+    assert form == quantize.DEQUANTIZED  # with other scales than powers of two
+    assert loss_of(call, 0).isfinite()
 
 
 def test_mxfp8_is_that_of_torchao() -> None:
@@ -383,6 +388,32 @@ def test_mxfp8_is_that_of_torchao() -> None:
     plane = quantize.from_records(quantize.quantize_mx(values.bfloat16().flatten()))
     assert torch.equal(plane[: values.numel()], data.flatten().view(torch.uint8))
     assert torch.equal(plane[values.numel() :], scales.flatten().view(torch.uint8))
+
+
+def test_nvfp4_is_that_of_torchao() -> None:
+    """Bytes, scales and dequantized values of ``param_comm_scaling="nvfp4"``, to the bit.
+
+    torchao multiplies by reciprocal scales, which may round to another side of a midpoint; with these values it does not.
+    Its scales are no smaller than E4M3's normal numbers, so values are compared whose scales are normal.
+    """
+    torchao()
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    values = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 1, 64).unsqueeze(-1)
+    values = values.bfloat16()
+    scales = quantize.matrix_scales_of(quantize.amax(values, "nvfp4"))
+    theirs = NVFP4Tensor.to_nvfp4(values, per_tensor_scale=per_tensor_amax_to_scale(values.abs().max()))
+    assert scales.item() == theirs.per_tensor_scale.item()
+    data = quantize.quantize_nvfp4(values.flatten(), [(0, values.shape, scales)])
+    records = data.view(64, 6, 9)
+    normal = theirs.scale.float() > 2.0**-6
+    assert normal.float().mean() > 0.8
+    assert torch.equal(records[..., 8][normal], theirs.scale.view(torch.uint8)[normal])
+    assert torch.equal(records[..., :8][normal], theirs.qdata.view(64, 6, 8)[normal])
+    for dtype in (BF16, torch.float32):
+        result = quantize.dequantize_bucket(data, scales.flatten(), [(0, values.shape)], dtype, "nvfp4")
+        its = theirs.dequantize(dtype).view(64, 6, 16)
+        assert torch.equal(result.view(64, 6, 16)[normal], its[normal])
 
 
 @pytest.mark.parametrize("axis", [-1, 0, None])

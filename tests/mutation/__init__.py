@@ -7,7 +7,8 @@ from .checkpoint_mutants import CHECKPOINT
 from .fp8_mutants import FP8
 from .more_runtime_mutants import MORE_RUNTIME
 from .passes_mutants import PASSES_MUTANTS
+from .precision_mutants import PRECISION
 from .runtime_mutants import RUNTIME
 from .te_mutants import TRANSFORMER_ENGINE
 
-MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT, *FP8, *TRANSFORMER_ENGINE)
+MUTANTS = (*RUNTIME, *MORE_RUNTIME, *PASSES_MUTANTS, *CHECKPOINT, *FP8, *PRECISION, *TRANSFORMER_ENGINE)

@@ -7,6 +7,8 @@ from .mutant import Mutant
 LAYOUT = ("runtime/test_layout.py",)
 OPTIMIZER = "runtime/test_optimizer.py -k"
 TENSOR = "runtime/test_tensor.py -k"
+STACKS = "runtime/test_stacks.py -k"
+EXPERTS = "parallel/test_expert_parallel.py -k"
 
 RUNTIME = (
     # -- layout -------------------------------------------------------------------------------------------------------
@@ -90,8 +92,8 @@ RUNTIME = (
     Mutant(
         "runtime/layout.py",
         "the padding bound is that of free padding from the start",
-        "    for limit in (policy.goal(*size), policy.limit(*size)):",
-        "    for limit in (policy.limit(*size),):",
+        "    return policy.goal(*size) // itemsize, policy.limit(*size) // itemsize",
+        "    return policy.limit(*size) // itemsize, policy.limit(*size) // itemsize",
         LAYOUT,
     ),
     Mutant(
@@ -266,12 +268,97 @@ RUNTIME = (
         "",
         ("programs/test_more_programs.py -k test_a_penalty_in_the_loss_of_one_rank",),
     ),
+    # -- stacks of matrices -------------------------------------------------------------------------------------------
+    Mutant(
+        "runtime/layout.py",
+        "stacks are padded like everything else",
+        "        policy = replace(policy, max_padding=min(policy.max_padding, policy.max_stack_padding))\n",
+        "",
+        (f"{LAYOUT[0]} -k experts",),
+    ),
+    Mutant(
+        "runtime/layout.py",
+        "matrices with a scale are cut",
+        "    if not policy.cuts_matrices:\n        return\n",
+        "",
+        (f"{LAYOUT[0]} -k cut_only",),
+    ),
+    Mutant(
+        "runtime/plan/buckets.py",
+        "rows that share a scale lie on several ranks",
+        "cuts = policy.cuts_matrices and quantize.cuts_matrices(scaling)",
+        "cuts = policy.cuts_matrices",
+        (f"{STACKS} float8",),
+    ),
+    Mutant(
+        "runtime/quantize.py",
+        "scales of a cut matrix are those of another one",
+        "        return scales.flatten(0, row_dims - 1)[rows.start : rows.stop], 0",
+        "        return scales.flatten(0, row_dims - 1)[: len(rows)], 0",
+        (f"{STACKS} float8",),
+    ),
+    Mutant(
+        "runtime/memory/tensor.py",
+        "a part of a matrix goes on in the next one",
+        "            end = min(stop, (index + 1) * inner)",
+        "            end = stop",
+        (f"{STACKS} boxes",),
+    ),
+    Mutant(
+        "runtime/memory/tensor.py",
+        "boxes of a part are boxes of the whole",
+        "            its = tuple(o + first for o, first in zip(offsets, self.offsets, strict=True))",
+        "            its = tuple(offsets)",
+        ("parallel/test_expert_parallel.py -k checkpoints_of_cut",),
+    ),
+    Mutant(
+        "runtime/memory/tensor.py",
+        "a checkpoint is read into the first box",
+        "        return next(box for box in self._boxes() if box.offsets == tuple(index.offset)).of(self._local_tensor)",
+        "        return self._boxes()[0].of(self._local_tensor)",
+        (f"{STACKS} fsdp2_and_for_it",),
+    ),
+    Mutant(
+        "runtime/memory/redistribute.py",
+        "one value per matrix is the first one's",
+        "    return take_rows_of_part(value.expand(*shape[:dims], *value.shape[dims:]), split, rank)",
+        "    return value.expand(*shape[:dims], *value.shape[dims:]).flatten(0, dims - 1)[: len(split.rows(rank))]",
+        (f"{STACKS} at_rest",),
+    ),
+    Mutant(
+        "runtime/init/deferred_fill.py",
+        "the end of a matrix is drawn from its start",
+        "            before = sum(its.start * stride for its, stride in zip(index[:split], param.stride(), strict=False))",
+        "            before = 0",
+        ("runtime/test_drawing.py -k stack",),
+    ),
+    Mutant(
+        "runtime/compat/tensors.py",
+        "torch gets sizes for rows that are no box",
+        "        if self.dims > 1:\n            raise RuntimeError(",
+        "        if self.dims > 9:\n            raise RuntimeError(",
+        (f"{STACKS} state_dicts",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "experts are gathered from their only rank",
+        "self.releases_resident or self.is_alone:\n            return None",
+        "self.releases_resident:\n            return None",
+        (f"{EXPERTS} alone_have_no",),
+    ),
+    Mutant(
+        "runtime/topology.py",
+        "gradients of experts with outer ranks are not reduced",
+        "        if self.is_alone and self.outer is None and not keeps_whole:",
+        "        if self.inner.size == 1 and not keeps_whole:",
+        (f"{EXPERTS} alone_have_no",),
+    ),
     # -- rows ---------------------------------------------------------------------------------------------------------
     Mutant(
         "runtime/memory/redistribute.py",
         "rows are sent from the beginning of the tensor",
-        "(rows.start - first) * row_numel : (rows.stop - first) * row_numel",
-        "rows.start * row_numel : rows.stop * row_numel",
+        "[sent.start - first : sent.stop - first]",
+        "[sent.start : sent.stop]",
         ("runtime/test_tensor.py -k rows",),
     ),
     Mutant(
@@ -298,8 +385,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/redistribute.py",
         "full tensors have the padding of shorter pieces",
-        "gathered[piece, : len(split.rows(piece)) * row_numel]",
-        "gathered[piece, : longest * row_numel]",
+        "torch.cat([piece[:count] for piece",
+        "torch.cat([piece[: max(counts)] for piece",
         ("runtime/test_tensor.py",),
     ),
     Mutant(
@@ -388,8 +475,43 @@ RUNTIME = (
         ("runtime/test_quantized.py -k scales_of_mxfp8",),
     ),
     Mutant(
+        "runtime/quantize.py",
+        "ties of nvfp4 all go down",
+        "magnitudes >= midpoint if number % 2 else magnitudes > midpoint",
+        "magnitudes > midpoint",
+        ("runtime/test_quantized.py -k values_of_nvfp4",),
+    ),
+    Mutant(
+        "runtime/quantize.py",
+        "the two values of a byte change places",
+        "codes[:, ::2] | codes[:, 1::2] << 4",
+        "codes[:, 1::2] | codes[:, ::2] << 4",
+        ("runtime/test_quantized.py -k bytes_of_nvfp4",),
+    ),
+    Mutant(
+        "runtime/quantize.py",
+        "matrices of a stack share the largest scale",
+        "        its.copy_(scales.expand_as(its))",
+        "        its.copy_(scales.amax())",
+        ("runtime/test_quantized.py -k test_nvfp4",),
+    ),
+    Mutant(
+        "runtime/memory/quantized_shards.py",
+        "scales of matrices are those of before the collective",
+        "                bucket.scales.copy_(matrix_scales_of(its))",
+        "                pass",
+        ("runtime/test_quantized.py -k 'equals_one_process and nvfp4 and not aot'",),
+    ),
+    Mutant(
+        "runtime/precision.py",
+        "a dtype that the scaling is not for passes",
+        "        if self.param_comm_dtype not in (None, quantize.dtype_of(self.param_comm_scaling)):",
+        "        if False:",
+        ("runtime/test_quantized.py -k mean_nothing",),
+    ),
+    Mutant(
         "runtime/plan/buckets.py",
-        "mxfp8 takes rows that it cannot divide",
+        "mxfp8 and nvfp4 take rows that they cannot divide",
         "        if not fits:",
         "        if False:",
         ("runtime/test_quantized.py -k cannot_divide",),
@@ -418,8 +540,8 @@ RUNTIME = (
     Mutant(
         "runtime/memory/bucket.py",
         "rows of rank 0 are copied on every rank",
-        "            rows = split.rows(self.topology.shard)\n            if rows and",
-        "            rows = split.rows(0)\n            if rows and",
+        "take_rows_of_part(part, split, self.topology.shard)",
+        "take_rows_of_part(part, split, 0)",
         ("runtime/test_whole.py -k test_what_is_gathered_stays_within_its_budget",),
     ),
     Mutant(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
-from pool import Pools, on_ranks
+from pool import Pools, on_ranks, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -30,7 +30,7 @@ from mfsdp_compile.planning import Candidate, Job, workloads
 from mfsdp_compile.planning.planner import planned
 from mfsdp_compile.planning.trace_model import trace
 from mfsdp_compile.planning.workloads import Degrees, Workload, _tokens
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 from mfsdp_compile.runtime.plan import experts as runtime_experts
 from mfsdp_compile.runtime.topology import ShardingStrategy
 
@@ -289,6 +289,25 @@ def test_inductor() -> None:
     check_against(train_alone(), "2 x 2", INDUCTOR, checkpointed=False)
 
 
+@pytest.mark.parametrize("mode", [EAGER, pytest.param(AOT_EAGER, marks=pytest.mark.long)])
+@on_ranks(4)
+def test_experts_whose_matrices_are_cut(mode: str) -> None:
+    """Two ranks share three experts, so that the second one is cut."""
+    config = dataclasses.replace(CONFIG, experts=6, layers=1, dispatch="all_gather")
+    alone = train_alone(config=config)
+    with parity.tight_layouts():
+        check_against(alone, "2 x 2", mode, False, config=config, disable_bucketing=True)
+        model = make("2 x 2", config, disable_bucketing=True)
+    whole = dict(_model(config, None).named_parameters())
+    for name, param in model.module.named_parameters():
+        assert torch.equal(param.full_tensor(), whole[name])
+        with torch.no_grad():
+            assert torch.equal((param + whole[name]).full_tensor(), 2 * whole[name])
+        if is_expert(name):
+            assert param.split.row_dims == 2
+            assert len(param.split.rows(0)) % param.shape[1]
+
+
 # -- parameters at rest ------------------------------------------------------------------------------------------------
 
 
@@ -463,12 +482,14 @@ def test_training_goes_on_after_a_reset() -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def trained(mesh: str | None, steps: int = 1) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def trained(
+    mesh: str | None, steps: int = 1, config: MoeConfig = CONFIG, **more: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Train with AdamW. If ``mesh`` is None, every rank has all experts."""
     if mesh is None:
-        model = fully_shard_model(_model(CONFIG, None), fsdp_unit_modules=[MoeBlock])
+        model = fully_shard_model(_model(config, None), fsdp_unit_modules=[MoeBlock], **more)
     else:
-        model = make(mesh)
+        model = make(mesh, config, **more)
     optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
     for step in range(steps):
         loss_of(model, batches(step)[0][dist.get_rank()]).backward()
@@ -489,6 +510,20 @@ def wholes(model: MegatronFSDP, optimizer: torch.optim.Optimizer) -> dict[str, T
 def test_checkpoints_fit_other_expert_parallel_sizes(pools: Pools, tmp_path: Path) -> None:
     """Weights and AdamW's state load bit for bit at other expert-parallel sizes."""
     pools.of(4).run(save_and_load, folder=str(tmp_path))
+
+
+@on_ranks(4)
+def test_checkpoints_of_cut_matrices_fit_other_expert_parallel_sizes() -> None:
+    checkpoints, config = Checkpoints(shared_folder()), dataclasses.replace(CONFIG, experts=6, layers=1)
+    with parity.tight_layouts():
+        model, optimizer = trained("2 x 2", config=config, disable_bucketing=True)
+        checkpoints.save(1, model, optimizer)
+        expected = wholes(model, optimizer)
+        for mesh in ("4 x 1", None):
+            other, its = trained(mesh, steps=0, config=config, disable_bucketing=True)
+            checkpoints.load(other, its)
+            found = wholes(other, its)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def save_and_load(folder: str) -> None:
@@ -620,16 +655,17 @@ TABLE = Path(__file__).parents[2] / "docs" / "expert_parallel.md"
 
 
 def expected_counts(mesh: str, mode: str, checkpointed: bool) -> tuple[int, int, int, int, int]:
-    buckets = UNITS + EXPERT_UNITS
+    shared = mesh != "1 x 4"  # experts that no other rank has are used and reduced without communication
+    buckets = UNITS + EXPERT_UNITS * shared
     # Backward gathers layers again. An embedding's backward does not need it, but the eager path follows the order of
     # units and has gathered the embedding by the time that this shows. The last unit stays gathered.
-    again = 2 * EXPERT_UNITS + (mode == EAGER)
+    again = EXPERT_UNITS * (1 + shared) + (mode == EAGER)
     exchanges = (
         0 if mesh == "4 x 1" else 5 + 3 * checkpointed
     )  # loads, dispatch, combine; gradients of both; the first three again
     outer, shards_outer = mesh.startswith("H"), mesh.startswith("HFSDP")
     # Eager ranks find out which parameters were used. For experts, the ranks that share them do.
-    asks = (1 + (mesh != "1 x 4")) * (mode == EAGER)
+    asks = (1 + shared) * (mode == EAGER)
     return (
         buckets + again,
         buckets * shards_outer,
@@ -670,6 +706,19 @@ def test_the_table_in_the_docs() -> None:
 @on_ranks(4)
 def test_communication_of_a_step(mesh: str, mode: str, checkpointed: bool) -> None:
     assert counted(mesh, mode, checkpointed) == expected_counts(mesh, mode, checkpointed)
+
+
+@on_ranks(4)
+def test_experts_alone_have_no_collectives() -> None:
+    """Experts that no other rank has have none. Those that only outer ranks have, too, are reduced with them."""
+    config = dataclasses.replace(CONFIG, layers=1, dispatch="all_gather")
+    for mesh, groups in (("1 x 4", []), ("HSDP 2 x 1 x 2", [1, 2])):
+        model = make(mesh, config)
+        (experts,) = (bucket for bucket in model.sharded.buckets if bucket.plan.is_expert)
+        assert bool(experts.exchange.gather_group) == bool(groups)
+        assert experts.exchange.group_sizes == groups
+    model = make("1 x 4", config, report_nan_in_param_grad=True)  # the start of a reduction inspects gradients
+    assert all(bucket.exchange.inspected and bucket.exchange.groups for bucket in model.sharded.buckets)
 
 
 @pytest.mark.long
@@ -871,13 +920,13 @@ def test_marked_parameters_are_experts_wherever_they_are() -> None:
     }
 
 
-@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "blockwise", "mxfp8", "nvfp4"])
 @on_ranks(4)
 def test_quantized_gathers(scaling: str) -> None:
     """Stacked experts have scales per expert. Two collectives per step: experts are not on the same ranks as the rest."""
-    policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling=scaling)  # type: ignore[arg-type]
+    policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)  # type: ignore[arg-type]
     batch = batches(0)[0][dist.get_rank()]
-    config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling == "mxfp8" else CONFIG
+    config = dataclasses.replace(CONFIG, width=64, hidden=96) if scaling in ("mxfp8", "nvfp4") else CONFIG
     model, plain = make("2 x 2", config, mixed_precision_policy=policy), make("2 x 2", config)
     losses: list[Tensor] = []
     counts = collectives(lambda: losses.append(loss_of(model, batch).detach()))
@@ -892,6 +941,7 @@ def test_quantized_gathers(scaling: str) -> None:
         "tensorwise": lambda rows, columns: 1,
         "blockwise": lambda rows, columns: -(-rows // 128) * -(-columns // 128),
         "mxfp8": lambda rows, columns: 0,  # they are gathered with the data
+        "nvfp4": lambda rows, columns: 1,  # as those of mxfp8, besides
     }[scaling]
     counts = [shape[0] * per_matrix(*shape[1:]) for shape in shapes]
     assert sum(bucket.scale_count for bucket in stacked) == sum(counts)

@@ -35,7 +35,7 @@ from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.diagnostics.measure import allocated, collectives
 from mfsdp_compile.parallel.pipeline_parallel import PipelineStage, clip_grad_norm_, held_memory, state_of
 from mfsdp_compile.passes.solver.simulate import Category, OptimizerCost, resting_memory
-from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime import compat, quantize
 
 MICROBATCHES = 4
 
@@ -43,9 +43,9 @@ MICROBATCHES = 4
 class Layer(nn.Module):
     """A block, with or without activation checkpointing."""
 
-    def __init__(self, checkpointed: bool) -> None:
+    def __init__(self, checkpointed: bool, width: int) -> None:
         super().__init__()
-        self.block = Block(width=13, hidden=11)
+        self.block = Block(width=width, hidden=11)
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,11 +55,11 @@ class Layer(nn.Module):
 class Chain(nn.Module):
     """A model that can be cut anywhere. Names of layers are their numbers in the whole model."""
 
-    def __init__(self, layers: int = 4, checkpointed: bool = False) -> None:
+    def __init__(self, layers: int = 4, checkpointed: bool = False, width: int = 13) -> None:
         super().__init__()
-        self.enter: nn.Module = nn.Linear(8, 13)
-        self.layers = nn.ModuleDict({str(i): Layer(checkpointed) for i in range(layers)})
-        self.head: nn.Module = nn.Linear(13, 5)
+        self.enter: nn.Module = nn.Linear(8, width)
+        self.layers = nn.ModuleDict({str(i): Layer(checkpointed, width) for i in range(layers)})
+        self.head: nn.Module = nn.Linear(width, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x)
@@ -254,13 +254,15 @@ def test_what_is_held_changes_no_number(strategy: str, mode: str) -> None:
         train(Schedule1F1B, mode, steps=2, zero_dp_strategy=strategy, stage_options=held)
 
 
+@pytest.mark.parametrize("scaling", ["rowwise", pytest.param("nvfp4", marks=pytest.mark.long)])
 @on_ranks(4)
-def test_quantized_gathers() -> None:
+def test_quantized_gathers(scaling: Any) -> None:
     """Stages quantize their weights once per step, and their code gathers what the eager path gathers."""
     mesh, found = pipeline_mesh(), []
     for mode in (EAGER, AOT_EAGER):
-        policy = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)
-        pipeline = Pipeline(Schedule1F1B, mode, mesh, parity.build(Chain), mixed_precision_policy=policy)
+        policy = MixedPrecisionPolicy(param_comm_dtype=quantize.dtype_of(scaling), param_comm_scaling=scaling)
+        chain = parity.build(functools.partial(Chain, width=16))  # rows of 16, which share a scale with nvfp4
+        pipeline = Pipeline(Schedule1F1B, mode, mesh, chain, mixed_precision_policy=policy)
         optimizer = fully_shard_optimizer(parity.sgd(pipeline.params))
         results: list[Tensor] = []
         replica = mesh["dp"].get_local_rank()

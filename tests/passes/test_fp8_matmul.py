@@ -38,6 +38,8 @@ needs_rows = pytest.mark.skipif(
 SCALINGS = [pytest.param("rowwise", marks=needs_rows), "tensorwise"]
 LINEARS = 7  # in a block
 GATHERED = MixedPrecisionPolicy(param_comm_dtype=E4M3)
+MXFP8 = MixedPrecisionPolicy(param_comm_dtype=E4M3, param_comm_scaling="mxfp8")
+NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 ROUNDING = 2**-4
 """Largest relative error of a value that is rounded to 3 bits of mantissa."""
 
@@ -410,6 +412,20 @@ def test_gathered_bytes_are_multiplied(change: Callable[[Llama], Llama], regions
     kinds = 2 if change is _frozen else 1  # frozen matrices have buckets of their own
     assert report.lines[-1] == f"{3 * kinds} of {len(record.context.buckets)} buckets stay in float8"
     assert len(record.regions) == regions
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", [MXFP8, NVFP4], ids=["mxfp8", "nvfp4"])
+@on_ranks(2, timeout=240)
+def test_weights_that_were_gathered_with_other_scales(policy: MixedPrecisionPolicy) -> None:
+    """They are dequantized, and quantized again as the products need it."""
+    assert_parity("tensorwise", policy=policy)
+    model = shard(build(), policy=policy)
+    compiled(model, fp8_matmul="tensorwise")(*tokens(0)).backward()
+    (record,) = model.sharded.compiled_graphs
+    (report,) = (r for r in record.reports[None] if r.name == "fp8_matmul")
+    assert not any("stay in float8" in line for line in report.lines)
+    assert any(bucket.quantized is not None for bucket in model.sharded.buckets)
 
 
 def _by_name(model: Any, found: list[Tensor]) -> list[Tensor]:

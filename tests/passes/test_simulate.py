@@ -219,6 +219,11 @@ def test_quantized_gathers() -> None:
     info = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise")
     assert (info.sent_bytes, plain.sent_bytes, info.gathered_bytes) == (1000, 4000, 4000)
     assert (info.in_flight_bytes, info.fresh_bytes, plain.in_flight_bytes) == (1000, 4000, 0)
+    fp4 = bucket("a", 1600, sizes=[10, 160], ndims=[2], scaling="nvfp4")
+    assert (fp4.sent_bytes, fp4.gathered_bytes, fp4.in_flight_bytes) == (900, 6400, 900)
+    assert fp4.quantized_bytes == 900 // RANKS
+    assert COSTS.reduce_scales([fp4]) == collective_seconds("all_reduce", 4, Ring(RANKS, 1), MACHINE)
+    assert COSTS.dequantize(fp4) > COSTS.dequantize(bucket("a", 1600, sizes=[10, 160], ndims=[2], scaling="tensorwise"))
     in_buffer = bucket("a", sizes=[10, 100], ndims=[2], scaling="rowwise", buffers=(1000, 2, 0, 0))
     assert (in_buffer.in_flight_bytes, in_buffer.fresh_bytes) == (0, 4000)
     ring = Ring(RANKS, 1)

@@ -51,6 +51,7 @@ HAS_ROWS = compat.multiplies_by_rows(torch.device("cpu"))
 """Whether graphs with products in float8 that have scales of rows can run here."""
 OF_ROWS = (mutants.scales_not_folded, mutants.quantized_over_the_other_dimension)
 MXFP8 = MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn, param_comm_scaling="mxfp8")
+NVFP4 = MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def graphs() -> list[Scheduled]:
                 "quantized, portions", zoo.Uneven, "optim_grads_params", policy=QUANTIZED, reshard_after_forward=2
             ),
             *captured("mxfp8", zoo.Aligned, "optim_grads_params", BF16, policy=MXFP8),
+            *captured("nvfp4", zoo.Aligned, "optim_grads_params", BF16, policy=NVFP4),
             *(_multiplied_by_rows() if HAS_ROWS else ()),
             *captured("float8, regions", zoo.Aligned, "optim", BF16, fp8_matmul="tensorwise", regions=True),
             *captured("float32 gradients", zoo.Uneven, "HSDP optim", BF16, policy=MixedPrecisionPolicy(F32, F32)),

@@ -345,6 +345,7 @@ def test_the_report_of_a_model(tmp_path: Path) -> None:
     text = to_text(report)
     assert "1.00 GiB" in text
     assert "all rules hold" in text
+    assert report.environment["precision"] == str(model.sharded.precision) == "the default"
     predicted = sum(unit.predicted for unit in report.measured)
     optimizer = sum(s for (stage, _), s in report.timeline.units.items() if stage.value == "optimizer")
     assert predicted == pytest.approx(report.timeline.seconds - optimizer)

@@ -437,6 +437,8 @@ def test_command_divides_units(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"gathered in float8 ({scaling})" in capsys.readouterr().out
     assert main(["plan", "--model", "demo", "--dtype", "float32", "--param-dtype", "bfloat16"]) == 0
     assert "in torch.bfloat16, built in torch.float32," in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "--model", "demo", "--world", "8", "--gather-fp4"]) == 0
+    assert "gathered in float4 (nvfp4)" in capsys.readouterr().out
     for wrong in (["--fine-grained", "--unit", "1MiB"], ["--no-bucketing", "--bucket", "1MiB"]):
         assert main(["plan", "--model", "demo", "--world", "8", *wrong]) == 2
     assert "divides units, and --unit joins them" in capsys.readouterr().err

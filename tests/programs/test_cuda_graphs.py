@@ -134,6 +134,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "kept gathered": {"accumulation": {"keep_gathered": True}},
     "nothing sharded": {"zero_dp_strategy": 0},
     "quantized gathers": {"precision": MixedPrecisionPolicy(param_comm_dtype=torch.float8_e4m3fn)},
+    "nvfp4": {"precision": MixedPrecisionPolicy(param_comm_dtype=torch.float4_e2m1fn_x2, param_comm_scaling="nvfp4")},
 }
 
 

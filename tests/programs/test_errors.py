@@ -17,7 +17,7 @@ from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
+from torch.distributed.fsdp import MixedPrecision
 
 from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.runtime.ranks import agreement
@@ -96,7 +96,7 @@ def test_what_only_fp8_parameters_have_warns() -> None:
         ({"device": "meta"}, ValueError, "device='meta'.*cpu"),
         ({"device": "gpu"}, ValueError, "device='gpu' is not a device"),
         (
-            {"mixed_precision_policy": TorchPolicy(torch.bfloat16)},
+            {"mixed_precision_policy": MixedPrecision(torch.bfloat16)},
             TypeError,
             r"torch.distributed.fsdp.*param_dtype.*grad_comm_dtype",
         ),

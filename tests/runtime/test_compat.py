@@ -606,10 +606,10 @@ def test_inductor_options_are_known() -> None:
 
 
 def test_write_items_say_where_rows_lie() -> None:
-    chunk = compat.ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([2, 4]))
-    item = compat.shard_write_item("weight", chunk, torch.zeros(2, 4), torch.Size([8, 4]))
+    item = compat.shard_write_item("weight", [3, 0], torch.zeros(2, 4), torch.Size([8, 4]))
     assert item.index.offset == torch.Size([3, 0])
     assert item.tensor_data is not None
+    assert item.tensor_data.chunk.sizes == torch.Size([2, 4])
     assert item.tensor_data.size == torch.Size([8, 4])
 
 

@@ -65,7 +65,7 @@ def filled(
         with torch.no_grad(), taking:
             fill(param)
         with torch.no_grad():
-            taking.take(param, split.slices(rank), part)
+            taking.take(param, [(box.slices, box.of(part)) for box in split.boxes(rank)])
         assert torch.equal(torch.rand(1), following)
         parts.append(part)
     return parts, whole, following
@@ -98,6 +98,13 @@ def test_rows_are_those_of_the_whole(name: str) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("name", ["normal", "scaled"])
+def test_rows_of_a_stack_are_those_of_the_whole(name: str) -> None:
+    parts, whole, _ = filled(FILLS[name], (2, 1201, 503), torch.float32)
+    assert all(part.shape[1:] == (503,) for part in parts)  # matrices are cut
+    assert torch.equal(torch.cat(parts).view(whole.shape), whole)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["normal", "uniform"])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -105,7 +112,8 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", [(2048, 1024), (2, 1201, 503)])
+def test_only_what_is_taken_is_drawn(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     deferred_fill._draws(torch.ops.aten.normal_.default, torch.float32)  # known from now on
     drawn: list[int] = []
     part = deferred_fill._Fill.part
@@ -117,9 +125,9 @@ def test_only_what_is_taken_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(deferred_fill._Fill, "part", counted)
     monkeypatch.setattr(deferred_fill._Fill, "everything", lambda fill: pytest.fail("a whole parameter was drawn"))
-    filled(FILLS["normal"], (2048, 1024), torch.float32)
-    assert len(drawn) == RANKS
-    assert sum(drawn) < 2048 * 1024 + 2 * RANKS * 16
+    filled(FILLS["normal"], shape, torch.float32)
+    assert RANKS <= len(drawn) <= (2 * len(shape) - 3) * RANKS  # one part of a matrix per rank, up to three of a stack
+    assert sum(drawn) < math.prod(shape) + 2 * len(drawn) * 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -644,28 +646,32 @@ def test_structures_are_cast() -> None:
     assert cast_tensors(Pair, BF16) is Pair
 
 
-@pytest.mark.usefixtures("fake_world")
-def test_a_forward_that_was_wrapped_casts() -> None:
-    """A forward that is set on the module itself, as libraries do it, is cast around."""
-    seen = []
+def _noting(forward: Any, seen: list[torch.dtype], x: Tensor) -> Tensor:
+    seen.append(x.dtype)
+    return forward(x)
 
-    def wrap(forward: Any) -> Any:
-        def wrapped(x: Tensor) -> Tensor:
-            seen.append(x.dtype)
-            return forward(x)
 
-        return wrapped
-
-    model = zoo.Plain()
-    for block in model.blocks:
-        block.forward = wrap(block.forward)
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_a_forward_that_was_wrapped_casts(mode: str) -> None:
+    """A forward that is set on the module itself, as libraries do it, is cast around, also in a copy of the model."""
     policies = {
         None: MixedPrecisionPolicy(param_dtype=BF16),
         zoo.Block: MixedPrecisionPolicy(param_dtype=F16, output_dtype=BF16),
     }
-    sharded = fully_shard_model(model, fsdp_unit_modules=[zoo.Block], mixed_precision_policy=policies)
-    sharded(torch.randn(4, 8)).backward()
+    model, seen = parity.build(zoo.Plain), []
+    for block in model.blocks:
+        block.forward = functools.partial(_noting, block.forward, seen)
+    sharded, call = parity.shard(model, mode, precision=policies)
+    plain, _ = parity.shard(parity.build(zoo.Plain), EAGER, precision=policies)
+    x = torch.randn(4, 8)
+    assert torch.equal(call(x), plain(x))
     assert seen == [F16] * 3
+    assert list(inspect.signature(model.blocks[0].forward).parameters) == ["x"]
+    duplicate = copy.deepcopy(sharded)
+    with torch.no_grad():
+        sharded.module.blocks[0].up.weight.zero_()
+    assert torch.equal(duplicate(x), plain(x)) and not torch.equal(sharded(x), plain(x))
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -851,6 +857,15 @@ def test_the_context_of_several_policies() -> None:
     for other in (inside[None], {**inside, nn.LayerNorm: TorchPolicy()}):
         with pytest.raises(ValueError, match=r"LayerNorm: .*everything else: "), model.mixed_precision_context(other):
             pass
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_dtypes_of_shards() -> None:
+    """FSDP2's policy leaves shards in the dtype of the model, ours makes them float32."""
+    for policy, expected in ((TorchPolicy(param_dtype=F16), BF16), (MixedPrecisionPolicy(param_dtype=F16), F32)):
+        model = fully_shard_model(zoo.Plain().bfloat16(), fsdp_unit_modules=[zoo.Block], mixed_precision_policy=policy)
+        assert {param.dtype for param in model.parameters()} == {expected}
+        assert {bucket.plan.compute_dtype for bucket in model.sharded.buckets} == {F16}
 
 
 @pytest.mark.usefixtures("fake_world")

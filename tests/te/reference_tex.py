@@ -4,7 +4,7 @@
 PyTorch: quantizing rounds as torch's float8 dtypes round, and a matmul multiplies dequantized values and sums in
 float32. Call :func:`install` before the first ``import transformer_engine.pytorch``.
 
-Not here: fused attention, userbuffers, permutation of tokens, NVFP4. A layer that needs them
+Not here: fused attention, userbuffers, permutation of tokens, NVFP4 with stochastic rounding. A layer that needs them
 raises NotImplementedError with the name of the function.
 """
 
@@ -62,6 +62,10 @@ def _in_source(file: str, text: str) -> bool:
         return False
     with open(path, encoding="utf-8") as source:
         return text in source.read()
+
+
+HAS_NVFP4 = HAS_EXTENSION or _in_source("pytorch/custom_recipes/reference_nvfp4.py", "class NVFP4QuantizerRef")
+"""Whether NVFP4 can be computed."""
 
 
 def _define_enum(name: str, members: str, prefix: str = "") -> None:
@@ -186,6 +190,8 @@ def _fill(out: Any, x: Tensor, quantizer: Any) -> Any:
             _fill_blocks(out._rowwise_data, out._rowwise_scale_inv, flat, quantizer)
         if out._columnwise_data is not None:
             _fill_blocks(out._columnwise_data, out._columnwise_scale_inv, flat.t(), quantizer)
+    elif kind == "NVFP4Quantizer":
+        _fill_nvfp4(out, x.reshape(-1, x.shape[-1]), quantizer)
     else:
         raise NotImplementedError(f"tests/te/reference_tex.py does not quantize with {kind}")
     return out
@@ -210,6 +216,48 @@ def _fill_blocks(data: Tensor, scale_inv: Tensor, x: Tensor, quantizer: Any) -> 
         _to_bytes(x * _of_blocks(scales, rows, columns, is_square), _torch_dtype(quantizer.dtype)).view(data.shape)
     )
     scale_inv.zero_()[: scales.shape[0], : scales.shape[1]].copy_(scales.reciprocal())
+
+
+def _fill_nvfp4(out: Any, x: Tensor, quantizer: Any) -> None:
+    """Quantize ``x``, ``[rows, columns]``, with Transformer Engine's own reference. Data by columns is transposed."""
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+    if quantizer.stochastic_rounding:
+        raise NotImplementedError("tests/te/reference_tex.py rounds to nearest: pass disable_stochastic_rounding=True")
+    found = reference_nvfp4.NVFP4QuantizerRef(
+        reference_utils.Fp4Formats.E2M1,
+        rowwise=out._rowwise_data is not None,
+        columnwise=out._columnwise_data is not None,
+        quant_tile_shape=(16, 16) if quantizer.with_2d_quantization else (1, 16),
+        with_rht=quantizer.with_rht,
+    )._quantize(x)
+    *parts, amax_of_rows, amax_of_columns = found
+    names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+    for name, part in zip(names, parts, strict=True):
+        if part is not None and name.endswith("data"):
+            getattr(out, name).copy_(part.view(getattr(out, name).shape))
+        elif part is not None:
+            getattr(out, name).copy_(_padded(part.view(torch.uint8), 128, 4))
+    for name, amax in (("_amax_rowwise", amax_of_rows), ("_amax_columnwise", amax_of_columns)):
+        if getattr(out, name) is not None:
+            getattr(out, name).copy_(amax)
+
+
+def _values_of_nvfp4(tensor: Any, is_rowwise: bool) -> Tensor:
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import cast_from_fp4x2
+
+    direction = "row" if is_rowwise else "column"
+    data, scales, amax = (
+        getattr(tensor, name.format(direction)) for name in ("_{}wise_data", "_{}wise_scale_inv", "_amax_{}wise")
+    )
+    assert data is not None, "this tensor was not quantized in the direction that the product needs"
+    values = cast_from_fp4x2(
+        data.reshape(-1, data.shape[-1]) if is_rowwise else data.reshape(data.shape[0], -1), torch.float32
+    )
+    rows, columns = values.shape
+    scales = scales[:rows, : columns // 16].contiguous().view(torch.float8_e4m3fn).float() * (amax / (6 * 448))
+    values = values * scales.repeat_interleave(16, 1)
+    return values if is_rowwise else values.t()
 
 
 def _fill_per_tensor(out: Any, x: Tensor, quantizer: Any, is_delayed: bool) -> None:
@@ -288,6 +336,8 @@ def _values(tensor: Any, is_rowwise: bool = True) -> Tensor:
     """Return the values of a plain or quantized tensor as ``[rows, columns]`` in float32."""
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer"):
         return tensor.detach().reshape(-1, tensor.shape[-1]).float()
+    if hasattr(tensor, "_fp4_dtype"):
+        return _values_of_nvfp4(tensor, is_rowwise)
     dtype = _torch_dtype(tensor._fp8_dtype)
     if hasattr(tensor, "_scale_inv"):  # one scale per tensor
         if tensor._data is not None and (is_rowwise or tensor._transpose is None):
@@ -316,7 +366,7 @@ def _values(tensor: Any, is_rowwise: bool = True) -> Tensor:
 def dequantize(input: Any, otype: Any) -> Tensor:
     names = ("_data", "_rowwise_data", "_columnwise_data", "_transpose")
     name, data = next((n, d) for n in names if (d := getattr(input, n, None)) is not None)
-    return _values(input, name in ("_data", "_rowwise_data")).to(_torch_dtype(otype)).reshape(data.shape)
+    return _values(input, name in ("_data", "_rowwise_data")).to(_torch_dtype(otype)).reshape(*data.shape[:-1], -1)
 
 
 @op

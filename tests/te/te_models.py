@@ -22,7 +22,8 @@ from mfsdp_compile.runtime import compat, quantize
 
 WIDTH, ROWS = 64, 32
 DEVICE = "cuda" if reference_tex.HAS_EXTENSION else "cpu"
-BITWISE = ("bf16", "current", "mxfp8", "blockwise")
+BLOCKS = ("blockwise", "nvfp4") if reference_tex.HAS_NVFP4 else ("blockwise",)
+BITWISE = ("bf16", "current", "mxfp8", *BLOCKS)
 """Recipes whose results depend on nothing but the values at hand."""
 
 
@@ -49,9 +50,14 @@ def recipe(name: str) -> Any:
     if name == "bf16":
         return None
     name, _, override = name.partition(", ")
-    options = {"backward_override": override} if override else {}
+    options: dict[str, Any] = {"backward_override": override} if override else {}
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
-    return getattr(recipes, {**kinds, "blockwise": "Float8BlockScaling"}[name])(**options)
+    kinds |= {"blockwise": "Float8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+    if name == "nvfp4":
+        options["disable_stochastic_rounding"] = (
+            True  # of gradients: its results depend on more than the values at hand
+        )
+    return getattr(recipes, kinds[name])(**options)
 
 
 def has_is_fsdp2() -> bool:
@@ -340,6 +346,32 @@ def compare_quantizers() -> None:
         assert torch.equal(expected._rowwise_data.flatten(), plane[: weight.numel()]), magnitude
         scales = expected._rowwise_scale_inv[: len(weight), : weight.shape[1] // 32]
         assert torch.equal(scales.flatten(), plane[weight.numel() :]), magnitude
+
+
+def compare_nvfp4() -> None:
+    """Compare scales and bytes of ``param_comm_scaling="nvfp4"`` with those of Transformer Engine's own reference.
+
+    It multiplies by reciprocal scales. That rounds three times, where a division rounds once, so that values may go to the
+    other side if they are that close to the middle between two.
+    """
+    te()
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    reference: Any = importlib.import_module("transformer_engine.pytorch.custom_recipes.reference_nvfp4")
+    values = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    for spread in (0, 3, 8):
+        weight = (values * torch.logspace(-spread, 1, 64).unsqueeze(-1)).bfloat16()
+        weight[3], weight[4, :16] = 0, 1e-9
+        data, scales = reference.NVFP4QuantizerRef._quantize_blockwise_reference(
+            weight, weight.abs().max().float(), 16, 1, pow_2_scales=False, eps=0.0
+        )
+        of_matrix = quantize.matrix_scales_of(quantize.amax(weight, "nvfp4"))
+        records = quantize.quantize_nvfp4(weight.flatten(), [(0, weight.shape, of_matrix)]).view(64, 6, 9)
+        assert torch.equal(records[..., 8], scales.view(torch.uint8)), spread
+        exact = weight.double().view(64, 6, 8, 2) / (scales.double() * of_matrix.double()).view(64, 6, 1, 1)
+        distances = (exact.abs().unsqueeze(-1) / middles - 1).abs()
+        close = (distances < 4 * 2.0**-24).any(-1).any(-1)
+        assert torch.equal(records[..., :8][~close], data.view(64, 6, 8)[~close]), spread
+        assert close.float().mean() < 0.01
 
 
 def check_that_no_weight_stays(model: MegatronFSDP, kind: str, width: int, recipe_name: str) -> None:

@@ -27,7 +27,7 @@ from mfsdp_compile.runtime.memory.planes import cut_blocks
 pytestmark = pytest.mark.skipif(not reference_tex.IS_THERE, reason="needs transformer_engine")
 
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "TransformerLayer", "GroupedLinear")
-RECIPES = ("current", "mxfp8", "blockwise")
+RECIPES = ("current", "mxfp8", *te_models.BLOCKS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,6 +318,12 @@ def test_compiled(kind: str, recipe: str) -> None:
 @on_ranks(1)
 def test_scales_and_bytes() -> None:
     te_models.compare_quantizers()
+
+
+@pytest.mark.skipif(not reference_tex.HAS_NVFP4, reason="needs a Transformer Engine with a reference of NVFP4")
+@on_ranks(1)
+def test_nvfp4_is_that_of_the_reference() -> None:
+    te_models.compare_nvfp4()
 
 
 @pytest.mark.parametrize("fused", [False, True])
