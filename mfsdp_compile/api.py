@@ -362,7 +362,11 @@ def fully_shard_model(
 
 
 def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True, *, flat: bool = False
+    optimizer: torch.optim.Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    *,
+    flat: bool = False,
+    whole: bool = False,
 ) -> torch.optim.Optimizer:
     """Add Megatron-FSDP's arguments to the methods of an optimizer over sharded parameters, in place.
 
@@ -385,6 +389,8 @@ def fully_shard_optimizer(
             that works element by element, or block by block (see ``optimizer_block_size`` of
             :func:`fully_shard_model`); it gets plain tensors. Between steps, ``param_groups`` and ``state`` are by
             parameter as usual. Step hooks see flat tensors.
+        whole: Step over whole parameters, each on one rank, which also holds its state. For any optimizer that works on
+            each parameter by itself, such as Shampoo, SOAP and Adafactor; it gets plain tensors. There are no state dicts.
 
     Returns:
         The same optimizer.
@@ -392,12 +398,14 @@ def fully_shard_optimizer(
     Raises:
         TypeError: If ``optimizer`` is not an optimizer.
         ValueError: If it has no parameters, or some that are not sharded; if it is already extended; or if it does not
-            support ``flat``.
+            support ``flat`` or ``whole``.
+        NotImplementedError: With ``whole``, if a parameter is divided over other ranks than the data-parallel ones.
     """
     _check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
     _check_flag("flat", flat)
-    optimizers.check(optimizer, "fully_shard_optimizer", flat)
-    return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt)
+    _check_flag("whole", whole)
+    optimizers.check(optimizer, "fully_shard_optimizer", flat, whole)
+    return optimizers.extend(optimizer, flat, preproc_state_dict_for_dcp_ckpt, whole)
 
 
 @telling_others()

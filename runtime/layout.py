@@ -50,7 +50,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["ALIGNMENT_BYTES", "BucketLayout", "LayoutPolicy", "ParamSpec", "Slot", "in_parts", "plan_layouts"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "BucketLayout",
+    "LayoutPolicy",
+    "ParamSpec",
+    "Slot",
+    "in_parts",
+    "plan_layouts",
+    "row_by_row",
+]
 
 ALIGNMENT_BYTES = 256
 """Alignment of a parameter inside its bucket, in bytes. The CUDA allocator aligns separate tensors to 256 bytes, so
@@ -283,6 +292,12 @@ def in_parts(params: Sequence[ParamSpec], itemsize: int, most: int | None) -> li
         parts[-1].append(param)
         size += own
     return list(parts)
+
+
+def row_by_row(param: ParamSpec, itemsize: int, world_size: int) -> BucketLayout:
+    """Lay out a parameter alone, with ``ceil(rows / ranks)`` rows per rank, as ``torch.chunk`` cuts it."""
+    slot = Slot(param.name, param.shape, 0)
+    return BucketLayout(itemsize, world_size, -(-param.num_rows // world_size) * param.row_numel, (slot,))
 
 
 def plan_layouts(

@@ -360,7 +360,7 @@ class ShardedModel:
             )
         self._set_topologies(
             {
-                bucket: bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=not value))
+                bucket: bucket.accumulating(replace(bucket.topology.accumulation, keeps_gathered=not value))
                 for bucket in buckets
                 if bucket.topology.accumulation.keeps_gathered == value
             }
@@ -392,7 +392,7 @@ class ShardedModel:
             ValueError: The strategy does not support it. Nothing has changed.
         """
         self._refuse_in_step("What stays between microbatches was changed")
-        topologies = [bucket.topology.accumulating(accumulation) for bucket in self.buckets]
+        topologies = [bucket.accumulating(accumulation) for bucket in self.buckets]
         self.members.set_accumulation(accumulation)
         self._set_topologies(dict(zip(self.buckets, topologies, strict=True)))
 
@@ -408,12 +408,12 @@ class ShardedModel:
         self._refuse_in_step("Parameters were to be kept gathered")
         before, kept, room = self.topology, {}, most
         for bucket in self.buckets:
-            if bucket.topology.gather_group is None:
+            if bucket.topology.gather_group is None or bucket.plan.is_extension:
                 continue
             if room is not None and bucket.plan.gathered_bytes > room:
                 break
             room = None if room is None else room - bucket.plan.gathered_bytes
-            kept[bucket] = bucket.topology.accumulating(replace(bucket.topology.accumulation, keeps_gathered=True))
+            kept[bucket] = bucket.accumulating(replace(bucket.topology.accumulation, keeps_gathered=True))
         released = {bucket: bucket.topology for bucket in kept}
         if kept and not any(bucket.topology.gather_group for bucket in self.buckets if bucket not in kept):
             # No forward has collectives of its own then, so ranks need not run the same forwards.

@@ -62,6 +62,7 @@ from ..forms import Wrapper
 from ..memory import gradients, host
 from ..memory.bucket import Bucket, Home
 from ..memory.comm_buffers import enter_pool
+from ..memory.extension import Extension, Made, Sent
 from ..memory.written_gradients import WrittenGradients
 from ..ops import gather_into_buffer, pack, start_collective, start_stage
 from ..ranks.conduct import Announcement
@@ -160,6 +161,10 @@ class _Gathered:
     references: int = 0  # to the storage, right after the gather
     planes: Planes = Planes.ROWS
     """What of it, if the bucket sends planes."""
+    sent: Sent | None = None
+    """What this rank has sent, if the parameter gathers itself."""
+    made: Made | None = None
+    """What its class has made of ``full``."""
     is_from_portions: bool = False
     """Whether portions of the gathered bucket were gathered, which are dequantized already."""
 
@@ -226,6 +231,8 @@ class _SavedView:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    leaf: int = -1
+    """Number of the tensor that it lies in, of those that a parameter that gathers itself is made of."""
 
 
 @dataclass(frozen=True)
@@ -340,7 +347,7 @@ class EagerRuntime:
         self._order: list[EagerUnit] = []  # of this forward
         self._content_checked: set[Bucket] = set()
         self._announced: dict[tuple[str, str, Bucket], Announcement] = {}
-        self._handed_out: list[weakref.ref[GatheredParameter]] = []
+        self._handed_out: list[weakref.ref[Tensor]] = []
         self._handed_out_wrapped: list[tuple[weakref.ref[Tensor], Wrapper, str]] = []
         self._learn(self.units)
 
@@ -488,7 +495,8 @@ class EagerRuntime:
     def _keep_portion(self, bucket: Bucket) -> None:
         """Keep this rank's portion of a gathered bucket, if backward is to gather portions."""
         few, state = bucket.topology.portions.get(bucket.plan.portions), self._gathered[bucket]
-        if few is not None and state.full is not None and not bucket.sends_planes and not self._is_written(state):
+        has_portions = not (bucket.sends_planes or bucket.plan.is_extension)
+        if few is not None and state.full is not None and has_portions and not self._is_written(state):
             portion = state.full.view(few.size, -1)[few.rank].clone()
             self._portions[bucket] = portion, state.version
 
@@ -577,7 +585,8 @@ class EagerRuntime:
         state = self._gather(bucket, Planes.BOTH if compat.in_backward() else Planes.ROWS)  # recomputed: both are used
         self._last_read = state.unit
         if not (bucket.trains[index] and torch.is_grad_enabled()):
-            return self._plain(bucket, state, index) if bucket.wrappers[index] is None else self._wrapped(home, state)
+            ordinary = bucket.wrappers[index] is None and bucket.extension is None
+            return self._plain(bucket, state, index) if ordinary else self._wrapped(home, state)
         param = (state.attached or self._attach(bucket, state))[index]
         if param is None:
             return self._attach_again(bucket, state, index)
@@ -589,7 +598,7 @@ class EagerRuntime:
     def _plain(self, bucket: Bucket, state: _Gathered, index: int) -> Tensor:
         """Return a parameter without history."""
         assert state.full is not None
-        return self._given(bucket, index, self._presented(bucket, state.full, index))
+        return self._given(bucket, index, self._presented(bucket, state, index))
 
     @_unseen
     def _wrapped(self, home: Home, state: _Gathered) -> Tensor:
@@ -600,7 +609,7 @@ class EagerRuntime:
         """
         assert state.full is not None
         with compat.below_function_transforms(), torch.no_grad():
-            return self._given(home.bucket, home.index, self._presented(home.bucket, state.full, home.index))
+            return self._given(home.bucket, home.index, self._presented(home.bucket, state, home.index))
 
     @_unseen
     def _attach(self, bucket: Bucket, state: _Gathered) -> list[Tensor | None]:
@@ -609,7 +618,7 @@ class EagerRuntime:
         with compat.below_function_transforms():  # transforms see a parameter as a constant, like an ordinary one
             *anchors, _ = self._anchors_of(bucket)
             with torch.no_grad():
-                views = [self._presented(bucket, state.full, index) for index in range(len(anchors))]
+                views = [self._presented(bucket, state, index) for index in range(len(anchors))]
             attached = _Attach.apply(views, *anchors)
         state.attached = [self._given(bucket, index, param) for index, param in enumerate(attached)]
         return state.attached
@@ -624,15 +633,20 @@ class EagerRuntime:
         assert state.full is not None
         with compat.below_function_transforms():
             with torch.no_grad():
-                view = self._presented(bucket, state.full, index)
+                view = self._presented(bucket, state, index)
             (attached,) = _Attach.apply([view], self._anchors_of(bucket)[index])
         return self._given(bucket, index, attached)
 
-    def _presented(self, bucket: Bucket, full: Tensor, index: int) -> Tensor:
+    def _presented(self, bucket: Bucket, state: _Gathered, index: int) -> Tensor:
         """Return what modules get for a parameter of the gathered bucket, in the bucket's form, without history.
 
         An ordinary parameter is a view. It does not keep the bucket alive if its memory is taken back.
         """
+        if bucket.extension is not None:
+            assert state.made is not None
+            return bucket.extension.present(bucket, state.made)
+        full = state.full
+        assert full is not None
         view = bucket.whole_view(full, index)
         if (wrapper := bucket.wrappers[index]) is not None:
             others: tuple[Tensor, ...] = ()
@@ -648,13 +662,17 @@ class EagerRuntime:
     def _given(self, bucket: Bucket, index: int, param: Tensor) -> Tensor:
         """Record that a forward is given a parameter, which no later forward may use."""
         name = bucket.plan.layout.slots[index].name
+        if bucket.extension is not None and type(param) is not Tensor:
+            vars(param).update(_is_param=True, mfsdp_name=name)  # isinstance(module.weight, nn.Parameter) holds
+            self.hand_out(param)
+            return param
         if (wrapper := bucket.wrappers[index]) is not None:
             self._handed_out_wrapped.append((weakref.ref(param), wrapper, name))
             return param
         self.hand_out(as_gathered(param, name))
         return param
 
-    def hand_out(self, param: GatheredParameter) -> None:
+    def hand_out(self, param: Tensor) -> None:
         """Record that a forward was given this gathered parameter: after the next forward its values are outdated."""
         self._handed_out.append(weakref.ref(param))
 
@@ -768,14 +786,26 @@ class EagerRuntime:
                 self._announce("gather", bucket, few, f", portions of {few.size}")
                 with compat.below_autograd():
                     started = compat.all_gather(portion, few.size, few.name)
+        sent = self._prepare(bucket, bucket.extension) if bucket.extension is not None else None
         if group is not None and started is None:
-            started = self._start_gather(bucket, group, plane)
+            started = self._start_gather(bucket, group, plane, sent)
         self._gathered[bucket] = _Gathered(
-            unit, started, bucket.flat._version, planes=plane, is_from_portions=is_from_portions
+            unit, started, bucket.flat._version, planes=plane, sent=sent, is_from_portions=is_from_portions
         )
 
-    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes) -> Tensor:
+    def _prepare(self, bucket: Bucket, extension: Extension) -> Sent:
+        try:
+            with compat.below_function_transforms(), torch.no_grad():
+                return extension.prepare(bucket)
+        except BaseException as error:
+            self.owner.failed(error)  # in a backward, nothing else catches it
+            raise
+
+    def _start_gather(self, bucket: Bucket, group: Group, plane: Planes, sent: Sent | None = None) -> Tensor:
         self._announce("gather", bucket, group, ", columns" if plane is Planes.COLUMNS else "")
+        if sent is not None:
+            with compat.below_autograd():
+                return compat.all_gather(sent.packed, group.size, group.name)
         (capacity, count) = bucket.exchange.gather_buffers
         if plane is Planes.COLUMNS:
             assert bucket.quantized_columns is not None
@@ -825,8 +855,15 @@ class EagerRuntime:
             if bucket.exchange.dequantizes and not state.is_from_portions:
                 with compat.below_autograd():
                     state.full = bucket.dequantized(state.full)
+        elif state.sent is not None:
+            state.full = state.sent.packed
         else:
             state.full = bucket.sent().to(bucket.plan.held_dtype)
+        if bucket.extension is not None:
+            assert state.sent is not None
+            with torch.no_grad():
+                state.made = bucket.extension.finish(bucket, state.sent, state.full)
+            self._by_storage.update({compat.storage_address(leaf) or 0: bucket for leaf in state.made.leaves})
         state.content = state.full._version
         state.references = compat.references_to(state.full.untyped_storage())
         if address := compat.storage_address(state.full):
@@ -913,8 +950,9 @@ class EagerRuntime:
             compat.wait_tensor(state.started)
         if state.full is None:
             return
-        if address := compat.storage_address(state.full):
-            self._by_storage.pop(address, None)
+        for tensor in (state.full, *(state.made.leaves if state.made is not None else ())):
+            if address := compat.storage_address(tensor):
+                self._by_storage.pop(address, None)
         if self._learns_hooks and not self._hooks_everywhere and state.is_used:
             # Something that autograd saved outside of these windows refers to it: a module that reads its child's
             # parameters. It stays in memory until the backward, this time.
@@ -934,6 +972,8 @@ class EagerRuntime:
         """
         group = bucket.topology.gather_group
         if state.full is None or group is None or not step_checks.enabled() or self.owner.conduct.is_capturing:
+            return
+        if bucket.extension is not None:  # its class may send anything
             return
         if bucket in self._content_checked and state.full.device.type != "cpu":
             return
@@ -966,12 +1006,17 @@ class EagerRuntime:
             _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
             return _SavedWrapper(type(tensor), packed, context, tensor.size(), tensor.stride())
         bucket = self._by_storage.get(compat.storage_address(tensor) or 0)
-        if bucket is None or tensor.dtype not in (bucket.plan.held_dtype, quantize.DTYPE):
+        leaf = (
+            made.leaf_of(tensor) if bucket is not None and (made := self._gathered[bucket].made) is not None else None
+        )
+        has_dtype = bucket is not None and tensor.dtype in (bucket.plan.held_dtype, quantize.DTYPE)
+        if bucket is None or (leaf is None and (bucket.extension is not None or not has_dtype)):
             # Detached, because a saved output would otherwise keep its own node alive. Autograd does not check tensors
             # that went through hooks for in-place changes, so the version is checked in _unpack.
             return tensor.detach(), tensor._version
         version, size = self._gathered[bucket].version, tuple(tensor.shape)
-        return _SavedView(bucket, version, size, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        place = tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return _SavedView(bucket, version, size, *place, -1 if leaf is None else leaf)
 
     def _plane_of(self, inside: Iterable[Tensor]) -> _SavedPlane | None:
         """Return what to save for a tensor that wraps data and scales of a plane, of which backward takes the other."""
@@ -1015,8 +1060,12 @@ class EagerRuntime:
                 "optimizer step?), so that gradients cannot be computed for the values that forward used."
             )
         self.owner.grad_sync.enter_backward()
-        full = self._gather(bucket, Planes.COLUMNS if columns else Planes.ROWS).full
+        state = self._gather(bucket, Planes.COLUMNS if columns else Planes.ROWS)
+        full = state.full
         assert full is not None
+        if isinstance(packed, _SavedView) and packed.leaf >= 0:
+            assert state.made is not None
+            full = state.made.leaves[packed.leaf]
         if isinstance(packed, _SavedPlane):
             return self._unpacked_plane(packed, bucket.plane(full, columns))
         if packed.dtype != full.dtype:

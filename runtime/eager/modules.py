@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from .. import compat
 from ..casts import Casts
 from ..memory.bucket import Home
+from ..memory.extension import FORM as EXTENSION
 from ..plan.partition import Partition
 from .engine import Window
 
@@ -82,7 +83,10 @@ def shard_module(module: nn.Module, homes: Mapping[str, Home], window: Window, c
     if isinstance(module, nn.RNNBase):
         state.pop("_flat_weights", None)  # the unsharded weights
     compat.transformer_engine.prepare_layer(module, [home.bucket.plan.form for home in homes.values()])
-    scalings = tuple(home.bucket.plan.scaling if wrappers[name] is not None else "" for name, home in homes.items())
+    scalings = tuple(
+        EXTENSION if home.bucket.plan.is_extension else home.bucket.plan.scaling if wrappers[name] is not None else ""
+        for name, home in homes.items()
+    )
     if casts and "forward" in state:  # set on the module itself, as a wrapper of its class's
         state["forward"] = casts.around_own(state["forward"])
     module.__class__ = _sharded_class(cls, tuple(homes), computed, scalings, casts)
@@ -142,7 +146,7 @@ def _sharded_class(
         name: _parameter_property(cls, name, partition, scaling)
         for name, partition, scaling in zip(attributes, partitions, scalings, strict=True)
     }
-    namespace["forward"] = _forward_in_window(cls, any(scalings), casts)
+    namespace["forward"] = _forward_in_window(cls, any(scalings), EXTENSION in scalings, casts)
     namespace[_CASTS] = casts
     namespace |= compat.transformer_engine.overrides(cls)
     if issubclass(cls, nn.RNNBase):
@@ -152,12 +156,13 @@ def _sharded_class(
     return type(cls.__name__, (_Sharded, cls), namespace)
 
 
-def _forward_in_window(cls: type[nn.Module], gets_quantized: bool, casts: Casts) -> Any:
+def _forward_in_window(cls: type[nn.Module], gets_quantized: bool, gets_extensions: bool, casts: Casts) -> Any:
     is_layer = compat.transformer_engine.is_layer(cls)
     forward = casts.around(_in_window(_lending(cls.forward) if is_layer else cls.forward))
     # A forward that is excluded from compiled graphs needs a window there, so this wrapper must not be traced either.
-    # Parts of layers of Transformer Engine would be graphs that return quantized weights.
-    is_disabled = compat.is_dynamo_disabled(cls.forward) or (is_layer and gets_quantized)
+    # Parts of layers of Transformer Engine would be graphs that return quantized weights. The methods of parameters that
+    # gather themselves are a user's code, around a collective.
+    is_disabled = compat.is_dynamo_disabled(cls.forward) or (is_layer and gets_quantized) or gets_extensions
     return torch.compiler.disable(forward) if is_disabled else forward
 
 
@@ -244,6 +249,12 @@ def _parameter_property(cls: type[nn.Module], name: str, partition: Partition | 
     @compat.python_only
     def get(self: nn.Module) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # true while Dynamo traces, but not while it runs this, as guards do
+            if scaling == EXTENSION:
+                raise NotImplementedError(
+                    f"Compiled code reads {name!r} of a {cls.__name__}, which gathers itself (fsdp_pre_all_gather), outside of "
+                    "that module's forward. Read it in the forward, which runs eagerly, or apply torch.compiler.disable to "
+                    "the function that reads it."
+                )
             if scaling:
                 parts = _unshard_quantized(self._mfsdp_shells[name], self._mfsdp_layout, scaling)  # type: ignore[index,operator]
                 part = self._mfsdp_wrappers[name].connect(*parts)  # type: ignore[index,operator]

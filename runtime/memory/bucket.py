@@ -31,10 +31,11 @@ from .. import compat, forms, quantize
 from ..exchange import Exchange
 from ..layout import BucketLayout
 from ..plan.partition import Partition, local_part
-from ..topology import Topology
+from ..topology import Accumulation, Topology
 from . import host
 from .comm_buffers import NO_BUFFERS, Buffers
 from .deferred_gradients import DeferredGradient
+from .extension import FORM, Extension, is_extended
 from .redistribute import take_rows_of_part
 from .tensor import Backing, RowShardedTensor, RowSplit, UnreducedGradient, contiguous_strides, mark_provisional
 
@@ -79,7 +80,8 @@ class BucketPlan:
         is_expert: Whether its parameters are experts, which live on other ranks than the rest; see :mod:`.experts`.
         scaling: One of ``quantize.SCALINGS`` if the bucket is gathered in float8 or float4; see :mod:`..quantize`. "": it
             is not.
-        form: Form in which modules get what is gathered in float8; see :mod:`..forms`.
+        form: Form in which modules get what is gathered in float8; see :mod:`..forms`. Or that of a parameter that gathers
+            itself; see :mod:`.extension`.
         gather_buffers, gradient_buffers: Communication buffers of the bucket; see :mod:`.comm_buffers`.
         reshard_after_forward: What happens between forward and backward to a bucket that is gathered at each use. True:
             it is released, and gathered again. False: it stays gathered. A number: this rank keeps one of that many
@@ -150,9 +152,14 @@ class BucketPlan:
         return self.held_numel * self.held_dtype.itemsize
 
     @property
+    def is_extension(self) -> bool:
+        """Whether its only parameter gathers itself; see :mod:`.extension`."""
+        return self.form == FORM
+
+    @property
     def has_planes(self) -> bool:
         """Whether modules get one plane of the bucket in forward and another in backward; see :mod:`.planes`."""
-        return forms.FORMS[self.form].planes
+        return not self.is_extension and forms.FORMS[self.form].planes
 
     @property
     def held_numel(self) -> int:
@@ -238,13 +245,15 @@ class Bucket:
         self.splits = tuple(RowSplit(layout, index, partition) for index, partition in enumerate(partitions))
         self.places = tuple(self._place(index) for index in range(len(layout.slots)))
         self.wrappers = tuple(
-            forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
+            None if plan.is_extension else forms.FORMS[plan.form].wrapper_of(original, [site.module for site in its])
             for original, its in zip(originals, sites, strict=True)
         )
         """What makes the tensors that modules get, for each parameter. None: a view of the gathered bucket."""
         self._whole_places = tuple(FlatRange.at(slot.offset, slot.numel, slot.shape) for slot in layout.slots)
         flat = self._at_rest(layout.shard_numel).zero_()
         self._copy_rows([local_part(original) for original in originals], flat)
+        self.extension = Extension(originals[0], self.views(flat)[0]) if plan.is_extension else None
+        """The class of the only parameter, if it gathers itself."""
         self._make(flat, originals)
 
     def _at_rest(self, numel: int) -> Tensor:
@@ -278,6 +287,8 @@ class Bucket:
             self._hold(resident)
         self.flat = flat
         views = self.views(flat)
+        if self.extension is not None:
+            self.extension = self.extension.around(views[0])
         backing = Backing((flat,) if self.resident is None else (flat, self.resident))
         self.params = tuple(
             nn.Parameter(
@@ -294,6 +305,7 @@ class Bucket:
         for index, original in enumerate(like):
             own = _OWN_ATTRIBUTES | (compat.torchao.OWN_ATTRIBUTES if compat.torchao.is_weight(original) else set())
             own |= compat.transformer_engine.own_attributes(original)
+            own |= self.extension.own_attributes if self.extension is not None and is_extended(original) else set()
             kept = {k: v for k, v in vars(original).items() if k not in own}
             home = Home(self, index)
             vars(self.params[index]).update(kept, mfsdp_home=home)
@@ -306,6 +318,19 @@ class Bucket:
         """Indices of parameters without a gradient whose slices of the flat gradient are zeros."""
         self.pending: DeferredGradient | None = None
         self.set_plan(plan)
+
+    def accumulating(self, accumulation: Accumulation) -> Topology:
+        """Return the bucket's topology with another way to accumulate.
+
+        Raises:
+            ValueError: See :meth:`.Topology.accumulating`. Or the parameter, which gathers itself, is to stay gathered.
+        """
+        if accumulation.keeps_gathered and self.plan.is_extension:
+            raise ValueError(
+                f"keep_gathered=True is not supported for {self.plan.layout.slots[0].name!r}, which gathers itself "
+                "(fsdp_pre_all_gather), at each use. Leave keep_gathered out, or use an ordinary parameter."
+            )
+        return self.topology.accumulating(accumulation)
 
     def set_plan(self, plan: BucketPlan, topology: Topology | None = None) -> None:
         """Switch to another plan or topology. The layout, and the dtypes of the data at rest, stay the same.

@@ -1143,7 +1143,8 @@ def _unsupported(func: Any, args: Any, kwargs: Any) -> RuntimeError:
         what = f"{func} on the sharded parameter {name} needs rows that other ranks hold"
     return RuntimeError(
         f"{what}. Between steps a parameter is this rank's shard; elementwise operators, sums, means, extremes and "
-        "norms work on it. For anything else use parameter.full_tensor() (a collective: call it on all ranks). Inside "
+        "norms work on it. For anything else use parameter.full_tensor() (a collective: call it on all ranks). An optimizer "
+        "that needs whole parameters steps with fully_shard_optimizer(optimizer, whole=True). Inside "
         "the forward of the module that owns it, module.parameter is the whole tensor; code under "
         "torch.compiler.disable sees it there too if it runs in a module's forward."
     )

@@ -21,6 +21,8 @@ from ..owner import Owner, owners_of
 from .flat_step import FlatStep, check_elementwise
 from .muon import ShardedMuon
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
+from .trial import depends_on_others
+from .whole_step import WholeStep
 
 __all__ = ["check", "extend", "named_groups", "rebind"]
 
@@ -71,7 +73,7 @@ def rebind(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], mod
                 }
 
 
-def check(optimizer: object, what: str, flat: bool) -> None:
+def check(optimizer: object, what: str, flat: bool, whole: bool = False) -> None:
     """Check that :func:`extend` can be called, before anything is changed.
 
     Args:
@@ -99,6 +101,8 @@ def check(optimizer: object, what: str, flat: bool) -> None:
         )
     if flat:
         check_elementwise(optimizer)
+    if whole:
+        _check_whole(optimizer, flat)
     if type(optimizer) is torch.optim.Muon and "step" in vars(optimizer):
         raise ValueError(
             "Something has already wrapped this Muon's step(), perhaps a learning-rate scheduler. Create it after "
@@ -106,11 +110,14 @@ def check(optimizer: object, what: str, flat: bool) -> None:
         )
 
 
-def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True) -> torch.optim.Optimizer:
+def extend(
+    optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool = True, whole: bool = False
+) -> torch.optim.Optimizer:
     """Add Megatron-FSDP's arguments to ``step`` and ``zero_grad``, in place.
 
     Args:
         flat: Whether to step over flat shards; see :mod:`mfsdp_compile.runtime.optim.flat_step`.
+        whole: Whether to step over whole parameters; see :mod:`mfsdp_compile.runtime.optim.whole_step`.
         by_name: Whether state dicts use names of parameters; see :mod:`mfsdp_compile.runtime.optim.state`.
 
     Raises:
@@ -128,7 +135,7 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad
-    over_runs = FlatStep(optimizer) if flat else None
+    over: FlatStep | WholeStep | None = FlatStep(optimizer) if flat else WholeStep(optimizer) if whole else None
     optimizer.register_load_state_dict_pre_hook(cut_loaded_state)
     show_unstepped(optimizer)
     if by_name:
@@ -152,8 +159,8 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
         try:
             for owner in owners:
                 owner.step_tracker.begin(self)
-            if over_runs is not None:
-                result = over_runs(step, closure)
+            if over is not None:
+                result = over(step, closure)
             else:
                 result = step() if closure is None else step(closure)
         except BaseException as error:
@@ -185,6 +192,21 @@ def extend(optimizer: torch.optim.Optimizer, flat: bool = False, by_name: bool =
     for owner in owners:
         owner.optimizers.add(optimizer)
     return optimizer
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, flat: bool) -> None:
+    name = type(optimizer).__name__
+    if flat:
+        raise ValueError("flat=True and whole=True contradict each other. Pass only one of them.")
+    if optimizer.state:
+        raise ValueError(f"whole=True: the {name} has state already. Pass it before its first step.")
+    if type(optimizer) is torch.optim.Muon:
+        raise ValueError("whole=True: torch.optim.Muon steps over whole matrices without it. Leave it out.")
+    if isinstance(optimizer, torch.optim.LBFGS) or depends_on_others(optimizer):
+        raise ValueError(
+            f"whole=True: what a {name} does to a parameter depends on other parameters, and each rank steps only some of "
+            "them. Use an optimizer that works on each parameter by itself."
+        )
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ..memory import gradients
 from ..memory.bucket import Bucket, Home
 from ..memory.tensor import RowShardedTensor
+from .trial import is_elementwise
 
 __all__ = ["FlatStep", "check_elementwise"]
 
@@ -225,10 +226,11 @@ class FlatStep:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the optimizer is known not to work element by element."""
-    if isinstance(optimizer, _NOT_ELEMENTWISE):
+    """Raise ValueError if the optimizer does not work element by element, as far as that can be tried."""
+    if isinstance(optimizer, _NOT_ELEMENTWISE) or not is_elementwise(optimizer):
         raise ValueError(
-            f"flat=True: a {type(optimizer).__name__} does not work element by element; it needs whole parameters."
+            f"flat=True: a {type(optimizer).__name__} does not work element by element; it needs whole parameters. Use "
+            "fully_shard_optimizer(optimizer, whole=True)."
         )
 
 

@@ -25,7 +25,7 @@ from .. import compat
 from ..memory.tensor import RowShardedTensor, RowSplit
 from ..topology import Group, Topology
 
-__all__ = ["ShardedMuon"]
+__all__ = ["Journey", "Leg", "ShardedMuon", "legs_of"]
 
 CHUNK_BYTES = 256 << 20
 """Bytes of whole matrices that a rank holds at a time while it orthogonalizes."""
@@ -65,7 +65,7 @@ class ShardedMuon(torch.optim.Muon):
         topology.announce(f"Muon's step, from {params[0].split.name!r} on", params[0].split.name)
         chunks = _chunks(params, topology.shards)
         # The next matrices travel to their owners while the current ones are processed.
-        following: _Journey | None = None
+        following: Journey | None = None
         for number, chunk in enumerate(chunks):
             journey = following or self._journey(chunk, topology, rows)
             following = self._journey(chunks[number + 1], topology, rows) if number + 1 < len(chunks) else None
@@ -76,13 +76,13 @@ class ShardedMuon(torch.optim.Muon):
 
     def _journey(
         self, params: Sequence[RowShardedTensor], topology: Topology, rows: Callable[[RowShardedTensor], Tensor]
-    ) -> _Journey:
+    ) -> Journey:
         # Cached: computing it involves every shard of every matrix.
-        routes: dict[tuple[int, ...], list[_Leg]] = self.__dict__.setdefault("_mfsdp_routes", {})
+        routes: dict[tuple[int, ...], list[Leg]] = self.__dict__.setdefault("_mfsdp_routes", {})
         key = tuple(id(param) for param in params)
         if key not in routes:
-            routes[key] = _legs([param.split for param in params], topology)
-        return _Journey([param.split.shape for param in params], routes[key], [rows(param) for param in params])
+            routes[key] = legs_of([param.split for param in params], topology)
+        return Journey([param.split.shape for param in params], routes[key], [rows(param) for param in params])
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in super().__getstate__().items() if key != "_mfsdp_routes"}
@@ -109,7 +109,7 @@ def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:
     """
     load = [0] * pieces
     found = [-1] * len(splits)
-    work = [math.prod(split.shape) * min(split.shape) for split in splits]
+    work = [math.prod(split.shape) * (min(split.shape) if len(split.shape) > 1 else 1) for split in splits]
     for i, split in enumerate(splits):
         home = next(
             (piece for piece in range(pieces) if len(split.elements(piece)) == math.prod(split.part_shape)), None
@@ -128,7 +128,7 @@ def owners(splits: Sequence[RowSplit], pieces: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Leg:
+class Leg:
     """One all-to-all.
 
     Args:
@@ -187,22 +187,22 @@ def _all_to_all(outgoing: list[list[Tensor]], incoming: list[int], group: Group,
     return compat.all_to_all(sent, incoming, sizes, group.name)
 
 
-def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:
+def legs_of(splits: Sequence[RowSplit], topology: Topology) -> list[Leg]:
     """Return each matrix's route to its owner. With HFSDP, first over the outer ranks, then over the inner ones."""
     owner = dict(enumerate(owners(splits, topology.shards)))
     numel = {k: [len(split.elements(piece)) for piece in range(topology.shards)] for k, split in enumerate(splits)}
     if len(topology.shard_groups) < 2:
-        return [_Leg(group, owner, numel) for group in topology.shard_groups]
+        return [Leg(group, owner, numel) for group in topology.shard_groups]
     outer, inner = topology.shard_groups
     # Shard ``i * outer.size + o`` belongs to inner rank ``i`` and outer rank ``o``.
     mine = inner.rank * outer.size
-    first = _Leg(
+    first = Leg(
         outer,
         {k: piece % outer.size for k, piece in owner.items()},
         {k: pieces[mine : mine + outer.size] for k, pieces in numel.items()},
     )
     here = [k for k, to in first.goes_to.items() if to == outer.rank]
-    second = _Leg(
+    second = Leg(
         inner,
         {k: owner[k] // outer.size for k in here},
         {k: [sum(numel[k][i : i + outer.size]) for i in range(0, topology.shards, outer.size)] for k in here},
@@ -210,7 +210,7 @@ def _legs(splits: Sequence[RowSplit], topology: Topology) -> list[_Leg]:
     return [first, second]
 
 
-class _Journey:
+class Journey:
     """Matrices on their way to their owners.
 
     Args:
@@ -219,7 +219,7 @@ class _Journey:
         rows: This rank's rows of each matrix, ``[n, columns]``.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], legs: Sequence[_Leg], rows: Sequence[Tensor]) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, ...]], legs: Sequence[Leg], rows: Sequence[Tensor]) -> None:
         self._shapes = shapes
         self._legs = legs
         self._rows = rows
@@ -228,11 +228,19 @@ class _Journey:
 
     def there_and_back(self, function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Return this rank's rows of ``function(matrix)`` for each matrix."""
+        return self.back({k: function(whole) for k, whole in self.there().items()})
+
+    def there(self) -> dict[int, Tensor]:
+        """Return the whole matrices that this rank owns, by number."""
         held, started = self._held, self._started
         for leg in self._legs:
             held = leg.finish(started if started is not None else leg.start(held, self._rows[0]))
             started = None
-        held = {k: function(part.view(self._shapes[k])).reshape(-1) for k, part in held.items()}
+        return {k: part.view(self._shapes[k]) for k, part in held.items()}
+
+    def back(self, owned: dict[int, Tensor]) -> list[Tensor]:
+        """Return this rank's rows of each matrix, in place of what :meth:`there` has returned to the owners."""
+        held = {k: whole.reshape(-1) for k, whole in owned.items()}
         for leg in reversed(self._legs):
             held = leg.back(held, self._rows[0])
         return [held[k].view(part.shape) for k, part in enumerate(self._rows)]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from .. import compat, quantize
-from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts
+from ..layout import BucketLayout, LayoutPolicy, ParamSpec, in_parts, plan_layouts, row_by_row
+from ..memory import extension
 from ..memory.bucket import BucketPlan, Site
 from ..precision import GradientPolicy, Scaling
 from ..topology import Topology
@@ -63,7 +64,9 @@ class BucketPlanner:
             )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
-            if compat.torchao.is_weight(param):
+            if extension.is_extended(param) and not compat.torchao.is_weight(param):
+                scaling, form = "", extension.FORM
+            elif compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
@@ -76,11 +79,17 @@ class BucketPlanner:
         for (dtypes, requires_grad, is_expert, scaling, form), specs in groups.items():
             itemsize = quantize.SENT_DTYPE.itemsize if scaling else dtypes.compute.itemsize
             most = self.layout_policy.bucket_bytes if self.layout_policy is not None else None
+            shards = self.topology_of(is_expert).shards
+            if form == extension.FORM:
+                for spec in specs:
+                    bucket = self._bucket(unit, row_by_row(spec, itemsize, shards), dtypes, requires_grad, is_expert)
+                    plans.append(replace(bucket, form=form))
+                continue
             if scaling and most is not None:
                 most = quantize.numel_of_sent(most, scaling)
             alone = self.layout_policy is not None and self.layout_policy.by_parameter
             for part in [[spec] for spec in specs] if alone else in_parts(specs, itemsize, most):
-                for layout in plan_layouts(part, itemsize, self.topology_of(is_expert).shards, self._policy(scaling)):
+                for layout in plan_layouts(part, itemsize, shards, self._policy(scaling)):
                     bucket = self._bucket(unit, layout, dtypes, requires_grad, is_expert)
                     plans.append(replace(bucket, scaling=scaling, form=form))
         if len(plans) > 1:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import compat, quantize
+from ..memory import extension
 from ..memory.bucket import BucketPlan
 from ..memory.comm_buffers import BufferPolicy, Sizes, assign_all
 from ..memory.host import Offload
@@ -73,6 +74,7 @@ class ModelPlan:
                 partitioner = expert if name in plan.expert_names else dense
                 plan.partitions[name] = partitioner.of(name, param, [site.module for site in sites])
         plan._check_quantized(planner)
+        plan._check_extensions(planner)
         return plan
 
     def with_buffers(self, policy: BufferPolicy) -> ModelPlan:
@@ -197,6 +199,29 @@ class ModelPlan:
                         "param_comm_scaling='rowwise', or leave it out with param_comm_filter."
                     )
 
+    def _check_extensions(self, planner: BucketPlanner) -> None:
+        """Raise NotImplementedError if parameters that gather themselves cannot do so."""
+        for bucket in self.buckets:
+            if not bucket.is_extension:
+                continue
+            (slot,), ranks = bucket.layout.slots, bucket.layout.world_size
+            what = f"Parameter {slot.name!r} gathers itself (fsdp_pre_all_gather)"
+            if bucket.is_expert:
+                raise NotImplementedError(
+                    f"{what} and is an expert, which is not implemented. Use an ordinary parameter."
+                )
+            if not planner.topology.gathers_shards:
+                raise NotImplementedError(
+                    f"{what} at each use, but the model is sharded as {planner.topology}, where gathered parameters stay between "
+                    "uses. Use zero_dp_strategy='optim_grads_params', with outer_dp_sharding_strategy='no_shard' if there are "
+                    "outer ranks, or an ordinary parameter."
+                )
+            if not all(bucket.layout.rows(0, rank) for rank in range(ranks)):
+                raise NotImplementedError(
+                    f"{what}, which needs rows on each rank, but its shape is {slot.shape}, and each of {ranks} ranks gets "
+                    f"{-(-slot.num_rows // ranks)} rows while there are some. Use an ordinary parameter, or fewer ranks (HSDP)."
+                )
+
     def _check_experts(self) -> None:
         """Raise ValueError if experts are expected and not found, or found and not expected."""
         if self.experts is None:
@@ -311,6 +336,8 @@ def _is_cut(partition: Partition | None, ndim: int) -> bool:
 
 
 def _quantized(bucket: BucketPlan) -> str:
+    if bucket.is_extension:
+        return ", gathers itself"
     if not bucket.scaling:
         return ""
     return f", gathered in {quantize.kind_of(bucket.scaling)}, {bucket.scaling}, {bucket.form}"
@@ -344,6 +371,8 @@ def _check_shardable(module: nn.Module, allows_meta: bool, ignored: Collection[n
             compat.torchao.check_weight(name, param)
         elif compat.transformer_engine.is_weight(param):
             compat.transformer_engine.check_weight(name, param)
+        elif extension.is_extended(param):
+            extension.check(name, param, compat.torchao.refusal(type(param.data)))
         elif (
             type(param) is not nn.Parameter and type(param.data) not in (Tensor, DTensor) and not compat.is_fake(param)
         ):

@@ -27,6 +27,11 @@ def check_offload(bucket: BucketPlan, topology: Topology) -> None:
             "device, which is made from the main weights there. Leave the unit out of offload_policy, or gather it in the "
             "compute dtype (no param_comm_dtype, enable_fsdp_float8_all_gather or quantized_model_init)."
         )
+    if bucket.is_extension:
+        raise NotImplementedError(
+            f"offload_policy: unit {bucket.unit!r} has a parameter of a class with fsdp_pre_all_gather, which makes what is "
+            "sent from the shard on the device. Leave the unit out of offload_policy."
+        )
     if bucket.keeps_memory:
         raise NotImplementedError(
             f"offload_policy: unit {bucket.unit!r} would be in host memory, whose copies and optimizer step a CUDA graph "

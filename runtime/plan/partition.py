@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import compat
+from ..memory import extension
 from ..topology import Group
 from .meshes import check_order
 
@@ -267,7 +268,7 @@ def _named(mesh: DeviceMesh) -> str:
 def local_part(param: Tensor) -> Tensor:
     """Return this rank's part of a parameter, an ordinary tensor without autograd."""
     part = param.to_local() if isinstance(param, DTensor) else param
-    return compat.transformer_engine.plain(compat.torchao.plain(part)).detach()
+    return extension.plain(compat.transformer_engine.plain(compat.torchao.plain(part))).detach()
 
 
 def local_shape(param: Tensor) -> torch.Size:

@@ -661,7 +661,7 @@ RUNTIME = (
     Mutant(
         "runtime/optim/flat_step.py",
         "LBFGS takes flat steps",
-        "    if isinstance(optimizer, _NOT_ELEMENTWISE):",
+        "    if isinstance(optimizer, _NOT_ELEMENTWISE) or not is_elementwise(optimizer):",
         "    if False:",
         ("runtime/test_optimizer.py -k whole_matrices", "programs/test_errors.py -k optimizers"),
     ),

@@ -22,8 +22,9 @@ from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
 from mfsdp_compile.runtime.layout import ParamSpec, plan_layouts
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor, RowSplit
-from mfsdp_compile.runtime.optim.muon import _legs, owners
+from mfsdp_compile.runtime.optim.muon import legs_of, owners
 from mfsdp_compile.runtime.optim.state import shard_state
+from mfsdp_compile.runtime.optim.trial import depends_on_others, is_elementwise
 from mfsdp_compile.runtime.topology import Group
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -242,7 +243,7 @@ def test_muon_shares_out_work() -> None:
     for inner, outer in itertools.product(range(2), range(2)):
         groups = (Group("outer", 2, outer), Group("inner", 2, inner))
         topology = SimpleNamespace(shards=4, shard=inner * 2 + outer, shard_groups=groups)
-        first, second = _legs(splits, topology)  # type: ignore[arg-type]
+        first, second = legs_of(splits, topology)  # type: ignore[arg-type]
         here = {k for k, to in second.goes_to.items() if to == inner}
         assert here == {k for k, owner in enumerate(found) if owner == inner * 2 + outer}
         assert second.goes_to.keys() == {k for k, to in first.goes_to.items() if to == outer}
@@ -508,6 +509,149 @@ def test_optimizers_that_need_whole_matrices_say_so(name: str) -> None:
     with raises_everywhere(RuntimeError, "'weight'", "full_tensor()"):
         optimizer.step(closure)
     assert torch.equal(model.module.weight.full_tensor(), before)
+
+
+# -- whole parameters -------------------------------------------------------------------------------------------------
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Like Shampoo, on one side: needs whole matrices, and keeps a state of another shape. Begins after 25 steps."""
+
+    def __init__(self, params: Any, lr: float, start_steps: int = 25) -> None:
+        super().__init__(params, {"lr": lr, "start_steps": start_steps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, gradient = self.state[param], param.grad.reshape(len(param), -1) if param.ndim else param.grad
+                state["step"] = state.get("step", 0) + 1
+                if state["step"] > group["start_steps"] and param.ndim == 2:
+                    state["outer"] = state.get("outer", torch.eye(len(param))) + gradient @ gradient.t()
+                    gradient = torch.linalg.solve(state["outer"], gradient)
+                param.add_(gradient.view(param.shape), alpha=-group["lr"])
+
+
+def whole_optimizer(name: str, params: Any) -> torch.optim.Optimizer:
+    if name == "Preconditioned":
+        return Preconditioned(params, lr=0.1, start_steps=1)
+    if name == "torch's Adafactor":
+        return torch.optim.Adafactor(params, lr=0.1)
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params, lr=0.1, relative_step=False, weight_decay=0.01)
+
+
+WHOLE = ["Preconditioned", "torch's Adafactor", "transformers' Adafactor"]
+
+
+class Mixed(nn.Module):
+    """Matrices that are cut and some that are not, a vector, a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 10), nn.Linear(10, 3)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@on_ranks(2, 4)
+def test_steps_over_whole_parameters(name: str) -> None:
+    """Steps have the bits of one process: nothing is computed in another way."""
+    for strategy in MUON_STRATEGIES[dist.get_world_size()]:
+        whole, alone = parity.build(Mixed), parity.build(Mixed)
+        model = fully_shard_model(whole, fsdp_unit_modules=[nn.Linear], **mesh_arguments(strategy))
+        optimizers = [whole_optimizer(name, each.parameters()) for each in (model, alone)]
+        fully_shard_optimizer(optimizers[0], whole=True)
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+        for step in range(4):
+            for params, optimizer, scheduler in zip(
+                (params_of(model), params_of(alone)), optimizers, schedulers, strict=True
+            ):
+                set_gradients(params, step)
+                if step == 1:
+                    params["second.bias"].grad = None
+                optimizer.step()
+                scheduler.step()
+        for key, param in params_of(model).items():
+            assert torch.equal(param.full_tensor(), params_of(alone)[key]), (strategy, key)
+        if strategy == "optim_grads_params":
+            held = len(optimizers[0].state)
+            assert 0 < held < len(params_of(alone))
+        with pytest.raises(NotImplementedError, match=f"The state of this {type(optimizers[0]).__name__} is whole"):
+            optimizers[0].state_dict()
+
+
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_training_over_whole_parameters(mode: str) -> None:
+    losses = []
+    for sharded in (True, False):
+        model = parity.build(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)))
+        if sharded:
+            model = fully_shard_model(model, fsdp_unit_modules=[nn.Linear])
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        call = torch.compile(model, backend="mfsdp", options={"inner": mode}) if sharded and mode != EAGER else model
+        if sharded:
+            fully_shard_optimizer(optimizer, whole=True)
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(3))
+        found = []
+        for _ in range(3):
+            loss = call(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_flat_steps_of_what_needs_whole_parameters_are_refused(name: str, fake_world: int) -> None:
+    model = fully_shard_model(nn.Linear(4, 6))
+    with pytest.raises(ValueError, match=r"flat=True: a \w+ does not work element by element.*whole=True"):
+        fully_shard_optimizer(whole_optimizer(name, model.parameters()), flat=True)
+    with pytest.raises(ValueError, match="flat=True: a Preconditioned"):  # it behaves as SGD for 25 steps
+        fully_shard_optimizer(Preconditioned(model.parameters(), lr=0.1), flat=True)
+
+
+class Together(torch.optim.SGD):
+    """Divides by a norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=0.1)
+
+
+def test_whole_steps_that_depend_on_other_parameters_are_refused(fake_world: int) -> None:
+    model = fully_shard_model(nn.Linear(4, 6))
+    for optimizer, words in (
+        (Together(model.parameters()), "does to a parameter depends on other parameters"),
+        (torch.optim.LBFGS(model.parameters()), "does to a parameter depends on other parameters"),
+        (torch.optim.Muon([model.module.weight]), "steps over whole matrices without it"),
+    ):
+        with pytest.raises(ValueError, match=f"whole=True: .*{words}"):
+            fully_shard_optimizer(optimizer, whole=True)
+    with pytest.raises(ValueError, match="flat=True: a Together"):
+        fully_shard_optimizer(Together(model.parameters()), flat=True)
+    with pytest.raises(ValueError, match="flat=True and whole=True contradict"):
+        fully_shard_optimizer(torch.optim.SGD(model.parameters()), flat=True, whole=True)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_trials_leave_optimizers_alone(name: str) -> None:
+    cls, settings = OPTIMIZERS[name]
+    optimizer = cls([nn.Parameter(torch.ones(3, 2))], **settings)
+    before, state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    assert is_elementwise(optimizer)
+    assert not depends_on_others(optimizer)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
