@@ -892,7 +892,7 @@ def test_parameters_read_from_a_module_around() -> None:
     fsdp2.fully_shard(model[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(mine(2, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match="is not trained. Something still holds it: an optimizer"):
+    with pytest.raises(RuntimeError, match=r"is not trained\. Something still holds it: an optimizer"):
         optimizer.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
