@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mfsdp_compile.runtime import compat
-from mfsdp_compile.runtime.memory.comm_buffers import _Buffer
+from mfsdp_compile.runtime.memory.comm_buffers import BufferKind, BufferPool
 
 __all__ = ["patient", "poisoned"]
 
@@ -53,20 +53,22 @@ def poisoned(late: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patient(seconds: float = 2.0) -> Iterator[None]:
-    """Context in which a communication buffer counts as used only if something refers to it for some time.
+    """Context in which communication buffers count as used only if something refers to all of them for some time.
 
     A thread of gloo drops its reference to a collective's tensors after it has woken up those who wait for it. On a
     busy machine that can be later than the next use of the buffer, which then gets fresh memory. Tests that count how
     often that happens would count the thread's delays.
     """
 
-    def is_free(buffer: _Buffer) -> bool:
-        deadline = time.monotonic() + seconds
-        while compat.references_to(buffer.storage) != buffer.unused:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
-        return True
+    plain = BufferPool.take
 
-    with mock.patch.object(_Buffer, "is_free", property(is_free)):
+    def take(pool: BufferPool, kind: BufferKind, count: int, numel: int) -> Tensor:
+        buffers, deadline = pool._buffers.get(kind, []), time.monotonic() + seconds
+        if len(buffers) >= count or pool.is_complete:
+            asked = [buffers[pool._turn.get(kind, 0)]] if pool.is_strict else buffers
+            while not any(buffer.is_free for buffer in asked) and time.monotonic() < deadline:
+                time.sleep(0.001)
+        return plain(pool, kind, count, numel)
+
+    with mock.patch.object(BufferPool, "take", take):
         yield
