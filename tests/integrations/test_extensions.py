@@ -288,3 +288,28 @@ def test_weights_of_four_bits_stay_whole() -> None:
     sharded = fully_shard_model(model, ignored_params=[model.base])
     sharded(torch.ones(2, 512)).sum().backward()
     assert type(model.down.weight.grad).__name__ == "RowShardedTensor"
+
+
+class Reading(nn.Module):
+    """Reads the weight of its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x) @ self.child.weight
+
+
+@on_ranks(2, timeout=90)
+def test_compiled_code_that_reads_them_elsewhere() -> None:
+    """It is not in the graph: the forward that reads it runs eagerly. In one graph, it is refused."""
+    torch.manual_seed(0)
+    model = fully_shard_model(wrap(Reading(), InBFloat16))
+    x = torch.randn(2, 8)
+    expected = model(x)
+    options = {"inner": AOT_EAGER}
+    with pytest.raises(RuntimeError, match=r"torch\.compiler\.disable"):  # first: what is skipped, is skipped for good
+        torch.compile(model, backend="mfsdp", fullgraph=True, options=options)(x)
+    model.reset()
+    assert torch.equal(torch.compile(model, backend="mfsdp", options=options)(x), expected)
