@@ -76,7 +76,7 @@ def mine(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def steps(model: nn.Module, batch: Any, call: Callable[[Any], Tensor] | None = None, count: int = 3) -> Results:
+def steps(model: nn.Module, batch: Any, call: Callable[[Any], Tensor] | None = None, count: int = 2) -> Results:
     """Train, and return losses, gradients and weights of every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     results: Results = []
@@ -109,7 +109,7 @@ def test_a_root_without_inputs() -> None:
     same(lambda api: steps(model := api.fully_shard(Square()), None, lambda _: model().sum()))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_a_module_used_several_times(reshard: bool) -> None:
     class Twice(nn.Module):
@@ -676,8 +676,15 @@ def test_wrong_prefetch() -> None:
 # -- freezing ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("later", "recompute"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.long),
+        pytest.param(True, False, marks=pytest.mark.long),
+    ],
+)
 @on_ranks(2)
 def test_biases_alone(later: bool, recompute: bool) -> None:
     """Frozen and trained parameters in one unit."""
@@ -723,7 +730,7 @@ def test_layers_are_unfrozen() -> None:
     same(program)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.long)])
 @on_ranks(2)
 def test_frozen_modules_used_several_times(reshard: bool) -> None:
     class Loop(nn.Module):
