@@ -64,10 +64,10 @@ class BucketPlanner:
             )
             is_expert = self.experts is not None and self.experts.of_sites([site.name for site in sites], param)
             scaling, form = self._scaling(unit, param, sites, is_expert), quantize.DEQUANTIZED
-            if extension.is_extended(param) and not compat.torchao.is_weight(param):
-                scaling, form = "", extension.FORM
-            elif compat.torchao.is_weight(param):
+            if compat.torchao.is_weight(param):
                 scaling, form = "tensorwise", compat.torchao.FORM
+            elif extension.is_extended(param) and not compat.transformer_engine.is_weight(param):
+                scaling, form = "", extension.FORM
             elif self.topology_of(is_expert).gathers_shards and (of_layers := self._form_of_layers(sites)):
                 scaling, form = compat.transformer_engine.scaling_of(of_layers), of_layers
             elif scaling and all(compat.torchao.rounds_scales(site.module) for site in sites):

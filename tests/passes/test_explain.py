@@ -265,7 +265,7 @@ def test_many_layers_are_told_on_a_page() -> None:
     told = str(explain(model, torch.zeros(1, 8, dtype=torch.long)))
     assert "region_0: 40 units, layers.0 to layers.39" in told
     assert "39 times:" in told
-    assert len(told.splitlines()) < 60
+    assert len(told.splitlines()) < 64
 
 
 @pytest.mark.usefixtures("fake_world")

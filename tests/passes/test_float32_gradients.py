@@ -294,7 +294,7 @@ def bucket(device: str = "cuda", compute: torch.dtype = BF16, comm: torch.dtype 
     plan = SimpleNamespace(
         name="layers.0", unit="layers.0", requires_grad=trains, compute_dtype=compute, comm_dtype=comm
     )
-    return SimpleNamespace(plan=plan, flat=SimpleNamespace(device=torch.device(device)))
+    return SimpleNamespace(plan=plan, device=torch.device(device))
 
 
 def test_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
