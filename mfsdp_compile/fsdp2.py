@@ -373,7 +373,7 @@ _REFUSED = {
     "set_manual_backward_finalization": "use fully_shard_model, and model.set_model_auto_sync(False)",
     "finalize_backward": "use fully_shard_model, and model.finish_grad_sync()",
 }
-"""Methods of FSDP2 that are refused, and what is there instead."""
+"""Methods of FSDP2 that are not implemented, each with its alternative."""
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:

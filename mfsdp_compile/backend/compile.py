@@ -548,9 +548,11 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
 
 def _refuse_hooks(owners: Sequence[ShardedModel], buckets: Sequence[Bucket]) -> None:
     """Raise NotImplementedError if reduced gradients are to be shown to a hook: graphs do not call it."""
-    pairs = [(owner, unit) for owner in owners for unit in owner.eager.units]
-    for owner, unit in pairs:
-        if owner.eager.control(unit).reduced_hook is not None and not set(buckets).isdisjoint(unit.buckets):
+    hooked = [
+        unit for owner in owners for unit in owner.eager.units if owner.eager.control(unit).reduced_hook is not None
+    ]
+    for unit in hooked:
+        if not set(buckets).isdisjoint(unit.buckets):
             raise NotImplementedError(
                 f"set_all_reduce_hook was called for {unit.name!r}, whose gradients a graph of the whole model would reduce "
                 "without calling the hook. Compile layer by layer (layer.compile(backend='mfsdp')), where the hook is "

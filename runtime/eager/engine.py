@@ -136,9 +136,6 @@ class UnitControl:
     reduced_hook: Callable[[Tensor], None] | None = None
 
 
-_NO_CONTROL = UnitControl()
-
-
 class Planes(enum.Flag):
     """Planes of a bucket that is gathered plane by plane; see :mod:`..memory.planes`. Other buckets have rows."""
 
@@ -337,7 +334,7 @@ class EagerRuntime:
         self._idle: list[EagerUnit] = []  # their forward has run: released as soon as another unit is gathered
         self._begun: list[EagerUnit] = []  # joined units of which some modules have run: the next may be one of theirs
         self._last_read: EagerUnit | None = None
-        self._controls: dict[EagerUnit, UnitControl] = {}
+        self._controls = {unit: UnitControl() for unit in self.units}
         self._held: set[EagerUnit] = set()  # by unshard(), until their next forward
         self._portions: dict[Bucket, tuple[Tensor, int]] = {}  # with the version of the shard
         self._ran: dict[EagerUnit | Bucket, set[Window]] = {}
@@ -546,7 +543,7 @@ class EagerRuntime:
 
     def control(self, unit: EagerUnit) -> UnitControl:
         """Return the settings of a unit, to be changed."""
-        return self._controls.setdefault(unit, UnitControl())
+        return self._controls[unit]
 
     def holds(self, bucket: Bucket) -> bool:
         """Whether :meth:`unshard` keeps a bucket gathered, so that its parameters can be read outside of forwards."""
@@ -919,7 +916,7 @@ class EagerRuntime:
 
     def _following(self, unit: EagerUnit, in_backward: bool) -> Sequence[EagerUnit]:
         """Return the units to prefetch when a unit has been gathered."""
-        control = self._controls.get(unit, _NO_CONTROL)
+        control = self._controls[unit]
         chosen = control.backward_prefetch if in_backward else control.forward_prefetch
         if chosen is not None:
             return chosen
@@ -1166,7 +1163,7 @@ class EagerRuntime:
     def _finished(self, bucket: Bucket, reduced: Tensor) -> Tensor:
         """Return a reduced gradient, ``[shard_numel]`` in the main dtype, where the shard rests, after the user's hook."""
         gradient = bucket.exchange.finish(reduced, bucket.plan.main_dtype)
-        if (hook := self._controls.get(self._unit_of[bucket], _NO_CONTROL).reduced_hook) is not None:
+        if (hook := self._controls[self._unit_of[bucket]].reduced_hook) is not None:
             with torch.no_grad():
                 hook(gradient)
         offload = bucket.plan.offload

@@ -544,7 +544,7 @@ def test_gathers_that_a_parent_starts() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @on_ranks(2)
 def test_backward_gathers_ahead(recompute: bool) -> None:
-    """Without any setting: the next unit of backward is gathered before the one at hand has run."""
+    """By default, backward gathers the next unit before the current one has run."""
     model = built()
     for layer in model.layers:
         if recompute:

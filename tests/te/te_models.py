@@ -54,9 +54,7 @@ def recipe(name: str) -> Any:
     kinds = {"current": "Float8CurrentScaling", "delayed": "DelayedScaling", "mxfp8": "MXFP8BlockScaling"}
     kinds |= {"blockwise": "Float8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
     if name == "nvfp4":
-        options["disable_stochastic_rounding"] = (
-            True  # of gradients: its results depend on more than the values at hand
-        )
+        options["disable_stochastic_rounding"] = True  # gradients would be rounded by random numbers
     return getattr(recipes, kinds[name])(**options)
 
 
