@@ -26,6 +26,7 @@ with quick_imports():
     from .megatron import DistributedDataParallelConfig, DistributedOptimizer, FullyShardedDataParallel
     from .passes.verifier.verify import ScheduleError, verify
     from .runtime.plan.communicators import Communication, Communicator
+    from .runtime.plan.offload import OptimizerOffloadPolicy
     from .runtime.precision import MixedPrecisionPolicy
     from .runtime.topology import ShardingStrategy
     from .wrapper import MegatronFSDP
@@ -38,6 +39,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "MegatronFSDP",
     "MixedPrecisionPolicy",
+    "OptimizerOffloadPolicy",
     "ScheduleError",
     "ShardingStrategy",
     "__version__",

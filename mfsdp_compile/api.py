@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from mfsdp_compile.runtime import compat
@@ -29,6 +29,7 @@ from mfsdp_compile.runtime.optim import extend as optimizers
 from mfsdp_compile.runtime.plan.communicators import Communication
 from mfsdp_compile.runtime.plan.experts import ExpertPlacement, IsExpert, build_experts
 from mfsdp_compile.runtime.plan.meshes import build_topology, tensor_parallel_mesh
+from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.plan.units import Unit, UnitModules
 from mfsdp_compile.runtime.precision import GradientPolicy, MixedPrecisionPolicy, Policies, PolicyArgument, Scaling
 from mfsdp_compile.runtime.ranks.agreement import telling_others
@@ -90,7 +91,7 @@ def fully_shard_model(
     buffer_allocator: Allocate | None = None,
     ignored_params: Collection[nn.Parameter] = (),
     reshard_after_forward: bool | int | Mapping[type[nn.Module] | nn.Module, bool | int | None] | None = None,
-    offload_policy: OffloadPolicy | Mapping[type[nn.Module] | nn.Module, OffloadPolicy | None] | None = None,
+    offload_policy: AnyOffloadPolicy | Mapping[type[nn.Module] | nn.Module, AnyOffloadPolicy | None] | None = None,
 ) -> MegatronFSDP:
     """Shard a model over data-parallel ranks, in place, and wrap it. Collective: every rank of the mesh calls it.
 
@@ -229,10 +230,12 @@ def fully_shard_model(
             backward gathers over n neighbors. None: True, except for the unit that forward uses last. A mapping from unit
             modules, or their classes, to such values; ``module`` itself stands for parameters in no unit. For
             ``optim_grads_params``. The option of the same name of ``torch.compile`` goes before, if it is not True.
-        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``: shards, reduced gradients and optimizer state are
-            in host memory, and the optimizer steps on the CPU. A gather copies the shard to the device first. None, or
-            ``OffloadPolicy()``: everything is on the device. A mapping from unit modules, or their classes, to such
-            policies; ``module`` itself stands for parameters in no unit. For ``optim_grads_params``.
+        offload_policy: FSDP2's ``CPUOffloadPolicy(pin_memory=True)``, for ``optim_grads_params``: shards, reduced gradients
+            and optimizer state are in host memory, and the optimizer steps on the CPU. A gather copies the shard to the
+            device first. :class:`OptimizerOffloadPolicy`, for all strategies: the same, but the device keeps what it
+            gathers, and gets it from the host once per optimizer step. None, or ``OffloadPolicy()``: everything is on the
+            device. A mapping from unit modules, or their classes, to such policies; ``module`` itself stands for
+            parameters in no unit.
 
     Returns:
         The wrapped model; ``.module`` is ``module``.
@@ -527,14 +530,7 @@ def _resharding(given: Any, module: nn.Module, topology: Topology) -> Callable[[
 def _offloading(given: Any, module: nn.Module) -> Callable[[Unit], Offload | None]:
     """Return the function that says how a unit's buckets are kept in host memory."""
     values = _by_module("offload_policy", given, module)
-    for key, value in values.items():
-        if value is not None and type(value) not in (OffloadPolicy, CPUOffloadPolicy):
-            raise TypeError(
-                "offload_policy takes torch.distributed.fsdp's CPUOffloadPolicy or OffloadPolicy, or None, got "
-                f"{reprlib.repr(value)}"
-            )
-        values[key] = Offload(value.pin_memory) if isinstance(value, CPUOffloadPolicy) else None
-    return _of_unit(values)
+    return _of_unit({key: offload_of(value, "offload_policy") for key, value in values.items()})
 
 
 def _by_module(name: str, given: Any, module: nn.Module) -> dict[type[nn.Module] | nn.Module, Any]:

@@ -40,6 +40,7 @@ from mfsdp_compile.runtime.eager.engine import EagerUnit
 from mfsdp_compile.runtime.eager.modules import register_forward
 from mfsdp_compile.runtime.init import meta
 from mfsdp_compile.runtime.model import ShardedModel
+from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, offload_of
 from mfsdp_compile.runtime.topology import Accumulation
 
 from .api import fully_shard_model
@@ -69,7 +70,7 @@ class _Request:
     dims: tuple[tuple[str, ...], tuple[str, ...]] | None
     reshard_after_forward: bool | int | None
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    offload_policy: AnyOffloadPolicy
     ignored: frozenset[nn.Parameter]
 
 
@@ -102,7 +103,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: AnyOffloadPolicy = OffloadPolicy(),
     ignored_params: Collection[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> Any:
@@ -122,6 +123,7 @@ def fully_shard(
         shard_placement_fn: May return None or ``Shard(0)`` only.
         mp_policy: Dtypes of the unit's parameters, gradients, inputs and outputs.
         offload_policy: ``CPUOffloadPolicy()``: the unit's shards, gradients and optimizer state are in host memory.
+            :class:`~mfsdp_compile.OptimizerOffloadPolicy`: the same, but gathers need no copy from the host.
         ignored_params: Parameters that are neither sharded nor reduced.
         dp_mesh_dims: Names of the mesh dimensions that shard and replicate, if ``mesh`` has others.
 
@@ -135,8 +137,7 @@ def fully_shard(
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     _check_modules(modules)
     _check_placements(modules, shard_placement_fn)
-    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
-        raise TypeError(f"fully_shard(offload_policy={offload_policy}) takes OffloadPolicy() or CPUOffloadPolicy().")
+    offload_of(offload_policy, "fully_shard(offload_policy)")
     request = _Request(
         modules,
         mesh,

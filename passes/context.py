@@ -188,8 +188,15 @@ class BucketInfo:
 
     @property
     def device_shard_bytes(self) -> int:
-        """Those of them that rest on the device: none of a bucket in host memory."""
+        """Bytes of the shard on the device: of a bucket in host memory, those of the copy that the device keeps, if any."""
+        if self.exchange.keeps_copy:
+            return self.layout.shard_numel * self.exchange.dtype.itemsize
         return 0 if self.exchange.offload else self.shard_bytes
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether gathers copy the shard from host memory first."""
+        return bool(self.exchange.offload) and not (self.exchange.keeps_copy or self.has_resident)
 
     @property
     def quantized_bytes(self) -> int:

@@ -78,7 +78,7 @@ def _events(graph: fx.Graph, context: Context, names: Sequence[str]) -> dict[fx.
             if number > 1:  # portions are of the bucket as it is held
                 size, dtype = info.gathered_bytes, quantize.DTYPE if exchange.stays_quantized else exchange.dtype
             detail = f"{size:,} B in {_short(dtype)} of {ranks} ranks"
-            if exchange.offload and number == 1:
+            if info.is_fetched and number == 1:
                 detail += f", {info.shard_bytes:,} B of each from host memory"
         elif what == "reduce":
             stage = number - 1

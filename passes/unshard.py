@@ -11,15 +11,15 @@ A frozen parameter in a trainable bucket is detached, so that its gradient is no
 A parameter that modules get as it was gathered in float8 (:mod:`mfsdp_compile.runtime.forms`) is three values: an anchor,
 data and a scale.
 
-    parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, quantized_0, ...)
+    parts = mfsdp.unshard_quantized(L_weight, ...)      gather = mfsdp.gather(shard_0, None, None, sent_0, ...)
     anchor, data, scale = parts[0], parts[1], parts[2]  anchor, data = gather[0], gather[1]
                                                         split = mfsdp.split_scales(scales_0, ...)
                                                         scale = split[0]
 
 Needs: shell placeholders with their roles. Every use of a shell is a marker, or passes the shell into a region (for
 example a checkpointed one) whose body has the marker. Leaves: no shells and no markers; the first placeholders are the
-shards, one per bucket in the context's order, each followed by the bucket's resident, token, quantized shard and scales
-if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
+shards, one per bucket in the context's order, each followed by the bucket's resident, token, what it sends (a quantized
+shard, or the device's copy of a shard in host memory) and scales, if it has them. The new graph is runnable as it is, and is the reference for what later passes do to it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def apply(graph: fx.Graph, context: Context, phase: Phase | None) -> Report:
             beside = {
                 "resident": info.has_resident,
                 "token": info.has_token,
-                "quantized": info.exchange.takes_quantized,
+                "sent": info.exchange.takes_sent,
                 "scales": info.exchange.is_quantized,
             }
             placeholders = [

@@ -66,6 +66,7 @@ class Exchange(NamedTuple):
         offload: Type of the device that shards are fetched to from host memory, and from which reduced gradients are
             copied there; see :mod:`.memory.host`. "": shards are on the device.
         pins: Whether that host memory is pinned.
+        keeps_copy: Whether the device keeps a copy of the shard in the dtype that is sent, from which it gathers.
     """
 
     sizes: list[int]
@@ -88,6 +89,7 @@ class Exchange(NamedTuple):
     form: str = quantize.DEQUANTIZED
     offload: str = ""
     pins: bool = False
+    keeps_copy: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -108,6 +110,11 @@ class Exchange(NamedTuple):
     def takes_quantized(self) -> bool:
         """Whether graphs gather the bucket from its quantized shard. Otherwise it is already gathered."""
         return self.is_quantized and bool(self.gather_group)
+
+    @property
+    def takes_sent(self) -> bool:
+        """Whether graphs take what this rank sends beside the shard: the quantized shard, or the copy on the device."""
+        return self.takes_quantized or self.keeps_copy
 
     @property
     def sent_dtype(self) -> torch.dtype:

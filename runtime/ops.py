@@ -7,18 +7,19 @@
 ``unshard_quantized(shell, layout, scaling)``
     The same for a parameter that modules get as it was gathered in float8 (:mod:`.forms`): stands for its anchor, its
     data and its scale.
-``gather(shard, resident, token, quantized, scales, ...)``
+``gather(shard, resident, token, sent, scales, ...)``
     A bucket's parameters. Composite and differentiable. For full sharding it is traced as cast, all-gather, wait and
     views, and its backward as ``pack_gradients``, reduce-scatter, wait and cast. Other strategies omit or add
     collectives; see :class:`~mfsdp_compile.runtime.exchange.Exchange`. A bucket that is gathered in float8 is traced as
-    all-gather of its quantized shard, ``wait_quantized`` and views. If modules get it as it is, there is a plain wait, and
-    two results for each parameter: all anchors, and then all data.
+    all-gather of its quantized shard (``sent``), ``wait_quantized`` and views. If modules get it as it is, there is a plain
+    wait, and two results for each parameter: all anchors, and then all data. If the shard is in host memory and the device
+    keeps a copy, ``sent`` is this copy, and is neither cast nor fetched.
 ``split_scales(scales, ...)``
     The scales of each parameter of a bucket, as views. Composite.
 ``wait_quantized(gathered, scales, ...)``
     Waits for a bucket that is gathered in float8, and dequantizes it. One operator for both, so that the gathered bytes
     are no value of the graph that anything else could read or save.
-``gather_whole(shard, resident, token, quantized, scales, ...)``
+``gather_whole(shard, resident, token, sent, scales, ...)``
     A bucket that a region reads: the whole bucket, and an anchor, a tensor without memory whose gradient is the packed
     gradient of the bucket (in the dtype in which gradients are reduced, which the bucket may not have). Its backward
     begins with the reduction. Inside of the region, ``gather(anchor, whole, ...)`` splits the bucket and packs gradients.
@@ -75,18 +76,18 @@ _library.define("unshard(Tensor shell, str layout) -> Tensor")
 _library.define("unshard_quantized(Tensor shell, str layout, str scaling) -> (Tensor, Tensor, Tensor)")
 _library.define("split_scales(Tensor scales, int[] sizes, int[] ndims, str scaling) -> Tensor[]")
 _library.define(
-    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
+    "gather(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
-    "str form, str offload, bool pins) -> Tensor[]"
+    "str form, str offload, bool pins, bool keeps_copy) -> Tensor[]"
 )
 _library.define(
-    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? quantized, Tensor? scales, "
+    "gather_whole(Tensor shard, Tensor? resident, Tensor? token, Tensor? sent, Tensor? scales, "
     "int[] sizes, int[] ndims, int[] offsets, int numel, "
     "ScalarType dtype, int gather_size, str gather_group, ScalarType comm_dtype, str reduce_op, float scale, "
     "str[] collectives, str[] when, int[] group_sizes, str[] groups, bool inspected, int[] buffers, str scaling, "
-    "str form, str offload, bool pins) -> (Tensor, Tensor)"
+    "str form, str offload, bool pins, bool keeps_copy) -> (Tensor, Tensor)"
 )
 _library.define(
     "wait_quantized(Tensor gathered, Tensor scales, int[] sizes, int[] ndims, int[] offsets, ScalarType dtype, "
@@ -205,17 +206,19 @@ def _whole(
     exchange: Exchange,
     shard: Tensor,
     resident: Tensor | None,
-    quantized: Tensor | None,
+    sent: Tensor | None,
     scales: Tensor | None,
 ) -> Tensor:
-    if quantized is not None:
-        gathered = compat.all_gather(quantized, exchange.gather_size, exchange.gather_group)
+    if sent is not None and exchange.takes_quantized:
+        gathered = compat.all_gather(sent, exchange.gather_size, exchange.gather_group)
         if exchange.stays_quantized:
             return compat.wait_tensor(gathered)
         return torch.ops.mfsdp.wait_quantized(gathered, scales, *exchange.quantization)
     # The runtime gathers a resident; the first graph that uses it waits for it.
     if resident is not None:
         full = compat.wait_tensor(resident)
+    elif sent is not None:
+        full = sent
     else:
         full = torch.ops.mfsdp.fetch(shard, exchange.offload) if exchange.offload else shard
     full = full.to(exchange.held_dtype)
@@ -238,11 +241,11 @@ def _gather(
     shard: Tensor,
     resident: Tensor | None,
     token: Tensor | None,
-    quantized: Tensor | None,
+    sent: Tensor | None,
     scales: Tensor | None,
     *arguments: Any,
 ) -> list[Tensor]:
-    return list(_GatherFunction.apply(shard, token, Exchange(*arguments), resident, quantized, scales))
+    return list(_GatherFunction.apply(shard, token, Exchange(*arguments), resident, sent, scales))
 
 
 @torch.library.impl(_library, "gather_whole", "CompositeImplicitAutograd")
@@ -250,11 +253,11 @@ def _gather_whole(
     shard: Tensor,
     resident: Tensor | None,
     token: Tensor | None,
-    quantized: Tensor | None,
+    sent: Tensor | None,
     scales: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, quantized, scales)
+    return _GatherWholeFunction.apply(shard, token, Exchange(*arguments), resident, sent, scales)
 
 
 @torch.library.impl(_library, "split_scales", "CompositeImplicitAutograd")

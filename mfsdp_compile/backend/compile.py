@@ -430,9 +430,8 @@ def _beside_shard(bucket: Bucket) -> list[Tensor]:
     if bucket.has_token:
         assert bucket.pending is not None
         tensors.append(bucket.pending.token)
-    if bucket.exchange.takes_quantized:
-        assert bucket.quantized is not None
-        tensors.append(bucket.quantized)
+    if bucket.exchange.takes_sent:
+        tensors.append(bucket.source())
     if bucket.exchange.is_quantized:
         assert bucket.scales is not None
         tensors.append(bucket.scales)
@@ -532,6 +531,7 @@ def served_info(plan: BucketPlan, topology: Topology) -> BucketInfo:
         inspected=False,
         offload="",
         pins=False,
+        keeps_copy=False,
     )
     return BucketInfo(
         name=plan.name,

@@ -754,7 +754,7 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
         exchange = found.info(launch.bucket).exchange
         before = _before(launch)
         fetches = [node for node in before if node.target is roles.FETCH]
-        wanted = bool(exchange.offload) and not _of_portions(found, contract, launch)
+        wanted = found.info(launch.bucket).is_fetched and not _of_portions(found, contract, launch)
         if len(fetches) != wanted:
             what = (
                 "sent from host memory"

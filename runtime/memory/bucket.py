@@ -144,7 +144,11 @@ class BucketPlan:
         )
         if self.offload is None:
             return exchange
-        return exchange._replace(offload=topology.mesh.device_type, pins=self.offload.pins)
+        return exchange._replace(
+            offload=topology.mesh.device_type,
+            pins=self.offload.pins,
+            keeps_copy=self.offload.optimizer_only and topology.resident_group is None,
+        )
 
     @property
     def gathered_bytes(self) -> int:
@@ -277,10 +281,12 @@ class Bucket:
         self.scales: Tensor | None = None
         """Scales of the whole bucket, in the order of its parameters."""
         self._quantized_of = -1  # version of the shard that was quantized
+        self._on_device: Tensor | None = None
+        self._on_device_of = -1  # version of the shard that was copied
         group = self.topology.resident_group
         if group is not None and not self.topology.releases_resident:
             resident = torch.empty(flat.numel() * group.size, dtype=plan.held_dtype, device=self.device)
-            if plan.main_dtype == plan.held_dtype:
+            if plan.main_dtype == plan.held_dtype and plan.offload is None:
                 mine = resident[group.rank * flat.numel() : (group.rank + 1) * flat.numel()]
                 # Same memory, but a separate version counter: gathers may write to the resident at any time.
                 flat = mine.copy_(flat).data
@@ -343,6 +349,8 @@ class Bucket:
             self.let_go()
             self.topology = topology
         self.exchange = plan.exchange(self.topology)
+        if not self.exchange.keeps_copy:
+            self._on_device, self._on_device_of = None, -1
         self._specs: dict[torch.dtype, list[compat.DTensorSpec]] = {}  # of gradients
         self.trains = tuple(param.requires_grad for param in self.params)
         """Which parameters are trainable. Their own attribute is a property in Python."""
@@ -507,15 +515,34 @@ class Bucket:
             if self.topology.releases_resident:
                 self._drop_resident()
 
+    @torch.no_grad()
+    def on_device(self) -> Tensor:
+        """Return the device's copy of a shard in host memory, ``[shard_numel]`` in the dtype that is sent.
+
+        It is copied again if the shard has changed.
+        """
+        if self._on_device_of != self.flat._version:
+            if self._on_device is None:
+                self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
+            self._on_device.copy_(self.fetched())
+            self._on_device_of = self.flat._version
+        assert self._on_device is not None
+        return self._on_device
+
     def source(self) -> Tensor:
-        """The tensor that this rank gathers from, without autograd: the resident, the quantized shard or the shard."""
+        """The tensor that this rank gathers from, without autograd.
+
+        It is the resident, the quantized shard, the device's copy of the shard, or the shard.
+        """
         if self.has_resident:
             return self.await_resident()
+        if self.exchange.keeps_copy:
+            return self.on_device()
         return self.flat.detach() if self.quantized is None else self.quantized
 
     def sent(self) -> Tensor:
         """The tensor that this rank sends, without autograd: :meth:`source`, on the device."""
-        at_rest = self.plan.offload is not None and not self.has_resident
+        at_rest = self.plan.offload is not None and not (self.has_resident or self.exchange.keeps_copy)
         return self.fetched() if at_rest else self.source()
 
     def own_part(self, columns: bool = False) -> Tensor:

@@ -33,12 +33,16 @@ class Offload:
     Args:
         pins: Whether the memory is pinned, if the device is a GPU. Copies from and to other memory are slower, and the
             thread waits for them. Pinned memory cannot be swapped out.
+        optimizer_only: Whether gathers need no copy from the host: the device keeps what is gathered, and gets it from the
+            host after each change of the shard.
     """
 
     pins: bool = True
+    optimizer_only: bool = False
 
     def __str__(self) -> str:
-        return "pinned host memory" if self.pins else "host memory"
+        memory = "pinned host memory" if self.pins else "host memory"
+        return f"{memory}, gathered from the device" if self.optimizer_only else memory
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device, pins: bool) -> Tensor:
