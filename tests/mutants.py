@@ -1168,7 +1168,7 @@ def fetched_twice(s: Subject) -> Iterator[Change]:
 def fetched_from_the_device(s: Subject) -> Iterator[Change]:
     """A shard that is on the device is copied."""
     for launch in s.gathers:
-        if not s.info(launch.bucket).exchange.offload and role_of(launch.input) is not None:
+        if not s.info(launch.bucket).is_fetched and role_of(launch.input) is not None:
             fetch = functools.partial(call, launch.node, roles.FETCH, launch.input, "cpu", before=True)
             yield lambda n=launch, make=fetch: n.node.replace_input_with(n.input, make(bucket=n.bucket))
 
@@ -1189,6 +1189,14 @@ def cast_on_the_host(s: Subject) -> Iterator[Change]:
                     moved.replace_input_with(moved, c),
                     c.replace_input_with(f, f.args[0]),
                 )
+
+
+def copy_cast(s: Subject) -> Iterator[Change]:
+    """What is cast for each gather is not the copy that the device keeps in the dtype that is sent."""
+    for launch in s.gathers:
+        if (exchange := s.info(launch.bucket).exchange).keeps_copy and launch.input.op == "placeholder":
+            cast = functools.partial(call, launch.node, roles.CASTS[0], launch.input, exchange.dtype, before=True)
+            yield lambda n=launch, make=cast: n.node.replace_input_with(n.input, make(bucket=n.bucket))
 
 
 def gradient_left_on_the_device(s: Subject) -> Iterator[Change]:
@@ -1274,7 +1282,7 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         quantized_over_the_other_dimension,
     ),
     "V12": (
-        *(sent_from_the_host, fetched_twice, fetched_from_the_device, fetched_to_another_device, cast_on_the_host),
+        *(sent_from_the_host, fetched_twice, fetched_from_the_device, fetched_to_another_device, cast_on_the_host, copy_cast),
         *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
         *(gradient_reduced_on_the_host, gradient_changed_on_the_host),
     ),

@@ -748,7 +748,8 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
     """A shard that rests in host memory is fetched once before it is gathered, and its reduced gradient copied back once.
 
     Both copies are between the host and the device of the exchange. The fetch comes before casts, because the device
-    casts. Everything else is on the device at all times, and so are portions.
+    casts. A copy that the device keeps is neither fetched nor cast: it is in the dtype that is sent, as the shard is not.
+    Everything else is on the device at all times, and so are portions.
     """
     for launch in _gathers(found):
         exchange = found.info(launch.bucket).exchange
@@ -762,6 +763,8 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
                 else f"fetched {len(fetches)} times, not {int(wanted)}"
             )
             yield f"it is {what}", launch.node, launch.bucket
+        for cast in _casts(launch) if exchange.keeps_copy else ():
+            yield f"{cast} casts what is sent from the copy on the device", cast, launch.bucket
         for fetch in fetches:
             if (to := fetch.args[1]) != exchange.offload and wanted:
                 yield f"it is fetched to {to!r}, not {exchange.offload!r}", fetch, launch.bucket

@@ -76,10 +76,10 @@ class WholeStep:
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:
         topology.announce(f"a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name)
         shapes, legs = [param.split.shape for param in params], self._routes(params, topology)
-        values = Journey(shapes, legs, [param.to_local() for param in params]).there()
+        values = Journey(shapes, legs, [topology.on_device(param.to_local()) for param in params]).there()
         by_dtype: dict[torch.dtype, list[int]] = {}
         gradients: dict[int, Tensor] = {}
-        rows = [_gradient(param).to_local() for param in params]  # type: ignore[union-attr]
+        rows = [topology.on_device(_gradient(param).to_local()) for param in params]  # type: ignore[union-attr]
         for number, its in enumerate(rows):
             by_dtype.setdefault(its.dtype, []).append(number)
         for numbers in by_dtype.values():
@@ -88,18 +88,22 @@ class WholeStep:
             gradients |= {numbers[k]: whole for k, whole in journey.there().items()}
         for number, value in values.items():
             param = params[number]
-            if param not in self._owned:
-                self._owned[param] = nn.Parameter(torch.empty_like(value))
+            if param not in self._owned:  # where the shard rests, which may be in host memory
+                self._owned[param] = nn.Parameter(torch.empty_like(value, device=param.device))
             self._owned[param].copy_(value)
-            setattr(self._owned[param], _grad_attribute(param), gradients[number])
+            setattr(self._owned[param], _grad_attribute(param), gradients[number].to(param.device))
 
     @torch.no_grad()
     def _give_back(self, params: list[RowShardedTensor], topology: Topology) -> None:
         shapes, legs = [param.split.shape for param in params], self._routes(params, topology)
-        owned = {number: self._owned[param].detach() for number, param in enumerate(params) if param in self._owned}
-        rows = Journey(shapes, legs, [param.to_local() for param in params]).back(owned)
+        owned = {
+            number: topology.on_device(self._owned[param].detach())
+            for number, param in enumerate(params)
+            if param in self._owned
+        }
+        rows = Journey(shapes, legs, [topology.on_device(param.to_local()) for param in params]).back(owned)
         for number, param in enumerate(params):
-            param.copy_(RowShardedTensor.wrap(rows[number], param.split, topology))
+            param.copy_(RowShardedTensor.wrap(rows[number].to(param.device), param.split, topology))
             if param in self._owned:
                 setattr(self._owned[param], _grad_attribute(param), None)
 

@@ -28,7 +28,7 @@ from mutants import Subject
 from torch import Tensor, fx
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from mfsdp_compile import MixedPrecisionPolicy, ScheduleError, fully_shard_model, verify
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, ScheduleError, fully_shard_model, verify
 from mfsdp_compile.backend.compile import _cache_key
 from mfsdp_compile.backend.options import CompileOptions
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
@@ -146,6 +146,7 @@ def graphs() -> list[Scheduled]:
             *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
             *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
             *captured("host memory", zoo.Tied, "optim_grads_params", BF16, offload=CPUOffloadPolicy()),
+            *captured("optimizer in host memory", zoo.Tied, "optim_grads_params", BF16, offload=OptimizerOffloadPolicy()),
             *captured(
                 "host memory, buffers, portions, regions",
                 zoo.Plain,
