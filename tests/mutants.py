@@ -1282,7 +1282,14 @@ KINDS: dict[str, Sequence[Callable[[Subject], Iterator[Change]]]] = {
         quantized_over_the_other_dimension,
     ),
     "V12": (
-        *(sent_from_the_host, fetched_twice, fetched_from_the_device, fetched_to_another_device, cast_on_the_host, copy_cast),
+        *(
+            sent_from_the_host,
+            fetched_twice,
+            fetched_from_the_device,
+            fetched_to_another_device,
+            cast_on_the_host,
+            copy_cast,
+        ),
         *(gradient_left_on_the_device, gradient_copied_twice, gradient_copied_to_other_memory),
         *(gradient_reduced_on_the_host, gradient_changed_on_the_host),
     ),

@@ -55,10 +55,11 @@ def offload_of(policy: Any, argument: str) -> Offload | None:
 def check_offload(bucket: BucketPlan, topology: Topology) -> None:
     """Raise NotImplementedError if a bucket, or the way in which the model is sharded, cannot be offloaded."""
     assert bucket.offload is not None
-    if topology.is_alone:
+    if topology.is_alone and not bucket.offload.optimizer_only:
         raise NotImplementedError(
             f"offload_policy: unit {bucket.unit!r} has experts that no other rank shares, which are used from their shard "
-            "without a gather. Leave the unit out of offload_policy, or share its experts between ranks (expt_device_mesh)."
+            "without a gather. Use OptimizerOffloadPolicy for the unit, which keeps them on the device, or share its experts "
+            "between ranks (expt_device_mesh)."
         )
     if not topology.gathers_shards and not bucket.offload.optimizer_only:
         raise NotImplementedError(

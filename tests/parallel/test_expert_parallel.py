@@ -16,10 +16,17 @@ from parity import AOT_EAGER, EAGER, INDUCTOR, raises_everywhere
 from pool import Pools, on_ranks, shared_folder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from mfsdp_compile import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import (
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    OptimizerOffloadPolicy,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.cli import main
 from mfsdp_compile.diagnostics.measure import allocated, collectives
@@ -224,6 +231,39 @@ def test_gradients_of_one_process_on_eight_ranks(mesh: str) -> None:
 @on_ranks(4)
 def test_gradients_where_nobody_shares_experts_or_all_do(mesh: str) -> None:
     check_against(train_alone(), mesh, EAGER, checkpointed=False)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode"),
+    [
+        ("1 x 4", EAGER),
+        *(
+            pytest.param(*row, marks=pytest.mark.long)
+            for row in [("1 x 4", AOT_EAGER), ("2 x 2", EAGER), ("2 x 2", AOT_EAGER)]
+        ),
+    ],
+)
+@on_ranks(4)
+def test_optimizer_in_host_memory(mesh: str, mode: str) -> None:
+    """Bitwise as on the device, also of experts that no other rank shares, which are never gathered."""
+
+    def trained(mode: str, policy: Any) -> list[Tensor]:
+        model = make(mesh, offload_policy=policy)
+        call = compiled(model, mode)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        losses = []
+        for step in range(2):
+            losses.append(loss_of(call, batches(step)[0][dist.get_rank()]))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *(param.detach().to_local() for param in model.parameters())]
+
+    assert all(map(torch.equal, trained(EAGER, None), trained(mode, OptimizerOffloadPolicy())))
+    if mesh == "1 x 4":
+        with pytest.raises(NotImplementedError, match="no other rank shares"):
+            make(mesh, offload_policy=CPUOffloadPolicy())
+    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("strategy", [0, 1, 2])

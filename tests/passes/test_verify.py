@@ -146,7 +146,9 @@ def graphs() -> list[Scheduled]:
             *captured("buffers", zoo.Plain, "optim_grads_params", BF16, buffers=True),
             *captured("buffers, regions", zoo.Plain, "HSDP optim_grads_params", buffers=True, regions=True),
             *captured("host memory", zoo.Tied, "optim_grads_params", BF16, offload=CPUOffloadPolicy()),
-            *captured("optimizer in host memory", zoo.Tied, "optim_grads_params", BF16, offload=OptimizerOffloadPolicy()),
+            *captured(
+                "optimizer in host memory", zoo.Tied, "optim_grads_params", BF16, offload=OptimizerOffloadPolicy()
+            ),
             *captured(
                 "host memory, buffers, portions, regions",
                 zoo.Plain,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints, full_state_dict
+from mfsdp_compile.diagnostics.doctor import mesh_arguments
 
 POLICIES = [CPUOffloadPolicy(), OptimizerOffloadPolicy()]
 policies = pytest.mark.parametrize("policy", POLICIES, ids=["everything", "optimizer"])
@@ -33,7 +34,12 @@ class Trained:
     """A model of the zoo that computes in bfloat16 from float32 shards, and its optimizer."""
 
     def __init__(
-        self, policy: Any = None, mode: str = EAGER, seed: int = 0, optimizer: Callable[..., Any] = adamw, **sharding: Any
+        self,
+        policy: Any = None,
+        mode: str = EAGER,
+        seed: int = 0,
+        optimizer: Callable[..., Any] = adamw,
+        **sharding: Any,
     ) -> None:
         options = sharding | {"offload_policy": policy}
         self.model, self.call = shard(build(zoo.Plain, seed), mode, precision=BF16, sharding=options)
@@ -179,6 +185,17 @@ def test_loaded_weights(policy: Any) -> None:
 @on_ranks(4)
 def test_broadcast(policy: Any) -> None:
     """Over the ranks with the same shard: what one of them has changed."""
+    expected = Trained(**mesh_arguments("HSDP optim_grads_params"))
+    job = Trained(policy, **mesh_arguments("HSDP optim_grads_params"))
+    batch = batches(1)[0, dist.get_rank()]
+    with torch.no_grad():
+        before = job.call(batch)
+        for each, factors in ((expected, (2, 2)), (job, (2, 3))):
+            for param in each.model.parameters():
+                param.mul_(factors[each.model.sharded.topology.outer.rank])
+        job.model.broadcast_params()
+        assert torch.equal(job.call(batch), expected.call(batch))
+        assert not torch.equal(job.call(batch), before)
 
 
 @policies
