@@ -194,6 +194,11 @@ class BucketInfo:
         return 0 if self.exchange.offload else self.shard_bytes
 
     @property
+    def device_gradient_bytes(self) -> int:
+        """Bytes of the shard's gradient on the device: none of a bucket in host memory."""
+        return 0 if self.exchange.offload else self.shard_bytes
+
+    @property
     def is_fetched(self) -> bool:
         """Whether gathers copy the shard from host memory first."""
         return bool(self.exchange.offload) and not (self.exchange.keeps_copy or self.has_resident)

@@ -20,10 +20,15 @@ from mfsdp_compile.passes.context import Report
 from mfsdp_compile.passes.folding import folded
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory
 from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.precision import Policies
 
+from ..backend.compile import bucket_info
 from ..backend.verify_step import unchanged
+from ..report.numbers import bytes_text
+from ..report.step_report import host_text
 from ..wrapper import unwrapped
 
 __all__ = ["Explanation", "GraphExplanation", "explain", "reason_and_place"]
@@ -60,6 +65,7 @@ class Explanation:
             gradients.
         recompilations: What was recompiled since torch.compile was last reset, and the guard that failed.
         precision: The mixed-precision policies, by their fields that are not the default's. Empty if there are none.
+        host: What this rank holds in host memory, beside the optimizer's state. Empty if that is nothing.
     """
 
     graphs: tuple[GraphExplanation, ...]
@@ -68,11 +74,14 @@ class Explanation:
     several: tuple[str, ...] = ()
     recompilations: tuple[str, ...] = field(default=())
     precision: str = ""
+    host: str = ""
 
     def __str__(self) -> str:
         lines = [f"{len(self.graphs)} {_plural('graph', len(self.graphs))}, {len(self.breaks)} graph breaks"]
         if self.precision:
             lines.append(f"precision: {self.precision}")
+        if self.host:
+            lines.append(f"host memory: {self.host}")
         for number, graph in enumerate(self.graphs):
             lines += ["", f"graph {number}: {_listed(graph.units)}"]
             lines += [
@@ -139,7 +148,16 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     several = tuple(unit for unit, count in covered.items() if count > 1)
     policies = sharded.sharded.precision
     precision = str(policies) if policies != Policies() else ""
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations, precision)
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations, precision, _host(sharded.sharded))
+
+
+def _host(sharded: ShardedModel) -> str:
+    infos = [bucket_info(bucket.plan, bucket.topology) for bucket in sharded.buckets]
+    if not (held := host_memory(infos, OptimizerCost(state_bytes=0))):
+        return ""
+    copies = sum(info.device_shard_bytes for info in infos if info.exchange.keeps_copy)
+    more = f"; the device keeps copies of shards, {bytes_text(copies)}" if copies else ""
+    return f"{host_text(held)} per rank, and the optimizer's state{more}"
 
 
 @contextlib.contextmanager

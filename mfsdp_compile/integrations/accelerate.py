@@ -14,7 +14,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict
@@ -39,7 +39,7 @@ class MfsdpAccelerator(accelerate.Accelerator):
         model = torch.compile(model, backend="mfsdp")
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-    Shard and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be a dtype that
+    Shard, offload (``offload_policy``) and compile before ``prepare``, which leaves the model unchanged. ``mixed_precision`` must be a dtype that
     the sharded model computes in; there is no autocast. ``save_state`` writes shards to :data:`FOLDER`, which can
     be loaded on any number of ranks. ``get_state_dict`` and ``save_model`` return and write the whole model, on the
     first rank.
@@ -47,6 +47,21 @@ class MfsdpAccelerator(accelerate.Accelerator):
 
     _models: list[nn.Module]
     _optimizers: list[Any]
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare objects as accelerate does, and sharded models with :meth:`prepare_model`.
+
+        Raises:
+            ValueError: If accelerate is configured to shard a model that is sharded already.
+        """
+        if self.distributed_type == DistributedType.FSDP and any(sharded_model(arg) is not None for arg in args):
+            raise ValueError(
+                "accelerate is configured to shard with torch's FSDP, but fully_shard_model has sharded the model already. "
+                "Remove fsdp_plugin from the Accelerator (or use_fsdp from accelerate's configuration, or "
+                "ACCELERATE_USE_FSDP from the environment). Instead of fsdp_offload_params, pass fully_shard_model "
+                "offload_policy=CPUOffloadPolicy()."
+            )
+        return super().prepare(*args, **kwargs)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False

@@ -5,8 +5,8 @@
     spec = dataclasses.replace(model_registry("8B"), parallelize_fn=parallelize)
     Trainer.Config(model_spec=spec, ...)
 
-Data-parallel and hybrid sharding, activation checkpointing, compilation and mixed precision follow the job's
-configuration. torchtitan's trainer, optimizers and checkpoints need no changes. The loss may: ``ChunkedLossWrapper``
+Data-parallel and hybrid sharding, activation checkpointing, compilation, mixed precision and offload to host memory
+follow the job's configuration. torchtitan's trainer, optimizers and checkpoints need no changes. The loss may: ``ChunkedLossWrapper``
 calls the model's head outside of the model's forward, where its parameters are sharded. Use ``CrossEntropyLoss``.
 Written for torchtitan 0.3.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 
@@ -64,6 +65,7 @@ def parallelize(
         init_model_with_meta_device=True,
         init_fn=Later(),
         check_values=False,
+        offload_policy=CPUOffloadPolicy() if training.enable_cpu_offload else None,
     )
     if _compiles(compile_config):
         options = {
@@ -105,8 +107,6 @@ def _refuse(
     ]
     if parallelism.enable_fsdp_symm_mem:
         complaints.append("parallelism.enable_fsdp_symm_mem: there are no symmetric-memory collectives")
-    if training.enable_cpu_offload:
-        complaints.append("training.enable_cpu_offload: shards stay on the device")
     if not training.disable_cuda_graphs:
         complaints.append("training.disable_cuda_graphs=False: gathers and reductions are not captured; set it to True")
     if compile_config.enable and compile_config.backend not in INNER_COMPILERS:

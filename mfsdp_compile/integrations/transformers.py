@@ -29,6 +29,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
 from transformers.training_args import ParallelMode
 
@@ -36,6 +37,7 @@ from mfsdp_compile.api import fully_shard, fully_shard_model, fully_shard_optimi
 from mfsdp_compile.backend.options import INNER_COMPILERS
 from mfsdp_compile.checkpoint import CheckpointError, Checkpoints, full_state_dict, load
 from mfsdp_compile.checkpoint.extra_state import get_generators, set_generators
+from mfsdp_compile.runtime.plan.offload import AnyOffloadPolicy, OptimizerOffloadPolicy
 from mfsdp_compile.runtime.precision import MixedPrecisionPolicy
 from mfsdp_compile.runtime.ranks.agreement import errors_for_all
 from mfsdp_compile.runtime.topology import Topology
@@ -48,6 +50,13 @@ __all__ = ["MfsdpSeq2SeqTrainer", "MfsdpTrainer", "MfsdpTrainerMixin", "Sharding
 
 if int(transformers.__version__.partition(".")[0]) < 5:
     raise ImportError(f"mfsdp_compile.integrations.transformers needs transformers 5, found {transformers.__version__}")
+
+
+_OFFLOAD: dict[str | None, AnyOffloadPolicy | None] = {
+    None: None,
+    "all": CPUOffloadPolicy(),
+    "optimizer": OptimizerOffloadPolicy(),
+}
 
 
 @dataclass
@@ -64,6 +73,9 @@ class ShardingArguments:
         main_grads_dtype: Dtype in which gradients are summed. None: that of the shards.
         grad_comm_dtype: Dtype in which gradients are reduced. None: the dtype that the model computes in.
         flat_optimizer: Step over flat tensors; see ``fully_shard_optimizer``.
+        offload: What is kept in host memory: ``"all"``, shards, gradients and optimizer state, as with accelerate's
+            ``fsdp_offload_params``; or ``"optimizer"``, the same except for what is gathered, as with DeepSpeed's
+            ``offload_optimizer``. None: nothing.
         compile: Run through ``torch.compile(backend="mfsdp")``. If False, run with eager hooks, with the same numbers.
         compile_options: Options of that backend, as a dictionary or JSON.
         sharding_options: More arguments of ``fully_shard_model`` (such as ``unit_bytes``), as a dictionary or JSON.
@@ -77,6 +89,7 @@ class ShardingArguments:
     main_grads_dtype: str | None = field(default=None, metadata={"help": "That gradients are summed in."})
     grad_comm_dtype: str | None = field(default=None, metadata={"help": "That gradients are reduced in."})
     flat_optimizer: bool = field(default=False, metadata={"help": "Step over flat tensors."})
+    offload: str | None = field(default=None, metadata={"help": "To host memory: 'all' or 'optimizer'."})
     compile: bool = field(default=True, metadata={"help": "Compile with the mfsdp backend."})
     compile_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of the mfsdp backend."})
     sharding_options: dict[str, Any] | str | None = field(default=None, metadata={"help": "Of fully_shard_model."})
@@ -92,8 +105,11 @@ class ShardingArguments:
         Collective if there are replicas, because it creates process groups.
 
         Raises:
-            ValueError: If a dtype is unknown, or the number of replicas does not divide the number of ranks.
+            ValueError: If a dtype or what is offloaded is unknown, or the number of replicas does not divide the number
+                of ranks.
         """
+        if self.offload not in _OFFLOAD:
+            raise ValueError(f"offload={self.offload!r} is none of 'all', 'optimizer' and None.")
         main_params = None if self.main_params_dtype == "model" else _dtype(self.main_params_dtype, "main_params_dtype")
         policy = MixedPrecisionPolicy(
             main_params,
@@ -105,6 +121,7 @@ class ShardingArguments:
             "zero_dp_strategy": self.zero_dp_strategy,
             "outer_dp_sharding_strategy": self.outer_dp_sharding_strategy,
             "mixed_precision_policy": policy,
+            "offload_policy": _OFFLOAD[self.offload],
             **self._mesh(device_type),
             **self.sharding_options,  # type: ignore[dict-item]
         }
@@ -319,7 +336,7 @@ def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> 
     optim = getattr(args.optim, "value", args.optim)
     refused = {
         "deepspeed": (args.deepspeed, "DeepSpeed shards the model too"),
-        "fsdp": (args.fsdp, "torch's FSDP shards the model too; say how in ShardingArguments"),
+        "fsdp": (args.fsdp, "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')"),
         "parallelism_config": (
             args.parallelism_config,
             "tensor, context and sequence parallelism are not supported here",

@@ -18,7 +18,7 @@ from mfsdp_compile.passes.context import Context
 from mfsdp_compile.passes.phase import Phase
 from mfsdp_compile.passes.pipeline import CompileRecord, Prediction
 from mfsdp_compile.passes.schedule_file import ScheduleText
-from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, resting_memory, simulate
+from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline, host_memory, resting_memory, simulate
 from mfsdp_compile.passes.solver.solve import explained
 from mfsdp_compile.passes.solver.step_events import PHASES
 from mfsdp_compile.runtime.ranks import profiling
@@ -249,7 +249,7 @@ def report(
     verdicts = [line for row in rows if row.name == "verify" for line in row.lines]
     made = StepReport(
         title,
-        headline(timeline, context.policy.memory_budget),
+        headline(timeline, context.policy.memory_budget, host_memory(context.buckets, compiled.prediction.optimizer)),
         timeline,
         context.buckets,
         {phase.value: lines for phase, lines in record.schedules.items()},

@@ -13,7 +13,7 @@ from mfsdp_compile.passes.solver.simulate import Exposure, Stage, Timeline
 
 from .numbers import bytes_text, called, change_text, flops_text, is_exposed, percent_text, reason_text, seconds_text
 
-__all__ = ["PassRow", "StepReport", "Table", "UnitTime", "headline", "peak_text", "tables"]
+__all__ = ["PassRow", "StepReport", "Table", "UnitTime", "headline", "host_text", "peak_text", "tables"]
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,14 @@ class Table:
         return tuple(bool(cells) and all(map(_NUMBER.fullmatch, cells)) for cells in columns)
 
 
-def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[str, str]]:
-    """Return the usual headline of a simulated step."""
+def headline(
+    timeline: Timeline, budget_bytes: int | None = None, host: Mapping[Category, int] | None = None
+) -> list[tuple[str, str]]:
+    """Return the usual headline of a simulated step.
+
+    Args:
+        host: Bytes of a rank in host memory, by category; see :func:`.simulate.host_memory`.
+    """
     sent = sum(e.seconds for e in timeline.exposures)
     exposed = timeline.exposed_seconds
     found = [
@@ -133,10 +139,17 @@ def headline(timeline: Timeline, budget_bytes: int | None = None) -> list[tuple[
     ]
     if budget_bytes is not None:
         found.append(("memory budget", f"{bytes_text(budget_bytes)}, {_left(timeline.peak_bytes, budget_bytes)}"))
+    if host:
+        found.append(("host memory", f"{bytes_text(sum(host.values()))} per rank: {host_text(host)} (predicted)"))
     if timeline.flops:
         rate = f"{flops_text(timeline.flops / timeline.seconds)}/s" if timeline.seconds else "-"
         found.append(("matrix products", f"{flops_text(timeline.flops)}, {rate} (predicted)"))
     return found
+
+
+def host_text(host: Mapping[Category, int]) -> str:
+    """Return text such as ``shards 4.0 MiB, gradients 4.0 MiB``."""
+    return ", ".join(f"{category.value} {bytes_text(size)}" for category, size in host.items() if size)
 
 
 def peak_text(timeline: Timeline) -> str:
@@ -262,6 +275,8 @@ def _buckets(buckets: Sequence[BucketInfo]) -> Table:
         padding_numel = sum(info.layout.padding for info in buckets)
         content = sum(info.layout.numel for info in buckets) - padding_numel
         shards = bytes_text(sum(info.shard_bytes for info in buckets))
+        if on_host := sum(info.shard_bytes for info in buckets if info.exchange.offload):
+            shards += f", {bytes_text(on_host)} host"
         gathered = sum(info.sent_bytes for info in buckets)
         padding = percent_text(padding_numel, content)
         sizes = _bucket_sizes(count, content, padding_numel, padding, shards, gathered)

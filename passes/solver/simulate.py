@@ -35,6 +35,7 @@ __all__ = [
     "Turn",
     "Wait",
     "events_of",
+    "host_memory",
     "resting_memory",
     "simulate",
 ]
@@ -193,6 +194,21 @@ def resting_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost, othe
         if not info.exchange.offload:
             state += shard * optimizer.state_bytes * info.trainable
     return {Category.SHARDS: shards + other, Category.OPTIMIZER: state, Category.GATHERED: residents}
+
+
+def host_memory(buckets: Iterable[BucketInfo], optimizer: OptimizerCost) -> dict[Category, int]:
+    """Return the bytes that a rank holds in host memory when the optimizer steps, by category; empty if nothing is offloaded."""
+    offloaded = [info for info in buckets if info.exchange.offload]
+    if not offloaded:
+        return {}
+    trained = sum(info.layout.shard_numel for info in offloaded if info.trainable)
+    return {
+        Category.SHARDS: sum(info.shard_bytes for info in offloaded),
+        Category.GRADIENTS: sum(
+            info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable
+        ),
+        Category.OPTIMIZER: trained * optimizer.state_bytes,
+    }
 
 
 class Allocate(NamedTuple):

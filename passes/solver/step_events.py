@@ -348,7 +348,7 @@ class StepOutlines:
                 if self.costs.holds_inputs:
                     place.append(Free(Category.GRADIENTS, fresh))
                 held = fresh = result
-            final = Allocate(Category.GRADIENTS, info.device_shard_bytes)
+            final = Allocate(Category.GRADIENTS, info.device_gradient_bytes)
             if seconds := self.costs.finish(info):
                 place += [final, Compute(seconds, 0.0), Free(Category.GRADIENTS, held)]
             else:

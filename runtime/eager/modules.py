@@ -320,13 +320,16 @@ class _Sharded(nn.Module):
         super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Implement ``to``, ``half``, ``cuda`` etc.: buffers move, but shards cannot change their dtype or device."""
+        """Implement ``to``, ``half``, ``cuda`` etc.: buffers move, but shards cannot change their dtype or device.
+
+        The device of a shard in host memory is that of its use, or the host.
+        """
         homes: Mapping[str, Home] = vars(self)[_HOMES]
         for home in homes.values():
             flat = home.bucket.flat
             probe = torch.empty(0, dtype=flat.dtype, device=home.bucket.device)
             moved = fn(probe)
-            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+            if moved.dtype != probe.dtype or moved.device not in (probe.device, flat.device):
                 raise RuntimeError(
                     f"Parameter {home.bucket.splits[home.index].name!r} is a shard of {flat.dtype} on {probe.device}; "
                     f"the model cannot be moved to {moved.dtype} on {moved.device} after fully_shard_model. Convert it "

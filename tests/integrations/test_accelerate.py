@@ -16,9 +16,10 @@ from parity import raises_everywhere
 from pool import on_ranks
 from test_trainers import BITWISE, UNITS, assert_bitwise, other_model, trainers, transformers
 from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mfsdp_compile import MixedPrecisionPolicy, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import MixedPrecisionPolicy, OptimizerOffloadPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile.examples import hf_trainer, plain_loop
 from mfsdp_compile.runtime.memory.bucket import Bucket
@@ -35,11 +36,18 @@ class Job:
     """A program that trains with an Accelerator, or without one."""
 
     def __init__(
-        self, accelerator: Any = None, strategy: str = "optim", model: Any = None, compiled: bool = False
+        self,
+        accelerator: Any = None,
+        strategy: str = "optim",
+        model: Any = None,
+        compiled: bool = False,
+        offload: Any = None,
     ) -> None:
         self.accelerator = accelerator
         model = model if model is not None else hf_trainer.build()
-        self.model = fully_shard_model(model, fsdp_unit_modules=UNITS, zero_dp_strategy=strategy)
+        self.model = fully_shard_model(
+            model, fsdp_unit_modules=UNITS, zero_dp_strategy=strategy, offload_policy=offload
+        )
         self.optimizer = fully_shard_optimizer(torch.optim.AdamW(self.model.parameters(), lr=2e-3))
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
         self.call = torch.compile(self.model, backend="mfsdp", options=BITWISE) if compiled else self.model
@@ -105,6 +113,36 @@ def test_accumulate_is_the_plain_loop(kind: type, strategy: str, compiled: bool)
     plain = Job(strategy=strategy, compiled=compiled)
     assert_same(losses, plain.train(slice(0, 6)))
     assert_bitwise(full_state_dict(job.model), full_state_dict(plain.model))
+
+
+@pytest.mark.parametrize("policy", [CPUOffloadPolicy(), OptimizerOffloadPolicy()], ids=["everything", "optimizer"])
+@on_ranks(2)
+def test_offload(policy: Any, tmp_path: Path) -> None:
+    """Accumulation, clipping and saved states of a model in host memory are those of one on the device."""
+    strategy = "optim_grads_params"
+    with trainers():
+        job = Job(MfsdpAccelerator(cpu=True, gradient_accumulation_steps=MICROS), strategy, offload=policy)
+        losses = job.train(slice(0, 4))
+        folder = job.accelerator.save_state(str(tmp_path / "state"))
+        after = job.train(slice(4, 6))
+    plain = Job(strategy=strategy)
+    assert_same(losses, plain.train(slice(0, 4)))
+    assert_same(after, plain.train(slice(4, 6)))
+    assert_bitwise(full_state_dict(job.model), full_state_dict(plain.model))
+    with trainers():
+        again = Job(MfsdpAccelerator(cpu=True, gradient_accumulation_steps=MICROS), strategy, offload=policy)
+        again.accelerator.load_state(folder)
+        assert_same(again.train(slice(4, 6)), after)
+
+
+@on_ranks(2)
+def test_fsdp_of_accelerate_is_refused() -> None:
+    with trainers():
+        accelerator = MfsdpAccelerator(cpu=True)
+        accelerator.state.distributed_type = accelerate.DistributedType.FSDP  # on CPUs, accelerate ignores the plugin
+        model = fully_shard_model(hf_trainer.build(), fsdp_unit_modules=UNITS)
+        with pytest.raises(ValueError, match="offload_policy=CPUOffloadPolicy"):
+            accelerator.prepare(model)
 
 
 @on_ranks(2)

@@ -67,11 +67,11 @@ def test_what_is_refused() -> None:
 
     from mfsdp_compile.integrations.torchtitan import parallelize
 
-    with pytest.raises(ValueError, match=r"(?s)tensor_parallel_degree=2.*cpu_offload.*disable_cuda_graphs.*'eager'"):
+    with pytest.raises(ValueError, match=r"(?s)tensor_parallel_degree=2.*disable_cuda_graphs.*'eager'"):
         parallelize(
             SimpleNamespace(),
             parallel_dims=SimpleNamespace(tp=2, cp=1, pp=1, ep=1),
-            training=TrainingConfig(enable_cpu_offload=True),
+            training=TrainingConfig(),
             parallelism=ParallelismConfig(),
             compile_config=CompileConfig(enable=True, backend="eager"),
             ac_config=None,

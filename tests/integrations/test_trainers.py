@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parity import raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import Dataset
 
 pytest.importorskip("accelerate")
@@ -22,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
+from mfsdp_compile import OptimizerOffloadPolicy
 from mfsdp_compile.examples import hf_trainer, plain_loop
 from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
 
@@ -277,7 +279,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert_bitwise(weights_of(trainer), dict(loaded.state_dict()))
 
 
-@pytest.mark.parametrize("what", ["replicas", "bfloat16 model", "flat optimizer", "units"])
+@pytest.mark.parametrize("what", ["replicas", "bfloat16 model", "flat optimizer", "units", "offload"])
 @on_ranks(2, 4)
 def test_ways_to_shard(tmp_path: Path, what: str) -> None:
     """All ways to shard take the steps that the default takes."""
@@ -288,6 +290,7 @@ def test_ways_to_shard(tmp_path: Path, what: str) -> None:
         "replicas": ShardingArguments(compile=False, replicas=2, outer_dp_sharding_strategy="optim"),
         "flat optimizer": ShardingArguments(compile=False, flat_optimizer=True),
         "units": ShardingArguments(compile=False, units=["LlamaMLP"], sharding_options='{"unit_bytes": 65536}'),
+        "offload": ShardingArguments(compile=False, offload="all"),
     }[what]
     if what == "bfloat16 model":
         model.to(torch.bfloat16)
@@ -533,3 +536,10 @@ def test_arguments_on_the_command_line() -> None:
     )
     with pytest.raises(ValueError, match=r"main_grads_dtype takes the name of a dtype.*'half-ish'"):
         ShardingArguments(main_grads_dtype="half-ish").arguments(nn.Linear(2, 2), "cpu")
+    with pytest.raises(ValueError, match=r"offload='disk' is none of 'all', 'optimizer'"):
+        ShardingArguments(offload="disk").arguments(nn.Linear(2, 2), "cpu")
+    given = {what: ShardingArguments(["Linear"], offload=what).arguments(nn.Linear(2, 2), "cpu") for what in ("all", "optimizer")}
+    assert {what: type(each["offload_policy"]) for what, each in given.items()} == {
+        "all": CPUOffloadPolicy,
+        "optimizer": OptimizerOffloadPolicy,
+    }

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from mfsdp_compile import (
     MixedPrecisionPolicy,
     OptimizerOffloadPolicy,
+    explain,
     fsdp2,
     fully_shard_model,
     fully_shard_optimizer,
@@ -25,7 +26,10 @@ from mfsdp_compile import (
 from mfsdp_compile.backend.compile import bucket_info
 from mfsdp_compile.diagnostics.doctor import mesh_arguments
 from mfsdp_compile.passes.solver.flow import Category
-from mfsdp_compile.passes.solver.simulate import OptimizerCost, resting_memory
+from mfsdp_compile.passes.solver.simulate import OptimizerCost, host_memory, resting_memory
+from mfsdp_compile.planning import forecast
+from mfsdp_compile.report.numbers import bytes_text
+from mfsdp_compile.report.step_report import host_text
 
 OFFLOADED = {"offload_policy": OptimizerOffloadPolicy()}
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
@@ -143,6 +147,15 @@ def test_by_unit() -> None:
     assert (held[Category.SHARDS], held[Category.OPTIMIZER]) == (on_device + copied, 2 * on_device)
     assert on_device
     assert copied
+    offloaded = [b for b in model.sharded.buckets if b.plan.offload is not None]
+    on_host = host_memory(infos, OptimizerCost(state_bytes=8))
+    assert on_host[Category.SHARDS] == on_host[Category.GRADIENTS] == sum(b.flat.nbytes for b in offloaded)
+    assert on_host[Category.OPTIMIZER] == 2 * on_host[Category.SHARDS]
+    explained = str(explain(call, data))
+    assert f"host memory: {host_text(on_host | {Category.OPTIMIZER: 0})} per rank" in explained
+    assert f"the device keeps copies of shards, {bytes_text(copied)}" in explained
+    report = forecast.report(call)
+    assert dict(report.headline)["host memory"].endswith(f"{host_text(on_host)} (predicted)")
     torch.compiler.reset()
 
 
