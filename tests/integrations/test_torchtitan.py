@@ -19,12 +19,18 @@ JOB = Path(__file__).with_name("torchtitan_job.py")
 
 
 def run(
-    system: str, folder: Path, steps: int, spmd_backend: str = "spmd_types", replicas: int = 1, ranks: int = 2
+    system: str,
+    folder: Path,
+    steps: int,
+    spmd_backend: str = "spmd_types",
+    replicas: int = 1,
+    ranks: int = 2,
+    offload: bool = False,
 ) -> Any:
     """Run the job. Returns (loss, gradient norm) of each step taken."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*launcher, str(JOB), system, str(folder), str(steps), spmd_backend, str(replicas)],
+        [*launcher, str(JOB), system, str(folder), str(steps), spmd_backend, str(replicas), str(int(offload))],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -51,6 +57,14 @@ def test_losses_are_those_of_fsdp2(tmp_path: Path) -> None:
     both = [run(system, tmp_path / system, 6) for system in ("mfsdp", "fsdp2")]
     assert [len(taken) for taken in both] == [2, 2]
     assert close(*both)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_offload(tmp_path: Path) -> None:
+    """``training.enable_cpu_offload``: the numbers of the job without it, bitwise."""
+    plain, offloaded = (run("mfsdp", tmp_path / str(given), 3, offload=given) for given in (False, True))
+    assert offloaded == plain
 
 
 @pytest.mark.long

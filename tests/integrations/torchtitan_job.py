@@ -1,6 +1,6 @@
 """torchtitan's trainer on CPUs, over its own FSDP2 or over this package: a program for torchrun.
 
-    python -m torch.distributed.run --nproc-per-node=2 torchtitan_job.py fsdp2|mfsdp folder steps spmd_backend replicas
+    python -m torch.distributed.run --nproc-per-node=2 torchtitan_job.py fsdp2|mfsdp folder steps spmd_backend replicas offload
 
 torchtitan looks for accelerators when it is imported, and later for their memory. With gloo, FSDP2's reductions without
 division must be requested in a different way. This program replaces these parts. The first rank writes losses and
@@ -66,6 +66,9 @@ def sum_gradients(model: torch.nn.Module) -> None:
 metrics.build_device_memory_monitor = NoMemory
 their_fsdp.disable_fsdp_gradient_division = sum_gradients
 their_utils.set_pg_timeouts = lambda **_: None
+their_init = their_utils.init_distributed
+# For offload, torchtitan adds a backend for CPUs, which is the only one here.
+their_utils.init_distributed = lambda *args, **given: their_init(*args, **given | {"enable_cpu_backend": False})
 
 
 class Windows(IterableDataset):
@@ -115,7 +118,9 @@ class Bytes(BaseTokenizer):
         return 256
 
 
-def config_of(system: str, folder: Path, steps: int, spmd_backend: str, replicas: int) -> Trainer.Config:
+def config_of(
+    system: str, folder: Path, steps: int, spmd_backend: str, replicas: int, offload: bool
+) -> Trainer.Config:
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
@@ -137,6 +142,7 @@ def config_of(system: str, folder: Path, steps: int, spmd_backend: str, replicas
             seq_len=64,
             steps=steps,
             disable_cuda_graphs=True,
+            enable_cpu_offload=offload,
             mixed_precision_param="float32",
         ),
         metrics=metrics.MetricsProcessor.Config(log_freq=1),
@@ -159,8 +165,8 @@ def set_weights(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    system, folder, steps, spmd_backend, replicas = sys.argv[1:]
-    trainer = config_of(system, Path(folder), int(steps), spmd_backend, int(replicas)).build()
+    system, folder, steps, spmd_backend, replicas, offload = sys.argv[1:]
+    trainer = config_of(system, Path(folder), int(steps), spmd_backend, int(replicas), bool(int(offload))).build()
     set_weights(trainer.model_parts[0])
     logged: list[tuple[float, float]] = []
     log = trainer.metrics_processor.log
