@@ -745,7 +745,7 @@ def _multiplied(found: Analysis, _: Contract | None) -> Findings:
 
 
 def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
-    """A shard that rests in host memory is fetched once before it is gathered, and its reduced gradient copied back once.
+    """A shard in host memory is fetched once for each gather, unless its copy is sent, and its gradient copied back once.
 
     Both copies are between the host and the device of the exchange. The fetch comes before casts, because the device
     casts. A copy that the device keeps is neither fetched nor cast: it is in the dtype that is sent, as the shard is not.

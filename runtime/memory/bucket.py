@@ -515,16 +515,16 @@ class Bucket:
             if self.topology.releases_resident:
                 self._drop_resident()
 
-    @torch.no_grad()
     def on_device(self) -> Tensor:
         """Return the device's copy of a shard in host memory, ``[shard_numel]`` in the dtype that is sent.
 
         It is copied again if the shard has changed.
         """
         if self._on_device_of != self.flat._version:
-            if self._on_device is None:
-                self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
-            self._on_device.copy_(self.fetched())
+            with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode could not be written to later
+                if self._on_device is None:
+                    self._on_device = torch.empty(self.flat.shape, dtype=self.plan.compute_dtype, device=self.device)
+                self._on_device.copy_(self.fetched())
             self._on_device_of = self.flat._version
         assert self._on_device is not None
         return self._on_device

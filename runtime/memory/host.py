@@ -3,6 +3,9 @@
     fetch     shard at rest, on the host -> the same on the device, before it is cast and gathered
     offload   reduced gradient, on the device -> the same on the host, where it is accumulated
 
+If only the optimizer is offloaded, shards are fetched once after each change, and cast to the copy that is gathered, or
+gathered to the resident.
+
 Both copies go through :func:`copied`, the only place where data of a bucket changes its arena. If the device is the CPU,
 both arenas are in the same memory, but never in the same tensor.
 

@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 REJECTED = ("passes/test_verify.py -k test_every_mutant_is_rejected",)
 REFUSED = ("runtime/test_offload.py -k test_refusals",)
+ARENAS = ("runtime/test_arenas.py -k test_arenas_meet_in_copies",)
 
 OFFLOAD = (
     Mutant(
@@ -49,5 +50,47 @@ OFFLOAD = (
         "            if len(offloads) != bool(exchange.offload):\n",
         "            if False:\n",
         REJECTED,
+    ),
+    Mutant(
+        "passes/verifier/rules.py",
+        "a copy that is cast for each gather passes",
+        "        for cast in _casts(launch) if exchange.keeps_copy else ():\n",
+        "        for cast in ():\n",
+        REJECTED,
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "the device's copy of a shard is never copied again",
+        "        if self._on_device_of != self.flat._version:\n",
+        "        if self._on_device is None:\n",
+        ("runtime/test_offload_combinations.py -k test_loaded_weights",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "the device's copy of a shard is copied at each use",
+        "            self._on_device_of = self.flat._version\n",
+        "            self._on_device_of = -1\n",
+        ("runtime/test_optimizer_offload.py -k test_copies",),
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "collectives are given host memory",
+        "        return self.fetched() if at_rest else self.source()\n",
+        "        return self.source()\n",
+        ARENAS,
+    ),
+    Mutant(
+        "runtime/memory/bucket.py",
+        "shards in host memory are a part of the resident",
+        "            if plan.main_dtype == plan.held_dtype and plan.offload is None:\n",
+        "            if plan.main_dtype == plan.held_dtype:\n",
+        ("runtime/test_arenas.py -k test_residents",),
+    ),
+    Mutant(
+        "passes/solver/simulate.py",
+        "gradients in host memory are not counted",
+        "            info.layout.shard_numel * info.grad_dtype.itemsize for info in offloaded if info.trainable\n",
+        "            0 for info in offloaded if info.trainable\n",
+        ("runtime/test_optimizer_offload.py -k test_by_unit",),
     ),
 )

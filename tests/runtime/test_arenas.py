@@ -52,6 +52,25 @@ def test_arenas_meet_in_copies(policy: Any) -> None:
                 call(found.mark(data[0].clone(), DEVICE))
 
 
+@pytest.mark.parametrize("strategy", [1, 2])
+@on_ranks(2)
+def test_residents(strategy: int) -> None:
+    """Gathered parameters that stay are on the device, and no shard is a slice of them."""
+    sharding = {"zero_dp_strategy": strategy, "offload_policy": OptimizerOffloadPolicy()}
+    data = batches(1)[0, dist.get_rank()]
+    with arenas() as found:
+        model, call = shard(build(zoo.Plain), EAGER, sharding=sharding)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+        for _ in range(2):
+            call(found.mark(data.clone(), DEVICE)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for bucket in model.sharded.buckets:
+            assert found.of(bucket.flat) == HOST
+            assert found.of(bucket.await_resident()) != HOST
+            assert bucket.flat.untyped_storage().data_ptr() != bucket.resident.untyped_storage().data_ptr()
+
+
 class _Demo:
     """The demo's model, each of whose layers keeps its input alone for backward."""
 

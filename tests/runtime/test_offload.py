@@ -267,6 +267,21 @@ def test_meta_device() -> None:
 
 
 @on_ranks(2)
+def test_moving_a_model() -> None:
+    """A model whose shards are in host memory may be moved there, as ``to_empty(device="cpu")`` does, or to its device."""
+    model, _ = shard(build(zoo.Plain), EAGER, sharding=OFFLOADED)
+    values = [param.to_local().clone() for param in model.parameters()]
+    with contextlib.ExitStack() as patches:
+        for bucket in model.sharded.buckets:
+            patches.enter_context(mock.patch.object(bucket, "device", torch.device("meta")))  # stands for a GPU
+        model.to("meta")
+        model.to_empty(device="cpu")
+        with pytest.raises(RuntimeError, match="cannot be moved"):
+            model.to(torch.bfloat16)
+    assert all(map(torch.equal, values, (param.to_local() for param in model.parameters())))
+
+
+@on_ranks(2)
 def test_a_later_write_is_seen() -> None:
     """A unit that was fetched is fetched again after the CPU has written to its shard."""
     model, call = shard(build(zoo.Plain), EAGER, sharding=OFFLOADED)

@@ -128,6 +128,24 @@ def test_copies() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("mode", [EAGER, AOT_EAGER])
+@on_ranks(2)
+def test_inference_mode(mode: str) -> None:
+    """What is first copied in inference mode is copied again after a step."""
+    model, call = shard(build(zoo.Plain), mode, sharding=OFFLOADED)
+    plain, _ = shard(build(zoo.Plain), EAGER)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    batch = batches(1)[0, dist.get_rank()]
+    with torch.inference_mode():
+        assert not any(bucket.source().is_inference() for bucket in model.sharded.buckets)
+    for each, optimizer in zip((call, plain), optimizers, strict=True):
+        each(batch).backward()
+        optimizer.step()
+    with torch.inference_mode():
+        assert torch.equal(call(batch), plain(batch))
+    torch.compiler.reset()
+
+
 @on_ranks(2)
 def test_by_unit() -> None:
     """Each unit has a policy of its own; what rests on the device is counted."""
