@@ -148,7 +148,9 @@ def explain(model: nn.Module, *args: Any, **kwargs: Any) -> Explanation:
     several = tuple(unit for unit, count in covered.items() if count > 1)
     policies = sharded.sharded.precision
     precision = str(policies) if policies != Policies() else ""
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations, precision, _host(sharded.sharded))
+    return Explanation(
+        graphs, tuple(dict.fromkeys(breaks)), eager, several, recompilations, precision, _host(sharded.sharded)
+    )
 
 
 def _host(sharded: ShardedModel) -> str:

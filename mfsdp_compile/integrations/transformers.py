@@ -336,7 +336,10 @@ def _refuse(args: Any, model: nn.Module | None, sharding: ShardingArguments) -> 
     optim = getattr(args.optim, "value", args.optim)
     refused = {
         "deepspeed": (args.deepspeed, "DeepSpeed shards the model too"),
-        "fsdp": (args.fsdp, "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')"),
+        "fsdp": (
+            args.fsdp,
+            "torch's FSDP shards the model too; say how in ShardingArguments (offload='all' for 'offload')",
+        ),
         "parallelism_config": (
             args.parallelism_config,
             "tensor, context and sequence parallelism are not supported here",

@@ -772,12 +772,13 @@ def _in_its_arena(found: Analysis, contract: Contract | None) -> Findings:
                 yield f"{fetch} fetches it after a cast", fetch, launch.bucket
     for reduction in found.reductions:
         exchange = found.info(reduction.bucket).exchange
-        before, returned = reduction.before, tuple(after for _, after in reduction.returned)
+        unreduced: tuple[tuple[fx.Node, ...], ...] = reduction.before
+        reduced: tuple[tuple[fx.Node, ...], ...] = tuple(after for _, after in reduction.returned)
         if not reduction.stages:  # no other rank holds the bucket: its gradient is complete when it is packed
-            before, returned = (), before
-        for node in (node for passed in before for node in passed if node.target is roles.OFFLOAD):
+            unreduced, reduced = (), unreduced
+        for node in (node for passed in unreduced for node in passed if node.target is roles.OFFLOAD):
             yield f"{node} copies its gradient to the host before it is reduced", node, reduction.bucket
-        for after in returned:
+        for after in reduced:
             offloads = [node for node in after if node.target is roles.OFFLOAD]
             if len(offloads) != bool(exchange.offload):
                 what = f"{len(offloads)} times, not {int(bool(exchange.offload))}"

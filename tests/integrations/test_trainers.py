@@ -22,8 +22,8 @@ pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
-from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile import OptimizerOffloadPolicy
+from mfsdp_compile.checkpoint import CheckpointError, full_state_dict
 from mfsdp_compile.examples import hf_trainer, plain_loop
 from mfsdp_compile.integrations.transformers import MfsdpTrainer, ShardingArguments
 
@@ -538,7 +538,10 @@ def test_arguments_on_the_command_line() -> None:
         ShardingArguments(main_grads_dtype="half-ish").arguments(nn.Linear(2, 2), "cpu")
     with pytest.raises(ValueError, match=r"offload='disk' is none of 'all', 'optimizer'"):
         ShardingArguments(offload="disk").arguments(nn.Linear(2, 2), "cpu")
-    given = {what: ShardingArguments(["Linear"], offload=what).arguments(nn.Linear(2, 2), "cpu") for what in ("all", "optimizer")}
+    given = {
+        what: ShardingArguments(["Linear"], offload=what).arguments(nn.Linear(2, 2), "cpu")
+        for what in ("all", "optimizer")
+    }
     assert {what: type(each["offload_policy"]) for what, each in given.items()} == {
         "all": CPUOffloadPolicy,
         "optimizer": OptimizerOffloadPolicy,

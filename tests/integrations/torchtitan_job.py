@@ -118,9 +118,7 @@ class Bytes(BaseTokenizer):
         return 256
 
 
-def config_of(
-    system: str, folder: Path, steps: int, spmd_backend: str, replicas: int, offload: bool
-) -> Trainer.Config:
+def config_of(system: str, folder: Path, steps: int, spmd_backend: str, replicas: int, offload: bool) -> Trainer.Config:
     spec = model_registry("debugmodel", attn_backend="flex")
     spec.model.layers = spec.model.layers[:2]
     for layer in spec.model.layers:  # flex attention has no backward on CPUs
