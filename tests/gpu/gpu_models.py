@@ -37,11 +37,17 @@ def tokens(step: int = 0, batch: int = 4, length: int = 16 if FAKE else 128) -> 
 
 
 def sharded(
-    mode: str, dtype: torch.dtype = torch.float32, reduced_in: torch.dtype | None = None, **options: Any
+    mode: str,
+    dtype: torch.dtype = torch.float32,
+    reduced_in: torch.dtype | None = None,
+    offload_policy: Any = None,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """Return a sharded model, and what to call in its place in the given mode."""
     precision = MixedPrecisionPolicy(grad_comm_dtype=reduced_in)
-    model = fully_shard_model(whole(dtype), fsdp_unit_modules=[Block], mixed_precision_policy=precision)
+    model = fully_shard_model(
+        whole(dtype), fsdp_unit_modules=[Block], mixed_precision_policy=precision, offload_policy=offload_policy
+    )
     if mode == "eager":
         return model, model
     return model, torch.compile(model, backend="mfsdp", fullgraph=True, options={"inner": mode, **options})

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from gpu_models import FAKE, MODES, same_bits, sharded, tokens, whole
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 
-from mfsdp_compile import fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import OptimizerOffloadPolicy, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.checkpoint import Checkpoints
 from mfsdp_compile.models.llama import Block
 
@@ -134,3 +135,28 @@ def test_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert found[0][-1].device.type == "cuda"
     for saved, loaded in zip(*found, strict=True):
         assert torch.equal(saved, loaded)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("mode", MODES)
+def test_host_memory(mode: str) -> None:
+    """Shards and the optimizer in host memory, and the optimizer alone, step to the same bits."""
+    found = []
+    for policy in (CPUOffloadPolicy(), OptimizerOffloadPolicy(), OptimizerOffloadPolicy(pin_memory=False)):
+        model, call = sharded(mode, torch.bfloat16, offload_policy=policy)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+        losses = []
+        for step in range(3):
+            with same_bits():
+                losses.append(call(*tokens(step)))
+                losses[-1].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for bucket in model.sharded.buckets:
+            assert bucket.flat.device.type == "cpu"
+            assert bucket.flat.is_pinned() is (policy.pin_memory and not FAKE)
+            assert bucket.source().device.type == ("cuda" if bucket.exchange.keeps_copy else "cpu")
+        found.append([*(loss.detach().cpu() for loss in losses), *(param.to_local() for param in model.parameters())])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))

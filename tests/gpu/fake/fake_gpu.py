@@ -7,7 +7,7 @@ GPU, and everything computed is computed on the CPU.
     torch.device(...)           -> _fake_gpu.device(...), which forgets the index
     torch.cuda                  -> _fake_gpu.cuda, the class of that name below
     .cuda(), .pin_memory()      -> .cpu(), .clone()
-    pin_memory=True             -> pin_memory=False
+    pin_memory=True, =pins      -> pin_memory=False
     x.record_stream(...)        -> nothing
 
 ``MFSDP_FAKE_GPUS`` says how many GPUs there are. A program that is started as a file is not read this way, but what it
@@ -46,7 +46,7 @@ WORDS = (
     (re.compile(r"\btorch\._C\._cuda_clearCublasWorkspaces\b"), "_fake_gpu.cuda.synchronize"),
     (re.compile(r"\.cuda\(\)"), ".cpu()"),
     (re.compile(r"\.pin_memory\(\)"), ".clone()"),
-    (re.compile(r"\bpin_memory=True\b"), "pin_memory=False"),
+    (re.compile(r"\bpin_memory=(True|pins)\b"), "pin_memory=False"),
     (re.compile(r"(\w+)\.record_stream\("), r"_fake_gpu.record_stream(\1, "),
 )
 
