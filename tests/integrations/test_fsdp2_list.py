@@ -1080,7 +1080,7 @@ def test_modules_leave_the_meta_device_one_by_one() -> None:
 
 @on_ranks(2, timeout=60)
 def test_settings_that_are_refused() -> None:
-    with pytest.raises(TypeError, match="takes OffloadPolicy"):
+    with pytest.raises(TypeError, match="takes CPUOffloadPolicy or OffloadPolicy"):
         fsdp2.fully_shard(mlp(), offload_policy="cpu")
     model = shard(fsdp2, built())
     with pytest.raises(NotImplementedError, match="the hook runs on the current stream"):
