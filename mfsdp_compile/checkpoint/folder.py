@@ -237,7 +237,11 @@ class Checkpoints:
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
             if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
-                whole = {"state": state["optimizer"]["state"]} if optimizer is not None and whole_step_of(optimizer) else None
+                whole = (
+                    {"state": state["optimizer"]["state"]}
+                    if optimizer is not None and whole_step_of(optimizer)
+                    else None
+                )
                 state.update({key: sharded_part(value) for key, value in state.items()})
                 if whole is not None:  # of what this rank steps
                     state["optimizer"] = whole

@@ -252,7 +252,11 @@ class _LoadPlan:
 
     def described(self) -> list[tuple[str, str]]:
         """Return what is read, here or on other ranks."""
-        return [(key, _describe(info)) for key, info in self._stored.items() if key in self.targets or key in self._elsewhere]
+        return [
+            (key, _describe(info))
+            for key, info in self._stored.items()
+            if key in self.targets or key in self._elsewhere
+        ]
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -385,7 +389,9 @@ class _LoadPlan:
     def _state_key(self, key: str) -> tuple[str, str]:
         """Return the parameter's name and the name of its state."""
         path = self._path(key)
-        name, state = map(str, path[2:4]) if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
+        name, state = (
+            map(str, path[2:4]) if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
+        )
         return _inner(name.removeprefix(self._optimizer_prefix)), state
 
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -29,7 +29,18 @@ from .. import compat
 from ..memory.tensor import RowShardedTensor, RowSplit
 from ..topology import Group, Topology
 
-__all__ = ["Item", "Journey", "Leg", "Owner", "ShardedMuon", "check_matrices", "legs_of", "owners", "whole_item"]
+__all__ = [
+    "Item",
+    "Journey",
+    "Leg",
+    "Owner",
+    "ShardedMuon",
+    "check_matrices",
+    "cut_of",
+    "legs_of",
+    "owners",
+    "whole_item",
+]
 
 CHUNK_BYTES = 256 << 20
 """Bytes of whole matrices that a rank holds at a time while it orthogonalizes."""
@@ -51,7 +62,7 @@ class ShardedMuon(torch.optim.Muon):
                     self.state[param]["momentum_buffer"] = torch.zeros_like(param.grad)
             together: dict[Any, list[RowShardedTensor]] = {}
             for param in params:
-                cut = _cut_of(param.split)
+                cut = cut_of(param.split)
                 together.setdefault((param.topology, cut and cut.group.name), []).append(param)
             for (topology, _), its in together.items():
                 self._update(its, topology, group)
@@ -91,7 +102,7 @@ class ShardedMuon(torch.optim.Muon):
     ) -> Journey:
         # Cached: computing it involves every shard of every matrix.
         routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = self.__dict__.setdefault("_mfsdp_routes", {})
-        cut = _cut_of(params[0].split)
+        cut = cut_of(params[0].split)
         key = (cut and cut.group.name, *map(id, params))
         if key not in routes:
             items = [item for param in params for item in _matrices(param.split)]
@@ -121,7 +132,7 @@ def check_matrices(optimizer: torch.optim.Optimizer) -> None:
                 f"Muon works on matrices [H, F] and stacks of matrices [E, H, F], and {param.split.name!r} has the shape "
                 f"{tuple(param.shape)}. Give it to another optimizer."
             )
-        _cut_of(param.split)
+        cut_of(param.split)
 
 
 def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowShardedTensor]]:
@@ -204,8 +215,8 @@ class Item:
 
 
 def whole_item(split: RowSplit) -> Item:
-    """Return a parameter that no other ranks than the data-parallel ones divide, as one item."""
-    return Item(split, range(math.prod(split.part_shape)), split.part_shape)
+    """Return a parameter as one item."""
+    return Item(split, range(math.prod(split.part_shape)), split.shape, cut_of(split, len(split.shape)))
 
 
 def _count(split: RowSplit) -> int:
@@ -214,34 +225,34 @@ def _count(split: RowSplit) -> int:
 
 def _matrices(split: RowSplit) -> list[Item]:
     """Return the matrices of the bucket's part of a matrix or stack."""
-    numel, shape, cut = math.prod(split.part_shape[-2:]), split.shape[-2:], _cut_of(split)
+    numel, shape, cut = math.prod(split.part_shape[-2:]), split.shape[-2:], cut_of(split)
     return [Item(split, range(i * numel, (i + 1) * numel), shape, cut) for i in range(_count(split))]
 
 
-def _cut_of(split: RowSplit) -> Cut | None:
-    """Return how each matrix of a parameter is divided over ranks that are not data-parallel.
+def cut_of(split: RowSplit, inner: int = 2) -> Cut | None:
+    """Return how the last ``inner`` dimensions of a parameter are divided over ranks that are not data-parallel.
 
     Raises:
         NotImplementedError: Over two mesh dimensions.
     """
-    if split.partition is None or split.part_shape[-2:] == split.shape[-2:]:
+    ndim = len(split.shape)
+    if split.partition is None or split.part_shape[ndim - inner :] == split.shape[ndim - inner :]:
         return None
-    mesh, ndim = split.partition.mesh, len(split.shape)
-    divided = [p for p in split.partition.placements_over_groups if p.dim % ndim >= ndim - 2]
+    over = split.partition.placements_over_groups
+    divided = [placement for placement in over if placement.dim % ndim >= ndim - inner]
     if len(divided) > 1:
         raise NotImplementedError(
-            f"Muon works on whole matrices, and {split.name!r} is divided over two mesh dimensions, "
-            f"{split.partition.placements} over {mesh.mesh_dim_names}, besides the data-parallel ones. Give such parameters to "
-            "another optimizer."
+            f"The optimizer needs whole matrices, and {split.name!r} is divided over two mesh dimensions besides the "
+            f"data-parallel ones, {split.partition.placements} over {split.partition.mesh.mesh_dim_names}. Give such "
+            "parameters to another optimizer."
         )
     (placement,) = divided
-    group = split.groups[split.partition.placements_over_groups.index(placement)]
+    group = split.groups[over.index(placement)]
     dim = placement.dim % ndim
     size = split.shape[dim]
     most = -(-size // group.size)  # as torch.chunk, and DTensor, divide
     sizes = tuple(min(most, max(size - rank * most, 0)) for rank in range(group.size))
-    dim -= ndim - 2
-    return Cut(group, dim, sizes)
+    return Cut(group, dim - (ndim - inner), sizes)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,9 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
     """
     try:
         return [
-            _first_state(optimizer, group, param) if _has_state(optimizer, param) and (of is None or id(param) in of) else {}
+            _first_state(optimizer, group, param)
+            if _has_state(optimizer, param) and (of is None or id(param) in of)
+            else {}
             for group in optimizer.param_groups
             for param in group["params"]
         ]

@@ -51,9 +51,9 @@ class WholeStep:
         groups = self._optimizer.param_groups
         given = [group["params"] for group in groups]
         params = [param for group in given for param in group if _gradient(param) is not None]
-        topologies = dict.fromkeys(param.topology for param in params)
-        for topology in topologies:
-            self._fetch([param for param in params if param.topology == topology], topology)
+        together = _together(params)
+        for (topology, _), its in together.items():
+            self._fetch(its, topology)
         state = self._optimizer.state
         wholes = {param: self._wholes[param] for param in params if self.owns(param)}
         try:
@@ -73,32 +73,26 @@ class WholeStep:
         for param in params:
             # torch's get_optimizer_state_dict takes a step on ranks without state, which would wait for the others.
             state.setdefault(param, {})
-        for topology in topologies:
-            self._give_back([param for param in params if param.topology == topology], topology)
+        for (topology, _), its in together.items():
+            self._give_back(its, topology)
         return result if closure is None else loss
 
     def owns(self, param: RowShardedTensor) -> bool:
         """Whether this rank steps ``param``, and holds its state."""
         self._assign()
-        return self._owner[param].shard == param.topology.shard
+        owner, cut = self._owner[param], whole_item(param.split).cut
+        return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
 
     def _assign(self) -> None:
         """Choose the owners of parameters that have none, all together: they must not depend on who has a gradient."""
-        new: dict[Topology, list[RowShardedTensor]] = {}
-        for group in self._optimizer.param_groups:
-            for param in group["params"]:
-                if param not in self._owner:
-                    if param.split.groups:
-                        raise NotImplementedError(
-                            f"whole=True: {param.split.name!r} is divided over other ranks than the data-parallel ones "
-                            "(tensor or expert parallel). Give such parameters to another optimizer."
-                        )
-                    new.setdefault(param.topology, []).append(param)
-        for topology, params in new.items():
+        new = [p for group in self._optimizer.param_groups for p in group["params"] if p not in self._owner]
+        for (topology, _), params in _together(new).items():
             found = owners([whole_item(param.split) for param in params], topology.shards)
             self._owner.update(zip(params, found, strict=True))
 
-    def _journeys(self, params: list[RowShardedTensor], rows: list[Tensor], topology: Topology) -> list[tuple[list[int], Journey]]:
+    def _journeys(
+        self, params: list[RowShardedTensor], rows: list[Tensor], topology: Topology
+    ) -> list[tuple[list[int], Journey]]:
         """Return journeys of one dtype each, with the numbers of the parameters that they take."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number, its in enumerate(rows):
@@ -127,7 +121,9 @@ class WholeStep:
 
     @torch.no_grad()
     def _give_back(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        topology.announce(f"the end of a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name)
+        topology.announce(
+            f"the end of a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name
+        )
         for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
             owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
             moved = {k: topology.on_device(whole) for k, whole in owned.items()}
@@ -135,6 +131,15 @@ class WholeStep:
                 param = params[n]
                 rows = flat.view(param.to_local().shape).to(param.device)
                 param.copy_(RowShardedTensor.wrap(rows, param.split, topology))
+
+
+def _together(params: list[RowShardedTensor]) -> dict[tuple[Topology, str | None], list[RowShardedTensor]]:
+    """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
+    found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
+    for param in params:
+        cut = whole_item(param.split).cut
+        found.setdefault((param.topology, cut and cut.group.name), []).append(param)
+    return found
 
 
 def _grad_attribute(param: RowShardedTensor) -> str:

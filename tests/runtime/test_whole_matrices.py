@@ -44,9 +44,13 @@ class Nested(torch.optim.Optimizer):
                     rows = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
                     gram.add_(rows @ rows.t())
                     total.add_(rows.sum(1))
-                    update = torch.linalg.solve(
-                        gram + torch.diag(total.square() + 1), update.movedim(dim, 0).reshape(len(gram), -1)
-                    ).view(update.movedim(dim, 0).shape).movedim(0, dim)
+                    update = (
+                        torch.linalg.solve(
+                            gram + torch.diag(total.square() + 1), update.movedim(dim, 0).reshape(len(gram), -1)
+                        )
+                        .view(update.movedim(dim, 0).shape)
+                        .movedim(0, dim)
+                    )
                 if state["step"] == 2:
                     state["late"] = grad.square().sum()
                 param.add_(update, alpha=-group["lr"] - float(state.get("late", 0)) / 1e3)
@@ -182,7 +186,9 @@ def one_by_one(params: dict[str, Any], steps: int) -> dict[str, Tensor]:
                 separate[f"{name} {i}"].grad = gradient.clone()
         optimizer.step()
     return {
-        name: torch.stack([separate[f"{name} {i}"] for i in range(len(param))]) if param.ndim == 3 else separate[f"{name} 0"]
+        name: torch.stack([separate[f"{name} {i}"] for i in range(len(param))])
+        if param.ndim == 3
+        else separate[f"{name} 0"]
         for name, param in params.items()
     }
 
@@ -206,26 +212,54 @@ def test_muon_over_stacks() -> None:
                 assert torch.equal(param.full_tensor(), expected[name]), (strategy, tight, name)
 
 
+class Divided(nn.Module):
+    """Matrices and a stack that tensor-parallel ranks divide, the last rank getting less, and a matrix that all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(63, 48))
+        self.second = nn.Parameter(torch.randn(48, 63))
+        self.stack = nn.Parameter(torch.randn(3, 32, 48))
+        self.everywhere = nn.Parameter(torch.randn(32, 32))
+
+
+def divided(dims: tuple[int, int]) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = parity.build(Divided)
+    for name, dim in {"first": dims[0], "second": dims[1], "stack": dims[0] + 1}.items():
+        whole = getattr(net, name).detach()
+        setattr(net, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)])))
+    return fully_shard_model(net, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
+
+
+@on_ranks(2, 4)
+def test_whole_steps_of_tensor_parallel_parameters(tmp_path: Path) -> None:
+    def build(dims: tuple[int, int]) -> Any:
+        model = divided(dims)
+        return model, fully_shard_optimizer(torch.optim.Adafactor(model.parameters(), lr=0.1), whole=True)
+
+    def steps(model: Any, optimizer: Any, numbers: range) -> None:
+        for step in numbers:
+            set_gradients(params_of(model), step)
+            optimizer.step()
+
+    alone = parity.build(Divided)
+    steps(alone, torch.optim.Adafactor(alone.parameters(), lr=0.1), range(4))
+    model, optimizer = build((0, 1))
+    steps(model, optimizer, range(2))
+    Checkpoints(tmp_path).save(2, model, optimizer)
+    other, its = build((1, 0))
+    assert Checkpoints(tmp_path).load(other, its) is not None
+    steps(other, its, range(2, 4))
+    assert_equal(other, alone)
+
+
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
 @on_ranks(2, 4)
 def test_muon_over_tensor_parallel_matrices(dims: tuple[int, int]) -> None:
     """Matrices that tensor-parallel ranks divide, by rows and by columns, are assembled from all ranks."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Parameter(torch.randn(64, 48))
-            self.second = nn.Parameter(torch.randn(48, 64))
-            self.stack = nn.Parameter(torch.randn(3, 32, 48))
-            self.everywhere = nn.Parameter(torch.randn(32, 32))
-
-    expected = one_by_one(params_of(parity.build(Net)), 3)
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    net = parity.build(Net)
-    for name, dim in {"first": dims[0], "second": dims[1], "stack": dims[0] + 1}.items():
-        whole = getattr(net, name).detach()
-        setattr(net, name, nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)])))
-    model = fully_shard_model(net, device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp")
+    expected = one_by_one(params_of(parity.build(Divided)), 3)
+    model = divided(dims)
     params = params_of(model)
     optimizer = fully_shard_optimizer(muon_over(params))
     for step in range(3):
@@ -262,5 +296,7 @@ def test_muon_refuses_what_is_no_matrix(fake_world: int) -> None:
     model = fully_shard_model(nn.Conv2d(2, 4, 3))
     optimizer = torch.optim.Muon([nn.Parameter(torch.ones(2, 2))])
     optimizer.param_groups[0]["params"] = [model.module.weight]
-    with pytest.raises(ValueError, match=r"Muon works on matrices \[H, F\] and stacks .* 'weight' has the shape \(4, 2, 3, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"Muon works on matrices \[H, F\] and stacks .* 'weight' has the shape \(4, 2, 3, 3\)"
+    ):
         fully_shard_optimizer(optimizer)
