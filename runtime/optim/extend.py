@@ -122,7 +122,7 @@ def extend(
 
     Raises:
         ValueError: The optimizer holds parameters that are not sharded.
-        NotImplementedError: A Muon holds parameters that are also divided over other ranks than the data-parallel ones.
+        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled.
     """
     owners = _owners(optimizer)
     if type(optimizer) is torch.optim.Muon:

@@ -133,6 +133,21 @@ def check_matrices(optimizer: torch.optim.Optimizer) -> None:
                 f"{tuple(param.shape)}. Give it to another optimizer."
             )
         cut_of(param.split)
+        check_is_one_parameter(param)
+
+
+def check_is_one_parameter(param: RowShardedTensor) -> None:
+    """Check that parts on expert-parallel ranks are one parameter to an optimizer that looks at all of it.
+
+    Raises:
+        NotImplementedError: They may be separate experts, which have the same names on all ranks.
+    """
+    if param.topology.skips_itself and param.split.groups and param.ndim < 3:
+        raise NotImplementedError(
+            f"The optimizer looks at whole parameters, and {param.split.name!r}, {list(param.shape)}, is divided over "
+            "expert-parallel ranks: it may be one parameter or several. Make it a stack of the rank's experts, [E, H, F], or give "
+            "it to another optimizer."
+        )
 
 
 def _chunks(params: Sequence[RowShardedTensor], pieces: int) -> list[list[RowShardedTensor]]:

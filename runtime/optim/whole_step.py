@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..memory.tensor import RowShardedTensor
 from ..topology import Topology
-from .muon import Journey, Owner, legs_of, owners, whole_item
+from .muon import Journey, Owner, check_is_one_parameter, legs_of, owners, whole_item
 
 __all__ = ["WholeStep", "whole_step_of"]
 
@@ -86,6 +86,8 @@ class WholeStep:
     def _assign(self) -> None:
         """Choose the owners of parameters that have none, all together: they must not depend on who has a gradient."""
         new = [p for group in self._optimizer.param_groups for p in group["params"] if p not in self._owner]
+        for param in new:
+            check_is_one_parameter(param)
         for (topology, _), params in _together(new).items():
             found = owners([whole_item(param.split) for param in params], topology.shards)
             self._owner.update(zip(params, found, strict=True))
@@ -138,7 +140,7 @@ def _together(params: list[RowShardedTensor]) -> dict[tuple[Topology, str | None
     found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
     for param in params:
         cut = whole_item(param.split).cut
-        found.setdefault((param.topology, cut and cut.group.name), []).append(param)
+        found.setdefault((param.topology, cut.group.name if cut is not None else None), []).append(param)
     return found
 
 

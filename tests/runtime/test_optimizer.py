@@ -17,6 +17,7 @@ import zoo
 from parity import AOT_EAGER, EAGER, raises_everywhere
 from pool import on_ranks
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mfsdp_compile import fully_shard, fully_shard_model, fully_shard_optimizer
 from mfsdp_compile.diagnostics.doctor import STRATEGIES, mesh_arguments
@@ -646,9 +647,14 @@ def test_whole_steps_that_depend_on_other_parameters_are_refused(fake_world: int
 def test_trials_leave_optimizers_alone(name: str) -> None:
     cls, settings = OPTIMIZERS[name]
     optimizer = cls([nn.Parameter(torch.ones(3, 2))], **settings)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("a trial runs hooks"))
+    hook = register_optimizer_step_pre_hook(lambda *_: pytest.fail("a trial runs global hooks"))
     before, state = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
-    assert is_elementwise(optimizer)
-    assert not depends_on_others(optimizer)
+    try:
+        assert is_elementwise(optimizer)
+        assert not depends_on_others(optimizer)
+    finally:
+        hook.remove()
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
 

@@ -300,3 +300,28 @@ def test_muon_refuses_what_is_no_matrix(fake_world: int) -> None:
         ValueError, match=r"Muon works on matrices \[H, F\] and stacks .* 'weight' has the shape \(4, 2, 3, 3\)"
     ):
         fully_shard_optimizer(optimizer)
+
+
+@on_ranks(4)
+def test_experts_that_may_be_several_parameters_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    net = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(32, 16, bias=False)])})
+    model = fully_shard_model(net, expt_device_mesh=mesh, dp_shard_dim="fsdp")
+    for build, whole in ((torch.optim.Muon, False), (torch.optim.Adafactor, True)):
+        optimizer = build(model.parameters())
+        with raises_everywhere(
+            NotImplementedError, "'experts.0.weight', [32, 32], is divided over expert-parallel ranks"
+        ):
+            fully_shard_optimizer(optimizer, whole=whole)
+
+
+@on_ranks(4)
+def test_matrices_that_are_divided_twice_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "tp", "cols"))
+    net = nn.Linear(4, 4, bias=False)
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh["tp", "cols"], [Shard(0), Shard(1)]))
+    model = fully_shard_model(net, device_mesh=mesh, dp_shard_dim="dp")
+    for build, whole in ((torch.optim.Muon, False), (torch.optim.Adafactor, True)):
+        optimizer = build(model.parameters())
+        with raises_everywhere(NotImplementedError, "'weight' is divided over two mesh dimensions besides"):
+            fully_shard_optimizer(optimizer, whole=whole)
