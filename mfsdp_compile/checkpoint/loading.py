@@ -349,7 +349,7 @@ class _LoadPlan:
         whole = whole_step_of(optimizer)
         with_state: set[str] = set()
         for key, info in self._stored.items():
-            if not key.startswith("optimizer.state."):
+            if not key.startswith("optimizer.state.") or self._is_empty_state(key):
                 continue
             name, state = self._state_key(key)
             owner = by_inner.get(name)
@@ -364,7 +364,7 @@ class _LoadPlan:
             if whole is not None and not whole.owns(param):
                 self._elsewhere.add(key)
                 continue
-            self._state_of[key] = (owner, state) if whole is None else (owner, *self._path(key)[3:])
+            self._state_of[key] = (owner, state) if whole is None else (owner, *self._state_path(key)[1:])
             if isinstance(info, BytesStorageMetadata):
                 self.targets[key] = None
             elif whole is not None or not follows_rows(state, info.size, param):
@@ -381,6 +381,11 @@ class _LoadPlan:
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
             ]
 
+    def _is_empty_state(self, key: str) -> bool:
+        """Whether a stored value is the empty state of a parameter that another rank stepped (``whole=True``)."""
+        path = (self._reader.metadata.planner_data or {}).get(key, ())
+        return len(path) == 3 and isinstance(self._stored[key], BytesStorageMetadata)
+
     def _with_state(self, prefix: str) -> set[str]:
         start = f"optimizer.state.{prefix}"
         keys = (key.removeprefix(start) for key in self._stored if key.startswith(start))
@@ -388,11 +393,13 @@ class _LoadPlan:
 
     def _state_key(self, key: str) -> tuple[str, str]:
         """Return the parameter's name and the name of its state."""
-        path = self._path(key)
-        name, state = (
-            map(str, path[2:4]) if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
-        )
+        name, state = map(str, self._state_path(key)[:2])
         return _inner(name.removeprefix(self._optimizer_prefix)), state
+
+    def _state_path(self, key: str) -> tuple[Any, ...]:
+        """Return the stored name of a parameter, and the path of a value in its state."""
+        path = (self._reader.metadata.planner_data or {}).get(key, ())
+        return path[2:] if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
 
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the stored settings of their parameters.

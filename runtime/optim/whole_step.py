@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..memory.tensor import RowShardedTensor
 from ..topology import Topology
-from .muon import Journey, Owner, check_is_one_parameter, legs_of, owners, whole_item
+from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, whole_item
 
 __all__ = ["WholeStep", "whole_step_of"]
 
@@ -38,6 +38,7 @@ class WholeStep:
         self._optimizer = optimizer
         self._owner: dict[RowShardedTensor, Owner] = {}
         self._wholes: dict[RowShardedTensor, nn.Parameter] = {}
+        self._routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = {}
         self._assign()
         vars(optimizer)[_WHOLE_STEP] = self
 
@@ -79,7 +80,8 @@ class WholeStep:
 
     def owns(self, param: RowShardedTensor) -> bool:
         """Whether this rank steps ``param``, and holds its state."""
-        self._assign()
+        if param not in self._owner:
+            self._assign()
         owner, cut = self._owner[param], whole_item(param.split).cut
         return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
 
@@ -101,10 +103,18 @@ class WholeStep:
             by_dtype.setdefault(its.dtype, []).append(number)
         journeys = []
         for numbers in by_dtype.values():
-            items = [whole_item(params[n].split) for n in numbers]
-            legs = legs_of(items, topology, [self._owner[params[n]] for n in numbers])
+            items, legs = self._route([params[n] for n in numbers], topology)
             journeys.append((numbers, Journey(items, legs, [topology.on_device(rows[n].reshape(-1)) for n in numbers])))
         return journeys
+
+    def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
+        # Cached: computing it involves every shard of every parameter. Groups of parts are made again after failures.
+        cut = whole_item(params[0].split).cut
+        key = (cut and cut.group.name, *map(id, params))
+        if key not in self._routes:
+            items = [whole_item(param.split) for param in params]
+            self._routes[key] = items, legs_of(items, topology, [self._owner[param] for param in params])
+        return self._routes[key]
 
     @torch.no_grad()
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:

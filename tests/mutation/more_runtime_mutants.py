@@ -114,8 +114,8 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/whole_step.py",
         "owners depend on who has a gradient",
-        "            legs = legs_of(items, topology, [self._owner[params[n]] for n in numbers])",
-        "            legs = legs_of(items, topology)",
+        "items, legs_of(items, topology, [self._owner[param] for param in params])",
+        "items, legs_of(items, topology)",
         WHOLE_STATE,
     ),
     Mutant(

@@ -148,6 +148,29 @@ def test_torchs_checkpoints_of_whole_steps(tmp_path: Path) -> None:
         assert_equal(other, alone)
 
 
+@on_ranks(2)
+def test_whole_steps_of_several_dtypes() -> None:
+    """Parameters keep their dtypes on the way, and owners do not depend on the dtypes of gradients."""
+
+    def build() -> Any:
+        net = parity.build(Mixed)
+        net.first.to(torch.bfloat16)
+        return net
+
+    model, alone = fully_shard_model(build(), preserve_fp32_weights=False), build()
+    optimizers = (
+        whole_optimizer("torch's Adafactor", model.parameters()),
+        whole_optimizer("torch's Adafactor", alone.parameters()),
+    )
+    fully_shard_optimizer(optimizers[0], whole=True)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16, torch.float32}
+    for step in range(3):
+        for params, optimizer in zip((params_of(model), params_of(alone)), optimizers, strict=True):
+            set_gradients(params, step)
+            optimizer.step()
+    assert_equal(model, alone)
+
+
 # -- Muon -------------------------------------------------------------------------------------------------------------
 
 
