@@ -149,6 +149,25 @@ def test_torchs_checkpoints_of_whole_steps(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_whole_steps_keep_their_owners_without_a_gradient() -> None:
+    """A parameter that has no gradient in one step changes nothing for the next ones: state is where it was."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(6, 10, bias=False) for _ in range(3)))
+
+    model, alone = fully_shard_model(parity.build(build), fsdp_unit_modules=[nn.Linear]), parity.build(build)
+    optimizers = Nested(model.parameters()), Nested(alone.parameters())
+    fully_shard_optimizer(optimizers[0], whole=True)
+    assert all(0 < len(param.to_local()) < 10 for param in model.parameters())
+    for step in range(3):
+        for params, optimizer in zip((params_of(model), params_of(alone)), optimizers, strict=True):
+            set_gradients(params, step)
+            params["0.weight"].grad = params["0.weight"].grad if step != 1 else None
+            optimizer.step()
+    assert_equal(model, alone)
+
+
+@on_ranks(2)
 def test_whole_steps_of_several_dtypes() -> None:
     """Parameters keep their dtypes on the way, and owners do not depend on the dtypes of gradients."""
 
