@@ -393,7 +393,8 @@ def fully_shard_optimizer(
             :func:`fully_shard_model`); it gets plain tensors. Between steps, ``param_groups`` and ``state`` are by
             parameter as usual. Step hooks see flat tensors.
         whole: Step over whole parameters, each on one rank, which also holds its state. For any optimizer that works on
-            each parameter by itself, such as Shampoo, SOAP and Adafactor; it gets plain tensors. There are no state dicts.
+            each parameter by itself, such as Shampoo, SOAP and Adafactor; it gets plain tensors. State dicts hold the
+            state of what this rank steps.
 
     Returns:
         The same optimizer.
@@ -402,7 +403,8 @@ def fully_shard_optimizer(
         TypeError: If ``optimizer`` is not an optimizer.
         ValueError: If it has no parameters, or some that are not sharded; if it is already extended; or if it does not
             support ``flat`` or ``whole``.
-        NotImplementedError: With ``whole``, if a parameter is divided over other ranks than the data-parallel ones.
+        NotImplementedError: With ``whole`` or a Muon, if a matrix is divided over two mesh dimensions besides the
+            data-parallel ones.
     """
     _check_flag("preproc_state_dict_for_dcp_ckpt", preproc_state_dict_for_dcp_ckpt)
     _check_flag("flat", flat)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.model import ShardedModel
 from mfsdp_compile.runtime.optim.state import optimizer_name
+from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree
 from mfsdp_compile.runtime.run_lineage import Lineage
 from mfsdp_compile.runtime.untrusted_files import FileRefused, inside, read_text, remove
@@ -236,7 +237,14 @@ class Checkpoints:
             if extra is not None:
                 state["extra"] = extra_to_tensor(extra)
             if not is_first:  # everything that is not sharded (buffers, steps) is saved by the first rank
+                whole = (
+                    {"state": state["optimizer"]["state"]}
+                    if optimizer is not None and whole_step_of(optimizer)
+                    else None
+                )
                 state.update({key: sharded_part(value) for key, value in state.items()})
+                if whole is not None:  # of what this rank steps
+                    state["optimizer"] = whole
             state["rng"] = {str(dist.get_rank(sharded.everyone)): get_generators()}
             return [f"step {step}", f"optimizer: {type(optimizer).__name__}"]
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mfsdp_compile.runtime import compat
+from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.wrapper import unwrapped
 
 from .host_copies import Copies, HostCopies
@@ -65,6 +67,8 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
     """
     mine = rank is None or dist.get_rank() == rank
     sharded = optimizer.state_dict()
+    if whole_step_of(optimizer) is not None:
+        return _from_owners(sharded, rank)
     state: dict[Any, dict[str, Any]] = {name: dict(held) for name, held in sharded["state"].items()}
     copies: HostCopies[tuple[Any, str]] = HostCopies()
 
@@ -80,3 +84,18 @@ def full_optimizer_state_dict(optimizer: torch.optim.Optimizer, rank: int | None
             del whole
     put(copies.rest())
     return {**sharded, "state": state} if mine else {}
+
+
+def _from_owners(state_dict: dict[str, Any], rank: int | None) -> dict[str, Any]:
+    """Return a state dict of all parameters, each of whose state is in the state dict of its owner only."""
+    own = compat.tree_map_only(Tensor, lambda tensor: tensor.cpu(), state_dict["state"])
+    ranks = dist.get_world_size()
+    found: list[Any] | None = [None] * ranks if rank is None or dist.get_rank() == rank else None
+    if rank is None:
+        dist.all_gather_object(found, own)
+    else:
+        dist.gather_object(own, found, dst=rank)
+    if found is None:
+        return {}
+    state = {name: held for its in reversed(found) for name, held in its.items() if held}
+    return {**state_dict, "state": state}

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from mfsdp_compile.runtime import compat
 from mfsdp_compile.runtime.memory.tensor import RowShardedTensor
 from mfsdp_compile.runtime.optim.state import PREFIX, follows_rows, optimizer_name, state_dict_groups
+from mfsdp_compile.runtime.optim.whole_step import whole_step_of
 from mfsdp_compile.runtime.ranks.agreement import agree, errors_for_all
 from mfsdp_compile.wrapper import MegatronFSDP, unwrapped
 
@@ -240,7 +241,8 @@ class _LoadPlan:
             tuple[str, str, str, Any]
         ] = []  # two names of one parameter, stored key of the second, target
         self._module = model.module
-        self._state_of: dict[str, tuple[str, str]] = {}  # stored key -> parameter's name, key of its state
+        self._state_of: dict[str, tuple[str, ...]] = {}  # stored key -> parameter's name, path in its state
+        self._elsewhere: set[str] = set()  # stored keys of state that other ranks hold
         self._used: set[str] = set()
         self._plan_model()
         if optimizer is not None:
@@ -249,7 +251,12 @@ class _LoadPlan:
         self._groups = self._plan_groups(optimizer) if optimizer is not None else []
 
     def described(self) -> list[tuple[str, str]]:
-        return [(key, _describe(self._stored[key])) for key in self.targets]
+        """Return what is read, here or on other ranks."""
+        return [
+            (key, _describe(info))
+            for key, info in self._stored.items()
+            if key in self.targets or key in self._elsewhere
+        ]
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -339,9 +346,10 @@ class _LoadPlan:
             ("module.", ""), key=lambda prefix: sum(name in by_inner for name in self._with_state(prefix))
         )
         reshaped = {name.removeprefix("model.") for name, _ in self.compared.reshaped}
+        whole = whole_step_of(optimizer)
         with_state: set[str] = set()
         for key, info in self._stored.items():
-            if not key.startswith("optimizer.state."):
+            if not key.startswith("optimizer.state.") or self._is_empty_state(key):
                 continue
             name, state = self._state_key(key)
             owner = by_inner.get(name)
@@ -353,10 +361,13 @@ class _LoadPlan:
             if owner in reshaped:  # a part of its state is useless; the state starts fresh
                 self.compared.reshaped.append((f"optimizer.{owner}.{state}", "of a parameter of another shape"))
                 continue
-            self._state_of[key] = (owner, state)
+            if whole is not None and not whole.owns(param):
+                self._elsewhere.add(key)
+                continue
+            self._state_of[key] = (owner, state) if whole is None else (owner, *self._state_path(key)[1:])
             if isinstance(info, BytesStorageMetadata):
                 self.targets[key] = None
-            elif not follows_rows(state, info.size, param):
+            elif whole is not None or not follows_rows(state, info.size, param):
                 self.targets[key] = torch.empty(info.size, dtype=info.properties.dtype)
             else:
                 dtype = info.properties.dtype
@@ -370,6 +381,11 @@ class _LoadPlan:
                 f"optimizer.{name}" for name, param in params.items() if name not in with_state and param.requires_grad
             ]
 
+    def _is_empty_state(self, key: str) -> bool:
+        """Whether a stored value is the empty state of a parameter that another rank stepped (``whole=True``)."""
+        path = (self._reader.metadata.planner_data or {}).get(key, ())
+        return len(path) == 3 and isinstance(self._stored[key], BytesStorageMetadata)
+
     def _with_state(self, prefix: str) -> set[str]:
         start = f"optimizer.state.{prefix}"
         keys = (key.removeprefix(start) for key in self._stored if key.startswith(start))
@@ -377,8 +393,13 @@ class _LoadPlan:
 
     def _state_key(self, key: str) -> tuple[str, str]:
         """Return the parameter's name and the name of its state."""
-        name, _, state = key.removeprefix("optimizer.state.").rpartition(".")
+        name, state = map(str, self._state_path(key)[:2])
         return _inner(name.removeprefix(self._optimizer_prefix)), state
+
+    def _state_path(self, key: str) -> tuple[Any, ...]:
+        """Return the stored name of a parameter, and the path of a value in its state."""
+        path = (self._reader.metadata.planner_data or {}).get(key, ())
+        return path[2:] if len(path) > 3 else key.removeprefix("optimizer.state.").rpartition(".")[::2]
 
     def _plan_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Return the optimizer's groups with the stored settings of their parameters.
@@ -469,8 +490,10 @@ class _LoadPlan:
         if self._optimizer is None:
             return
         state: dict[str, dict[str, Any]] = {}
-        for key, (name, of) in self._state_of.items():
-            state.setdefault(f"module.{name}", {})[of] = values[key]
+        for key, (name, *path) in self._state_of.items():
+            compat.set_element(state.setdefault(f"module.{name}", {}), tuple(path), values[key])
+        if whole_step_of(self._optimizer) is not None:  # empty: starts over, as allow_missing says
+            state = {f"module.{name}": {} for name in self._name_in_optimizer.values()} | state
         self._optimizer.load_state_dict({"state": state, "param_groups": self._groups})
 
 

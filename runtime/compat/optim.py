@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.optim._muon import _zeropower_via_newtonschulz as orthogonalize
 
-__all__ = ["is_running", "muon_learning_rate", "orthogonalize"]
+__all__ = ["is_running", "muon_learning_rate", "orthogonalize", "step_without_hooks"]
 
 
 def is_running(optimizer: torch.optim.Optimizer) -> bool:
@@ -19,3 +21,8 @@ def is_running(optimizer: torch.optim.Optimizer) -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def step_without_hooks(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return ``cls.step`` without what torch's constructor has put around it: global hooks, and a profiler's record."""
+    return cls.step.__wrapped__ if getattr(cls.step, "hooked", False) else cls.step  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from .. import compat
 from ..memory.bucket import Bucket, Home
 from ..owner import Owner, owners_of
 from .flat_step import FlatStep, check_elementwise
-from .muon import ShardedMuon
+from .muon import ShardedMuon, check_matrices
 from .state import cut_loaded_state, name_state, shard_state, show_unstepped
 from .trial import depends_on_others
 from .whole_step import WholeStep
@@ -122,16 +122,11 @@ def extend(
 
     Raises:
         ValueError: The optimizer holds parameters that are not sharded.
-        NotImplementedError: A Muon holds parameters that are also divided over other ranks than the data-parallel ones.
+        NotImplementedError: A Muon, or an optimizer with ``whole``, holds parameters that cannot be assembled.
     """
     owners = _owners(optimizer)
     if type(optimizer) is torch.optim.Muon:
-        for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if param.split.groups:
-                raise NotImplementedError(
-                    f"Muon works on whole matrices, and {param.split.name!r} is divided over other ranks than the data-parallel "
-                    "ones (tensor or expert parallel). Give such parameters to another optimizer."
-                )
+        check_matrices(optimizer)
         optimizer.__class__ = ShardedMuon
         optimizer._patch_step_function()  # so that its hooks run around the new step as well
     step, zero_grad = optimizer.step, optimizer.zero_grad

@@ -23,6 +23,7 @@ from ..memory.bucket import Home
 from ..memory.redistribute import take_rows
 from ..memory.tensor import RowShardedTensor
 from ..plan.partition import whole_tensor
+from .whole_step import WholeStep, whole_step_of
 
 __all__ = [
     "cut_loaded_state",
@@ -102,7 +103,7 @@ def name_state(optimizer: torch.optim.Optimizer) -> None:
         """Return ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. Does not communicate.
 
         For an optimizer before its first step, this is its initial state: ``torch.distributed.checkpoint.load`` reads
-        only what it finds in a state dict.
+        only what it finds in a state dict. With ``whole=True``, state of what this rank steps.
         """
         it = reference()
         assert it is not None
@@ -165,7 +166,9 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
     """
     try:
         return [
-            _first_state(optimizer, group, param) if param.requires_grad and (of is None or id(param) in of) else {}
+            _first_state(optimizer, group, param)
+            if _has_state(optimizer, param) and (of is None or id(param) in of)
+            else {}
             for group in optimizer.param_groups
             for param in group["params"]
         ]
@@ -180,10 +183,17 @@ def _first_states(optimizer: torch.optim.Optimizer, of: Collection[int] | None =
         return []
 
 
+def _has_state(optimizer: torch.optim.Optimizer, param: Any) -> bool:
+    whole = whole_step_of(optimizer)
+    return param.requires_grad and (whole is None or whole.owns(param))
+
+
 def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Any) -> dict[str, Any]:
     if isinstance(optimizer, torch.optim.Muon):  # its step covers the matrices of all ranks
         return {"momentum_buffer": torch.zeros_like(param.detach())}
-    twin = nn.Parameter(torch.zeros_like(param.to_local().detach()))
+    whole = whole_step_of(optimizer)
+    rows = param.to_local().detach()
+    twin = nn.Parameter(torch.zeros_like(rows) if whole is None else rows.new_zeros(param.shape))
     setattr(twin, param.mfsdp_home.bucket.plan.grad_attribute, torch.zeros_like(twin))
     beside = object.__new__(type(optimizer))
     vars(beside).update(
@@ -199,7 +209,7 @@ def _first_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], par
         if key in _NUMBERS:
             first = _NUMBERS[key](group)
             state[key] = torch.full_like(value, first) if isinstance(value, Tensor) else first
-        elif isinstance(value, Tensor) and value.shape == twin.shape:
+        elif whole is None and isinstance(value, Tensor) and value.shape == twin.shape:
             if type(value) is not Tensor:
                 raise TypeError(f"its state {key!r} is a {type(value).__name__}, not an ordinary tensor")
             state[key] = RowShardedTensor.wrap(value, param.split, param.topology)
@@ -263,12 +273,39 @@ def cut_loaded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any
     params = [param for group in optimizer.param_groups for param in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names: torch's order
     param_of = dict(zip(keys, params, strict=False))  # torch raises if the number of parameters differs
+    if (whole := whole_step_of(optimizer)) is not None:
+        return {**state_dict, "state": _owned_state(optimizer, whole, state_dict["state"], param_of)}
     state = {}
     for number, held in state_dict["state"].items():
         if (param := param_of.get(number)) is not None:
             held = {key: shard_state(key, value, param) for key, value in held.items()}
         state[number] = held
     return {**state_dict, "state": state}
+
+
+def _owned_state(
+    optimizer: torch.optim.Optimizer, whole: WholeStep, state: Mapping[Any, dict[str, Any]], param_of: Mapping[Any, Any]
+) -> dict[Any, dict[str, Any]]:
+    """Return the state of what this rank steps, and empty state of other parameters. A collective if state is sharded."""
+    gathered = {key: compat.tree_map_only(DTensor, _full_tensor, held) for key, held in state.items()}
+    missing = [
+        param.split.name
+        for key, param in param_of.items()
+        if state and key not in state and _has_state(optimizer, param) and any(_first_states(optimizer, {id(param)}))
+    ]
+    if missing:
+        raise ValueError(
+            f"The state dict has no state of {_some(missing)}, which this rank steps (whole=True). State dicts hold what their "
+            "rank stepped: with another number of ranks, save and load with Checkpoints, or with "
+            "full_optimizer_state_dict(optimizer, rank=None)."
+        )
+    return {
+        key: held if (param := param_of.get(key)) is None or whole.owns(param) else {} for key, held in gathered.items()
+    }
+
+
+def _full_tensor(tensor: DTensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, RowShardedTensor) else whole_tensor(tensor)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compat
+from ..memory.bucket import Home
+
 _Shapes = Sequence[tuple[int, ...]]
 _Run = Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
 
@@ -99,22 +102,35 @@ def _run(optimizer: Any, group: dict[str, Any], hastened: bool, steps: Sequence[
         hastened: Whether settings that count steps are made 1.
     """
     params = [tensor.clone().requires_grad_() for tensor in steps[0]]
+    home: Home | None = getattr(group["params"][0], "mfsdp_home", None) if group["params"] else None
+    attribute = "grad" if home is None else home.bucket.plan.grad_attribute
     trial = object.__new__(type(optimizer))
-    held = {k: copy.copy(v) if isinstance(v, (dict, list, set)) else v for k, v in vars(optimizer).items()}
+    held = {key: _copied(value) for key, value in vars(optimizer).items()}
     vars(trial).update({k: OrderedDict() if k.endswith("_hooks") else v for k, v in held.items()})
     if hastened:
         vars(trial).update(dict.fromkeys(filter(_counts(held), held), 1))
     vars(trial).pop("step", None)  # a scheduler's wrapper, which counts
-    settings = {key: value.clone() if isinstance(value, Tensor) else copy.copy(value) for key, value in group.items()}
+    settings = {key: _copied(value) for key, value in group.items()}
     if hastened:
         settings.update(dict.fromkeys(filter(_counts(settings), settings), 1))
     trial.param_groups, trial.state = [{**settings, "params": params}], defaultdict(dict)
-    torch.manual_seed(0)
+    # torch.manual_seed would also seed other devices, whose generators are not restored.
+    torch.default_generator.manual_seed(0)
+    if params[0].device.type == "cuda":
+        with torch.cuda.device(params[0].device):
+            torch.cuda.manual_seed(0)
+    step = compat.step_without_hooks(type(optimizer))
     for gradients in steps[1:]:
         for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient.clone()
-        type(optimizer).step(trial)
+            setattr(param, attribute, gradient.clone())
+        step(trial)
     return [param.detach() - before for param, before in zip(params, steps[0], strict=True)]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
 def _counts(settings: dict[str, Any]) -> Callable[[str], bool]:

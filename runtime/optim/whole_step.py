@@ -5,22 +5,26 @@ it; see :func:`.muon.owners`. At each step, rows of the parameter and of its gra
 ordinary tensors, those that its rank owns, and rows travel back. Work and state are ``1 / ranks`` of one process's.
 Traffic per step and rank: three all-to-alls of ``elements / ranks``, in the dtypes of parameters and gradients.
 
-State belongs to the owner's tensors, not to sharded parameters, so that it is in no state dict.
+Between steps, state is found under the sharded parameters, on their owners only: ordinary tensors of any shape, in any
+structure. State dicts hold what their rank owns. A checkpoint, to which every rank adds its own, holds everything, and
+each rank reads what it owns then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..memory.tensor import RowShardedTensor
 from ..topology import Topology
-from .muon import Journey, Leg, legs_of
+from .muon import Item, Journey, Leg, Owner, check_is_one_parameter, legs_of, owners, whole_item
 
-__all__ = ["WholeStep"]
+__all__ = ["WholeStep", "whole_step_of"]
+
+_WHOLE_STEP = "mfsdp_whole_step"
 
 
 class WholeStep:
@@ -32,17 +36,11 @@ class WholeStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._owned: dict[RowShardedTensor, nn.Parameter] = {}
-        self._legs: dict[tuple[int, ...], list[Leg]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.split.groups:
-                    raise NotImplementedError(
-                        f"whole=True: {param.split.name!r} is divided over other ranks than the data-parallel ones (tensor or "
-                        "expert parallel). Give such parameters to another optimizer."
-                    )
-        optimizer.register_state_dict_pre_hook(_refuse_state_dict)
-        optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
+        self._owner: dict[RowShardedTensor, Owner] = {}
+        self._wholes: dict[RowShardedTensor, nn.Parameter] = {}
+        self._routes: dict[tuple[Any, ...], tuple[list[Item], list[Leg]]] = {}
+        self._assign()
+        vars(optimizer)[_WHOLE_STEP] = self
 
     def __call__(self, step: Callable[[], Any], closure: Callable[[], Any] | None) -> Any:
         """Run ``step``, the optimizer's own, over the parameters that this rank owns. A collective."""
@@ -50,62 +48,110 @@ class WholeStep:
         if closure is not None:  # called once, before gradients travel
             with torch.enable_grad():
                 loss = closure()
+        self._assign()
         groups = self._optimizer.param_groups
         given = [group["params"] for group in groups]
         params = [param for group in given for param in group if _gradient(param) is not None]
-        for topology in dict.fromkeys(param.topology for param in params):
-            self._fetch([param for param in params if param.topology == topology], topology)
+        together = _together(params)
+        for (topology, _), its in together.items():
+            self._fetch(its, topology)
+        state = self._optimizer.state
+        wholes = {param: self._wholes[param] for param in params if self.owns(param)}
         try:
             for group, its in zip(groups, given, strict=True):
-                group["params"] = [self._owned[param] for param in its if param in self._owned]
+                group["params"] = [wholes[param] for param in its if param in wholes]
+            for param, whole in wholes.items():
+                if param in state:
+                    state[whole] = state.pop(param)
             result = step()
         finally:
             for group, its in zip(groups, given, strict=True):
                 group["params"] = its
-        for topology in dict.fromkeys(param.topology for param in params):
-            self._give_back([param for param in params if param.topology == topology], topology)
+            for param, whole in wholes.items():
+                setattr(whole, _grad_attribute(param), None)
+                if whole in state:
+                    state[param] = state.pop(whole)
+        for param in params:
+            # torch's get_optimizer_state_dict takes a step on ranks without state, which would wait for the others.
+            state.setdefault(param, {})
+        for (topology, _), its in together.items():
+            self._give_back(its, topology)
         return result if closure is None else loss
 
-    def _routes(self, params: list[RowShardedTensor], topology: Topology) -> list[Leg]:
-        key = tuple(id(param) for param in params)
-        if key not in self._legs:
-            self._legs[key] = legs_of([param.split for param in params], topology)
-        return self._legs[key]
+    def owns(self, param: RowShardedTensor) -> bool:
+        """Whether this rank steps ``param``, and holds its state."""
+        if param not in self._owner:
+            self._assign()
+        owner, cut = self._owner[param], whole_item(param.split).cut
+        return owner.shard == param.topology.shard and (cut is None or owner.part == cut.group.rank)
+
+    def _assign(self) -> None:
+        """Choose the owners of parameters that have none, all together: they must not depend on who has a gradient."""
+        new = [p for group in self._optimizer.param_groups for p in group["params"] if p not in self._owner]
+        for param in new:
+            check_is_one_parameter(param)
+        for (topology, _), params in _together(new).items():
+            found = owners([whole_item(param.split) for param in params], topology.shards)
+            self._owner.update(zip(params, found, strict=True))
+
+    def _journeys(
+        self, params: list[RowShardedTensor], rows: list[Tensor], topology: Topology
+    ) -> list[tuple[list[int], Journey]]:
+        """Return journeys of one dtype each, with the numbers of the parameters that they take."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, its in enumerate(rows):
+            by_dtype.setdefault(its.dtype, []).append(number)
+        journeys = []
+        for numbers in by_dtype.values():
+            items, legs = self._route([params[n] for n in numbers], topology)
+            journeys.append((numbers, Journey(items, legs, [topology.on_device(rows[n].reshape(-1)) for n in numbers])))
+        return journeys
+
+    def _route(self, params: list[RowShardedTensor], topology: Topology) -> tuple[list[Item], list[Leg]]:
+        # Cached: computing it involves every shard of every parameter. Groups of parts are made again after failures.
+        cut = whole_item(params[0].split).cut
+        key = (cut and cut.group.name, *map(id, params))
+        if key not in self._routes:
+            items = [whole_item(param.split) for param in params]
+            self._routes[key] = items, legs_of(items, topology, [self._owner[param] for param in params])
+        return self._routes[key]
 
     @torch.no_grad()
     def _fetch(self, params: list[RowShardedTensor], topology: Topology) -> None:
         topology.announce(f"a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name)
-        shapes, legs = [param.split.shape for param in params], self._routes(params, topology)
-        values = Journey(shapes, legs, [topology.on_device(param.to_local()) for param in params]).there()
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        gradients: dict[int, Tensor] = {}
-        rows = [topology.on_device(_gradient(param).to_local()) for param in params]  # type: ignore[union-attr]
-        for number, its in enumerate(rows):
-            by_dtype.setdefault(its.dtype, []).append(number)
-        for numbers in by_dtype.values():
-            chosen = [params[number] for number in numbers]
-            journey = Journey([shapes[n] for n in numbers], self._routes(chosen, topology), [rows[n] for n in numbers])
-            gradients |= {numbers[k]: whole for k, whole in journey.there().items()}
-        for number, value in values.items():
-            param = params[number]
-            if param not in self._owned:  # where the shard rests, which may be in host memory
-                self._owned[param] = nn.Parameter(torch.empty_like(value, device=param.device))
-            self._owned[param].copy_(value)
-            setattr(self._owned[param], _grad_attribute(param), gradients[number].to(param.device))
+        for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
+            for k, value in journey.there().items():
+                param = params[numbers[k]]
+                if param not in self._wholes:
+                    self._wholes[param] = nn.Parameter(torch.empty_like(value, device=param.device))
+                self._wholes[param].copy_(value)
+        rows = [_gradient(param).to_local() for param in params]  # type: ignore[union-attr]
+        for numbers, journey in self._journeys(params, rows, topology):
+            for k, gradient in journey.there().items():
+                param = params[numbers[k]]
+                setattr(self._wholes[param], _grad_attribute(param), gradient.to(param.device))
 
     @torch.no_grad()
     def _give_back(self, params: list[RowShardedTensor], topology: Topology) -> None:
-        shapes, legs = [param.split.shape for param in params], self._routes(params, topology)
-        owned = {
-            number: topology.on_device(self._owned[param].detach())
-            for number, param in enumerate(params)
-            if param in self._owned
-        }
-        rows = Journey(shapes, legs, [topology.on_device(param.to_local()) for param in params]).back(owned)
-        for number, param in enumerate(params):
-            param.copy_(RowShardedTensor.wrap(rows[number].to(param.device), param.split, topology))
-            if param in self._owned:
-                setattr(self._owned[param], _grad_attribute(param), None)
+        topology.announce(
+            f"the end of a step over whole parameters, from {params[0].split.name!r} on", params[0].split.name
+        )
+        for numbers, journey in self._journeys(params, [param.to_local() for param in params], topology):
+            owned = {k: self._wholes[params[n]].detach() for k, n in enumerate(numbers) if self.owns(params[n])}
+            moved = {k: topology.on_device(whole) for k, whole in owned.items()}
+            for n, flat in zip(numbers, journey.back(moved), strict=True):
+                param = params[n]
+                rows = flat.view(param.to_local().shape).to(param.device)
+                param.copy_(RowShardedTensor.wrap(rows, param.split, topology))
+
+
+def _together(params: list[RowShardedTensor]) -> dict[tuple[Topology, str | None], list[RowShardedTensor]]:
+    """Group parameters by the ranks that they travel over: topology, and name of the group of other ranks."""
+    found: dict[tuple[Topology, str | None], list[RowShardedTensor]] = {}
+    for param in params:
+        cut = whole_item(param.split).cut
+        found.setdefault((param.topology, cut.group.name if cut is not None else None), []).append(param)
+    return found
 
 
 def _grad_attribute(param: RowShardedTensor) -> str:
@@ -117,8 +163,7 @@ def _gradient(param: RowShardedTensor) -> RowShardedTensor | None:
     return getattr(param, _grad_attribute(param), None)
 
 
-def _refuse_state_dict(optimizer: torch.optim.Optimizer, *given: Any) -> NoReturn:
-    raise NotImplementedError(
-        f"The state of this {type(optimizer).__name__} is whole, of each parameter on the rank that steps it (whole=True), and "
-        "in no state dict. Save the model without it, or train with an optimizer that works on shards."
-    )
+def whole_step_of(optimizer: torch.optim.Optimizer) -> WholeStep | None:
+    """Return what steps ``optimizer`` over whole parameters; None: it steps over shards."""
+    found: WholeStep | None = vars(optimizer).get(_WHOLE_STEP)
+    return found

@@ -76,11 +76,20 @@ class Partition:
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """Groups of ranks that hold other parts, by mesh dimension."""
-        return tuple(
-            Group.of(self.mesh.get_group(dim))
+        return tuple(Group.of(self.mesh.get_group(dim)) for dim, _ in self._divided)
+
+    @property
+    def placements_over_groups(self) -> tuple[Shard, ...]:
+        """How each of :attr:`groups` divides the parameter."""
+        return tuple(placement for _, placement in self._divided)
+
+    @property
+    def _divided(self) -> list[tuple[int, Shard]]:
+        return [
+            (dim, placement)
             for dim, placement in enumerate(self.placements)
             if isinstance(placement, Shard) and self.mesh.size(dim) > 1
-        )
+        ]
 
     @property
     def count(self) -> int:

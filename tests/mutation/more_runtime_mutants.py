@@ -5,6 +5,8 @@ from __future__ import annotations
 from .mutant import Mutant
 
 MUON = ("runtime/test_optimizer.py -k muon",)
+WHOLE_MUON = ("runtime/test_whole_matrices.py -k 'muon or experts'",)
+WHOLE_STATE = ("runtime/test_whole_matrices.py -k whole_steps",)
 STATE = ("runtime/test_optimizer.py -k 'state or keeps_groups'",)
 ORDER = ("ranks/test_order.py",)
 
@@ -34,7 +36,7 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/muon.py",
         "the learning rate is not adjusted to the shape",
-        'compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape)',
+        'compat.muon_learning_rate(lr, group["adjust_lr_fn"], param.shape[-2:])',
         "lr",
         MUON,
     ),
@@ -62,15 +64,15 @@ MORE_RUNTIME = (
     Mutant(
         "runtime/optim/muon.py",
         "matrices that one rank has are worked on elsewhere",
-        "        if home is not None:",
+        "        if found[i] is None and home is not None:",
         "        if False:",
         ("runtime/test_optimizer.py -k shares_out",),
     ),
     Mutant(
         "runtime/optim/muon.py",
         "one rank works on all matrices",
-        "            load[found[i]] += work[i]\n    return found",
-        "    return found",
+        "            load[piece] += work[i]\n    return",
+        "    return",
         ("runtime/test_optimizer.py -k shares_out",),
     ),
     Mutant(
@@ -79,6 +81,77 @@ MORE_RUNTIME = (
         "            buffer.lerp_(gradient, 1 - momentum)",
         "            buffer = gradient * (1 - momentum)",
         MUON,
+    ),
+    # -- whole matrices -----------------------------------------------------------------------------------------------
+    Mutant(
+        "runtime/optim/muon.py",
+        "rates are those of whole stacks",
+        'group["adjust_lr_fn"], param.shape[-2:])',
+        'group["adjust_lr_fn"], param.shape)',
+        WHOLE_MUON,
+    ),
+    Mutant(
+        "runtime/optim/muon.py",
+        "parts of other ranks are joined by rows",
+        "return torch.cat(parts, self.cut.dim)",
+        "return torch.cat([part.reshape(-1) for part in parts]).view(self.shape)",
+        WHOLE_MUON,
+    ),
+    Mutant(
+        "runtime/optim/muon.py",
+        "what goes back is cut by rows",
+        "for part in whole.split(self.cut.sizes, self.cut.dim)])",
+        "for part in whole.split(whole.shape[0])])",
+        WHOLE_MUON,
+    ),
+    Mutant(
+        "runtime/optim/muon.py",
+        "experts that may be several are one parameter",
+        "    if param.topology.skips_itself and param.split.groups and param.ndim < 3:",
+        "    if False:",
+        WHOLE_MUON,
+    ),
+    Mutant(
+        "runtime/optim/whole_step.py",
+        "owners depend on who has a gradient",
+        "items, legs_of(items, topology, [self._owner[param] for param in params])",
+        "items, legs_of(items, topology)",
+        WHOLE_STATE,
+    ),
+    Mutant(
+        "runtime/optim/whole_step.py",
+        "ranks without state take a step in torch's helpers",
+        "            state.setdefault(param, {})",
+        "            pass",
+        WHOLE_STATE,
+    ),
+    Mutant(
+        "runtime/optim/whole_step.py",
+        "state stays with the owner's tensor",
+        "                    state[param] = state.pop(whole)",
+        "                    pass",
+        WHOLE_STATE,
+    ),
+    Mutant(
+        "runtime/optim/state.py",
+        "what a state dict lacks starts over",
+        '    if missing:\n        raise ValueError(\n            f"The state dict has',
+        '    if False:\n        raise ValueError(\n            f"The state dict has',
+        WHOLE_STATE,
+    ),
+    Mutant(
+        "runtime/optim/trial.py",
+        "trials run global hooks",
+        "    step = compat.step_without_hooks(type(optimizer))",
+        "    step = type(optimizer).step",
+        ("runtime/test_optimizer.py -k trials",),
+    ),
+    Mutant(
+        "mfsdp_compile/checkpoint/folder.py",
+        "state of other owners is not saved",
+        "                if whole is not None:",
+        "                if False:",
+        WHOLE_STATE,
     ),
     # -- state of optimizers ------------------------------------------------------------------------------------------
     Mutant(

@@ -496,15 +496,6 @@ def test_replicas_that_differ_are_refused() -> None:
         fully_shard_model(model, fsdp_unit_modules=[Block], **described)
 
 
-@on_ranks(4)
-def test_muon_refuses_divided_matrices() -> None:
-    model, _, _ = make("dp2 tp2", EAGER)
-    matrices = [param for param in model.parameters() if param.ndim == 2]
-    with pytest.raises(NotImplementedError, match=r"Muon works on whole matrices, and 'embedding\.weight' is divided"):
-        fully_shard_optimizer(torch.optim.Muon(matrices))
-    assert type(fully_shard_optimizer(torch.optim.AdamW(matrices))) is torch.optim.AdamW
-
-
 class FailingNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
