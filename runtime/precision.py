@@ -239,13 +239,27 @@ class Policies:
         """Return the policies, each changed."""
         return Policies(change(self.default), tuple((key, change(policy)) for key, policy in self.own))
 
-    def reducing_like(self, other: Policies) -> Policies:
-        """Return these policies with ``grad_comm_dtype`` of others. Policies that only one has stay."""
-        theirs = dict(other.own)
-        own = tuple(
-            (key, replace(policy, grad_comm_dtype=theirs.get(key, policy).grad_comm_dtype)) for key, policy in self.own
-        )
-        return Policies(replace(self.default, grad_comm_dtype=other.default.grad_comm_dtype), own)
+    def with_reductions_of(self, given: Policies) -> Policies | None:
+        """Return these policies with ``grad_comm_dtype`` of ``given``; None if ``given`` asks for anything else.
+
+        A field at its default asks for nothing. Classes that ``given`` leaves out follow its default policy if it has no
+        policies of classes at all, and otherwise stay.
+        """
+        mine, theirs = dict(self.own), dict(given.own)
+        if theirs.keys() - mine.keys():
+            return None
+        pairs = {None: (self.default, given.default)} | {
+            key: (policy, theirs.get(key, policy if theirs else given.default)) for key, policy in mine.items()
+        }
+        plain = MixedPrecisionPolicy()
+        for key, (policy, asked) in pairs.items():
+            if key is not None and key not in theirs:
+                continue  # only what it is told is compared
+            for name, value in vars(asked).items():
+                if name != "grad_comm_dtype" and value not in (getattr(policy, name), getattr(plain, name)):
+                    return None
+        changed = {key: replace(policy, grad_comm_dtype=asked.grad_comm_dtype) for key, (policy, asked) in pairs.items()}
+        return Policies(changed[None], tuple((key, changed[key]) for key in mine))
 
     def __str__(self) -> str:
         if not self.own:
