@@ -99,7 +99,9 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
 
 
 def filter_unflattened_state_dict(
-    state_dict: Mapping[str, Any], key_chain: Sequence[str] = (), visit_condition: Callable[[Any], bool] = lambda _: False
+    state_dict: Mapping[str, Any],
+    key_chain: Sequence[str] = (),
+    visit_condition: Callable[[Any], bool] = lambda _: False,
 ) -> list[list[str]]:
     """Return the paths of the values in nested dictionaries for which ``visit_condition`` is true."""
     found: list[list[str]] = []
@@ -189,7 +191,9 @@ def split_dtensor(
     else:
         sizes = list(split_size_or_sections)
         if sum(sizes) != total:
-            raise ValueError(f"split_dtensor: sections {sizes} add up to {sum(sizes)}, and dimension {dim} has {total}.")
+            raise ValueError(
+                f"split_dtensor: sections {sizes} add up to {sum(sizes)}, and dimension {dim} has {total}."
+            )
     chunk, local = gather_and_compute_chunk_metadata(dtensor), _local(dtensor)
     if local.ndim != dtensor.ndim:
         _refuse_stack(dtensor)
@@ -232,7 +236,9 @@ def _sharded_dims(dtensor: DTensor) -> list[tuple[int, int]]:
     """Return mesh dimensions that shard the tensor, with the tensor's dimension, from the finest to the coarsest."""
     found, strided = [], []
     for mesh_dim, placement in enumerate(dtensor.placements):
-        if hasattr(placement, "split_factor"):  # of torch's FSDP over tensor parallelism: finer than the other dimension
+        if hasattr(
+            placement, "split_factor"
+        ):  # of torch's FSDP over tensor parallelism: finer than the other dimension
             strided.append((mesh_dim, placement.dim))  # type: ignore[attr-defined]
         elif isinstance(placement, Shard):
             found.append((mesh_dim, placement.dim))

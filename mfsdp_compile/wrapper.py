@@ -581,19 +581,21 @@ class MegatronFSDP(nn.Module):
 
         Args:
             policy: As for :func:`~mfsdp_compile.fully_shard_model`: a policy, or a mapping of classes to policies if the
-                model has one. Other fields may be left at their defaults.
+                model has one. A policy for the whole model may leave its other fields at their defaults.
 
         Raises:
             TypeError: If ``policy`` is not a policy.
             ValueError: If another field is neither at its default nor the model's.
         """
-        given, before = Policies.of(policy, "mixed_precision_context"), self.sharded.precision
-        new = before.with_reductions_of(given)
-        if new is None:
+        before = self.sharded.precision
+        if isinstance(policy, MixedPrecisionPolicy) and not before.own:
+            policy = policy.filled_from(before.default)
+        given = Policies.of(policy, "mixed_precision_context")
+        if given.reducing_like(before) != before:
             raise ValueError(
                 f"mixed_precision_context can only change grad_comm_dtype: the model has {before}, got {given}."
             )
-        self.sharded.set_precision(new)
+        self.sharded.set_precision(given)
 
 
 def unwrapped(model: nn.Module, what: str) -> MegatronFSDP:

@@ -143,6 +143,12 @@ class MixedPrecisionPolicy:
             return self.main_dtype(model_dtype)
         return self.grad_comm_dtype or self.main_grads_dtype or compute_dtype
 
+    def filled_from(self, other: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+        """Return this policy with another one's values for fields that are at their defaults, but for ``grad_comm_dtype``."""
+        plain = MixedPrecisionPolicy()
+        left = {name for name, value in vars(self).items() if value == getattr(plain, name)} - {"grad_comm_dtype"}
+        return replace(self, **{name: getattr(other, name) for name in left})
+
     @property
     def casts(self) -> Casts:
         """What the forward of a unit, of the model, or of a module with a policy of its own casts."""
@@ -239,27 +245,13 @@ class Policies:
         """Return the policies, each changed."""
         return Policies(change(self.default), tuple((key, change(policy)) for key, policy in self.own))
 
-    def with_reductions_of(self, given: Policies) -> Policies | None:
-        """Return these policies with ``grad_comm_dtype`` of ``given``; None if ``given`` asks for anything else.
-
-        A field at its default asks for nothing. Classes that ``given`` leaves out follow its default policy if it has no
-        policies of classes at all, and otherwise stay.
-        """
-        mine, theirs = dict(self.own), dict(given.own)
-        if theirs.keys() - mine.keys():
-            return None
-        pairs = {None: (self.default, given.default)} | {
-            key: (policy, theirs.get(key, policy if theirs else given.default)) for key, policy in mine.items()
-        }
-        plain = MixedPrecisionPolicy()
-        for key, (policy, asked) in pairs.items():
-            if key is not None and key not in theirs:
-                continue  # only what it is told is compared
-            for name, value in vars(asked).items():
-                if name != "grad_comm_dtype" and value not in (getattr(policy, name), getattr(plain, name)):
-                    return None
-        changed = {key: replace(policy, grad_comm_dtype=asked.grad_comm_dtype) for key, (policy, asked) in pairs.items()}
-        return Policies(changed[None], tuple((key, changed[key]) for key in mine))
+    def reducing_like(self, other: Policies) -> Policies:
+        """Return these policies with ``grad_comm_dtype`` of others. Policies that only one has stay."""
+        theirs = dict(other.own)
+        own = tuple(
+            (key, replace(policy, grad_comm_dtype=theirs.get(key, policy).grad_comm_dtype)) for key, policy in self.own
+        )
+        return Policies(replace(self.default, grad_comm_dtype=other.default.grad_comm_dtype), own)
 
     def __str__(self) -> str:
         if not self.own:

@@ -201,7 +201,6 @@ class TransformerConfig(Section):
     Fields concern sharding. Sizes (``num_layers``, ``hidden_size``, ...) are for the function that builds the model.
     """
 
-
     calculate_per_token_loss: bool = field(
         default=False,
         metadata=_said(
@@ -261,7 +260,9 @@ class TransformerConfig(Section):
     )
     tensor_model_parallel_size: int = field(
         default=1,
-        metadata=_said("ranks that divide parameters as Megatron marks them: neighbors, unless pg_collection or device_mesh says"),
+        metadata=_said(
+            "ranks that divide parameters as Megatron marks them: neighbors, unless pg_collection or device_mesh says"
+        ),
     )
     pipeline_model_parallel_size: int = field(
         default=1,
@@ -271,7 +272,9 @@ class TransformerConfig(Section):
     )
     context_parallel_size: int = field(
         default=1,
-        metadata=_said("ranks that divide sequences; they are data-parallel ranks to this engine, and shard parameters too"),
+        metadata=_said(
+            "ranks that divide sequences; they are data-parallel ranks to this engine, and shard parameters too"
+        ),
     )
     expert_model_parallel_size: int = field(
         default=1,
@@ -514,7 +517,6 @@ class OptimizerConfig(Section):
     optimizer, and for the training loop.
     """
 
-
     use_distributed_optimizer: bool = field(
         default=True, metadata=_said("set to True, as in ddp", "--use-distributed-optimizer")
     )
@@ -533,7 +535,6 @@ class OptimizerConfig(Section):
 @_as_section
 class CheckpointConfig(Section):
     """``checkpoint``: location and format of checkpoints. It is checked here, and used by the program."""
-
 
     save: str | None = field(default=None, metadata=_said("checkpoints are saved there", "--save", type=str))
     load: str | None = field(default=None, metadata=_said("a checkpoint is loaded from there", "--load", type=str))
@@ -565,8 +566,6 @@ class SchedulerConfig(Section):
     """``scheduler``: learning rates over the training run (``lr_decay_style``, ``lr_warmup_iters``, ...), for the program."""
 
 
-
 @_as_section
 class TrainingConfig(Section):
     """``train``: batches and iterations (``micro_batch_size``, ``global_batch_size``, ...), for the program."""
-

@@ -510,7 +510,12 @@ FLAGS = [
     FlagRow(CORE, "--use-megatron-fsdp", "ddp.use_megatron_fsdp", True, {}, {}),
     *(
         FlagRow(
-            document, f"--data-parallel-sharding-strategy {name}", "ddp.data_parallel_sharding_strategy", name, of, without
+            document,
+            f"--data-parallel-sharding-strategy {name}",
+            "ddp.data_parallel_sharding_strategy",
+            name,
+            of,
+            without,
         )
         for document, name in (
             (GUIDE, "optim_grads_params"),
@@ -962,7 +967,9 @@ def test_wrapping_that_is_refused() -> None:
     )
     refused(TypeError, "pg_collection and a device mesh", device_mesh=mesh, pg_collection=SimpleNamespace())
     refused(ValueError, "pg_collection.dp_cp is None", pg_collection=SimpleNamespace())
-    refused(ValueError, "4 ranks cannot be divided by tensor_model", config=TransformerConfig(tensor_model_parallel_size=3))
+    refused(
+        ValueError, "4 ranks cannot be divided by tensor_model", config=TransformerConfig(tensor_model_parallel_size=3)
+    )
     refused(ValueError, "4 ranks cannot be divided by.*context", config=TransformerConfig(context_parallel_size=8))
     refused(ValueError, "expert_model_parallel_size=3 must", config=TransformerConfig(expert_model_parallel_size=3))
     both = TransformerConfig(expert_model_parallel_size=2, tensor_model_parallel_size=2)
