@@ -8,6 +8,7 @@ command line. ``docs/megatron.md`` describes all settings.
 
 from __future__ import annotations
 
+from .allocators import allocator_arguments
 from .arguments import add_megatron_fsdp_arguments, config_from_arguments
 from .distributed_optimizer import DistributedOptimizer, dump_param_to_param_group_map
 from .fully_sharded import FullyShardedDataParallel
@@ -37,6 +38,7 @@ __all__ = [
     "TrainingConfig",
     "TransformerConfig",
     "add_megatron_fsdp_arguments",
+    "allocator_arguments",
     "config_from_arguments",
     "dump_param_to_param_group_map",
     "validate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,7 +96,9 @@ def dump_param_to_param_group_map(
     """
     mapped = param_to_param_group_map(model, optimizer, prefix="module.module")
     if not dist.is_initialized() or dist.get_rank() == 0:
-        checkpoint.save(dict(mapped), checkpoint_id=folder, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank writes, as intended
+            checkpoint.save(dict(mapped), checkpoint_id=folder, no_dist=True)
 
 
 _dump = dump_param_to_param_group_map  # DistributedOptimizer has an argument of this name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mfsdp_compile.api import fully_shard_model
 from mfsdp_compile.runtime import compat
@@ -83,6 +85,7 @@ class FullyShardedDataParallel(MegatronFSDP):
                 reason = "the model has parameters on the meta device"
                 log_adjustment(Adjustment("model.init_model_with_meta_device", False, True, reason))
             ranks = _ranks(model_settings, ddp_settings, pg_collection, sharding)
+            _look_for_parts(module, model_settings)
             units = fsdp_unit_modules if fsdp_unit_modules is not None else "auto"
             sharded = fully_shard_model(module, fsdp_unit_modules=units, device=device, **decided, **ranks, **sharding)
         self._hold(sharded.module, sharded.sharded, sharded.dist_index, ddp_config)
@@ -202,6 +205,20 @@ def _ranks(config: Any, ddp_config: Any, pg_collection: Any, sharding: Mapping[s
             "size of that dimension."
         )
     return {}
+
+
+def _look_for_parts(module: nn.Module, config: Any) -> None:
+    """Warn if a model for tensor-parallel ranks has no parameter that is divided over them."""
+    size = getattr(config, "tensor_model_parallel_size", 1) or 1
+    if size > 1 and not any(
+        isinstance(param, DTensor) or getattr(param, "tensor_model_parallel", False) for param in module.parameters()
+    ):
+        warnings.warn(
+            f"tensor_model_parallel_size is {size}, but no parameter is marked as a part (tensor_model_parallel=True) or is a "
+            f"DTensor: each of the {size} tensor-parallel ranks holds all parameters, and must get the same data. Build the model "
+            "of tensor-parallel layers, or set it to 1.",
+            stacklevel=3,
+        )
 
 
 def _refuse_fusion(module: nn.Module) -> None:
