@@ -111,7 +111,9 @@ def test_members_of_megatron_fsdp() -> None:
     told = {name: here for names, here in lines for name in re.findall(r"`(\w+)`", names)}
     attributes = {"module", "dist_index"}  # set by the constructor
     wrong = [
-        name for name, here in told.items() if (hasattr(MegatronFSDP, name) or name in attributes) == here.startswith("none")
+        name
+        for name, here in told.items()
+        if (hasattr(MegatronFSDP, name) or name in attributes) == here.startswith("none")
     ]
     assert not wrong
     assert len(told) > 30

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import zoo
+from megatron_files import write_torch_dist
 from parity import raises_everywhere
 from pool import on_ranks, shared_folder
 from torch import nn
@@ -101,7 +102,11 @@ def test_what_the_class_decides() -> None:
     assert duplicate.dist_index is model.dist_index
     assert duplicate.ddp_config == model.ddp_config
 
-    flags = {"fsdp_double_buffer": True, "report_nan_in_param_grad": True, "enable_fine_grained_param_gather_hook": True}
+    flags = {
+        "fsdp_double_buffer": True,
+        "report_nan_in_param_grad": True,
+        "enable_fine_grained_param_gather_hook": True,
+    }
     ddp = DistributedDataParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
     model = sharded(FSDPDistributedIndex(mesh_of(), "dp"), ddp, calculate_per_token_loss=True, **flags)
     assert model.ddp_config.fsdp_double_buffer and model.ddp_config.check_for_nan_in_grad
@@ -202,7 +207,9 @@ def test_models_without_units() -> None:
         model = fully_shard_model(parity.build(zoo.Plain), check_values=False)
     assert len(said) == 1
     assert [unit.name for unit in model.sharded.eager.units if not unit.is_root] == []
-    assert sum(param.to_local().numel() for param in model.parameters()) < sum(param.numel() for param in model.parameters())
+    assert sum(param.to_local().numel() for param in model.parameters()) < sum(
+        param.numel() for param in model.parameters()
+    )
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -223,7 +230,11 @@ def test_the_index_of_ranks() -> None:
     index = two_levels(hsdp_outer_dp_shard=True)
     assert index.use_hybrid_fsdp
     assert index.get_root_mesh() is index.device_mesh
-    assert [index.get_dp_group().size(), index.get_fsdp_group().size(), index.get_outer_fsdp_group().size()] == [4, 2, 2]
+    assert [index.get_dp_group().size(), index.get_fsdp_group().size(), index.get_outer_fsdp_group().size()] == [
+        4,
+        2,
+        2,
+    ]
     assert index.get_submesh(("outer", "inner")).shape == (2, 2)
     assert index.get_fsdp_group(independent_all_gather=True) is None
     assert index.get_dp_group(is_expert_parallel=True).size() == 4  # experts are like all others
@@ -301,10 +312,14 @@ def test_uneven_dtensors_of_programs() -> None:
             for piece, wanted in zip(split, whole.split(pieces, dim), strict=True):
                 assert piece.shape == wanted.shape
                 assert torch.equal(uneven_dtensor.uneven_dtensor_to_full_tensor(piece), wanted)
-    short = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 3)), stride=(3, 1))
+    short = DTensor.from_local(
+        torch.ones(2, 3), mesh, [Shard(0)], run_check=False, shape=torch.Size((5, 3)), stride=(3, 1)
+    )
     with raises_everywhere(AssertionError, "parts of the DTensor end at (4, 3)"):
         uneven_dtensor.validate_uneven_dtensor(short)
-    long = DTensor.from_local(torch.ones(2, 3), mesh, [Replicate()], run_check=False, shape=torch.Size((1, 3)), stride=(3, 1))
+    long = DTensor.from_local(
+        torch.ones(2, 3), mesh, [Replicate()], run_check=False, shape=torch.Size((1, 3)), stride=(3, 1)
+    )
     with raises_everywhere(AssertionError, "lies outside of it"):
         uneven_dtensor.validate_uneven_dtensor(long)
     with raises_everywhere(TypeError, "Expected a DTensor, got a Tensor"):
@@ -353,7 +368,9 @@ def test_the_map_of_optimizer_groups(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert cli.main(["print-torch-dcp-in-json", str(tmp_path / "map")]) == 0
     assert "in 2 groups" in capsys.readouterr().out
     mapped = read_map(tmp_path / "map" / "param_to_param_group_map.json")
-    assert mapped == {f"model.module.{name}": int(not name.endswith("weight")) for name, _ in model.module.named_parameters()}
+    assert mapped == {
+        f"model.module.{name}": int(not name.endswith("weight")) for name, _ in model.module.named_parameters()
+    }
     dump_param_to_param_group_map(tmp_path / "again", model, optimizer)
     assert cli.main(["checkpoint", "param-groups", str(tmp_path / "again")]) == 0
     assert read_map(tmp_path / "again" / "param_to_param_group_map.json") == mapped
@@ -362,6 +379,17 @@ def test_the_map_of_optimizer_groups(tmp_path: Path, capsys: pytest.CaptureFixtu
         DistributedOptimizer(other, [model, model], dump_param_to_param_group_map=tmp_path / "none")
     monkeypatch.setenv("RANK", "1")
     assert cli.main(["print-torch-dcp-in-json", str(tmp_path / "not there")]) == 0  # torchrun's first process does it
+
+
+def test_conversion_under_megatrons_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Step 3 of the user guide: the same as ``mfsdp convert``."""
+    write_torch_dist(tmp_path / "in")
+    assert (
+        cli.main(["convert-torch-dist-to-fsdp-dtensor", "--swiglu", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    )
+    assert cli.main(["convert", "--swiglu", str(tmp_path / "in"), str(tmp_path / "other")]) == 0
+    assert cli.main(["checkpoint", "compare", str(tmp_path / "out"), str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "the same"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +407,9 @@ def test_allocators_by_name(name: str, buffers: int) -> None:
     """Buckets that get buffers which stay: none, those of the three blocks, or all."""
     model = fully_shard_model(parity.build(zoo.Plain), fsdp_unit_modules=[zoo.Block], **allocator_arguments(name))
     assert sum(bucket.exchange.gather_buffers.number > 0 for bucket in model.sharded.buckets) == buffers
-    with pytest.raises(ValueError, match=r"got 'Slab'\. For an allocator of your own, pass fully_shard_model's buffer_allocator"):
+    with pytest.raises(
+        ValueError, match=r"got 'Slab'\. For an allocator of your own, pass fully_shard_model's buffer_allocator"
+    ):
         allocator_arguments("Slab")
 
 

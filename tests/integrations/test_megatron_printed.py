@@ -68,7 +68,9 @@ def test_enable_megatron_fsdp(logged: list[str]) -> None:
     assert not logged
     assert config.dist.use_megatron_fsdp
     assert config.ddp.use_megatron_fsdp
-    loading = ConfigContainer(dist=config.dist, ddp=config.ddp, checkpoint=run("bridge_checkpoint.py").checkpoint_config)
+    loading = ConfigContainer(
+        dist=config.dist, ddp=config.ddp, checkpoint=run("bridge_checkpoint.py").checkpoint_config
+    )
     assert loading.validate() == []
 
 
@@ -93,12 +95,17 @@ def test_migration_from_ddp() -> None:
     alone = ConfigContainer(dist=run("bridge_torch_fsdp2.py").dist_config)
     assert alone.validate() == []
     config.dist.use_torch_fsdp2 = True
-    with pytest.raises(ValueError, match="Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported"):
+    with pytest.raises(
+        ValueError, match="Using use_megatron_fsdp and use_torch_fsdp2 at the same time is not supported"
+    ):
         config.validate()
 
 
 def test_sections_of_bridge(logged: list[str]) -> None:
-    on = {"dist": DistributedInitConfig(use_megatron_fsdp=True), "ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)}
+    on = {
+        "dist": DistributedInitConfig(use_megatron_fsdp=True),
+        "ddp": DistributedDataParallelConfig(use_megatron_fsdp=True),
+    }
     config = ConfigContainer(**on, dataset=object(), tokenizer=object(), logger=None)
     assert config.validate() == []
     assert config.unread == ["dataset", "tokenizer"]
@@ -126,7 +133,10 @@ def test_settings_that_are_misspelled(make: Any, says: str) -> None:
 
 
 def test_formats_are_checked_without_checkpoints() -> None:
-    on = {"dist": DistributedInitConfig(use_megatron_fsdp=True), "ddp": DistributedDataParallelConfig(use_megatron_fsdp=True)}
+    on = {
+        "dist": DistributedInitConfig(use_megatron_fsdp=True),
+        "ddp": DistributedDataParallelConfig(use_megatron_fsdp=True),
+    }
     for found in ("zarr", "torch_dist"):
         with pytest.raises(ValueError, match="Megatron FSDP only supports fsdp_dtensor checkpoint format"):
             ConfigContainer(**on, checkpoint=CheckpointConfig(ckpt_format=found)).validate()
@@ -187,7 +197,13 @@ def test_tensor_parallel_ranks_without_a_mesh() -> None:
             None,
         ),
         (16, {"expert_model_parallel_size": 2}, 2, "HSDP, optim_grads_params over 2 x 8 ranks", 8),
-        (16, {"expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2}, 1, "optim_grads_params over 8 ranks", 2),
+        (
+            16,
+            {"expert_model_parallel_size": 4, "pipeline_model_parallel_size": 2},
+            1,
+            "optim_grads_params over 8 ranks",
+            2,
+        ),
     ],
     indirect=["fake_world"],
 )
@@ -339,8 +355,12 @@ def test_a_mesh_with_outer_ranks_that_are_not_named() -> None:
     """Of size 1 they change nothing; others are refused, as their ranks would not be reduced over."""
     names = ("dp_outer", "dp_shard")
     mesh = dist.device_mesh.init_device_mesh("cpu", (1, 4), mesh_dim_names=names)
-    model = fully_shard_model(parity.build(zoo.Plain), mesh, "dp_shard", fsdp_unit_modules=[zoo.Block], check_values=False)
+    model = fully_shard_model(
+        parity.build(zoo.Plain), mesh, "dp_shard", fsdp_unit_modules=[zoo.Block], check_values=False
+    )
     assert str(model.sharded.topology) == "optim_grads_params over 4 ranks"
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    with pytest.raises(ValueError, match=r"'dp_outer' of 2 ranks over which parameters are neither.*name it as dp_outer_dim"):
+    with pytest.raises(
+        ValueError, match=r"'dp_outer' of 2 ranks over which parameters are neither.*name it as dp_outer_dim"
+    ):
         fully_shard_model(parity.build(zoo.Plain), mesh, "dp_shard", fsdp_unit_modules=[zoo.Block])

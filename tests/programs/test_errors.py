@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 
-from mfsdp_compile import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
+from mfsdp_compile import (
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from mfsdp_compile.runtime.ranks import agreement
 
 MODES = [EAGER, AOT_EAGER]
