@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,18 @@ class FSDPDistributedIndex:
         self.expt_device_mesh = expt_device_mesh
         self.fsdp_group_ag = fsdp_group_ag
         self.expt_fsdp_group_ag = expt_fsdp_group_ag
+
+    @classmethod
+    def of(cls, index: object) -> FSDPDistributedIndex | None:
+        """Return an index, or Megatron-FSDP's own one as one of these. None if it is neither."""
+        if isinstance(index, cls):
+            return index
+        if not isinstance(getattr(index, "device_mesh", None), DeviceMesh) or not hasattr(index, "get_fsdp_group"):
+            return None
+        given = {name: getattr(index, name, None) for name in inspect.signature(cls).parameters}
+        if given["expt_device_mesh"] is given["device_mesh"]:  # how theirs says that there is none
+            given["expt_device_mesh"] = given["hybrid_fsdp_expt_group"] = None
+        return cls(**{**given, "hsdp_outer_dp_shard": bool(given["hsdp_outer_dp_shard"])})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPDistributedIndex:
         return self  # copies of a model communicate over the same groups

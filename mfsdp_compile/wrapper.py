@@ -45,7 +45,7 @@ class MegatronFSDP(nn.Module):
 
     Args:
         module: The unsharded model. Parameter names are its own, prefixed with ``module.``.
-        dist_index: The ranks to shard over.
+        dist_index: The ranks to shard over: an :class:`~mfsdp_compile.FSDPDistributedIndex`, or Megatron-FSDP's own.
         ddp_config: Megatron's ``DistributedDataParallelConfig``, or that of :mod:`mfsdp_compile.megatron`. A copy is checked
             and adjusted. None: the defaults of the latter, which shard everything.
         mixed_precision_policy: Dtypes, unless ``ddp_config`` has them.
@@ -70,7 +70,7 @@ class MegatronFSDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        dist_index: FSDPDistributedIndex,
+        dist_index: Any,
         ddp_config: Any = None,
         mixed_precision_policy: PolicyArgument = MixedPrecisionPolicy(),
         fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
@@ -113,7 +113,7 @@ class MegatronFSDP(nn.Module):
             sharded, ddp_config = shard_by_index(
                 module, dist_index, ddp_config, mixed_precision_policy, fsdp_unit_modules, device, flags
             )
-        self._hold(sharded.module, sharded.sharded, dist_index, ddp_config)
+        self._hold(sharded.module, sharded.sharded, sharded.dist_index, ddp_config)
 
     @classmethod
     def of(cls, module: nn.Module, sharded: ShardedModel, dist_index: FSDPDistributedIndex) -> MegatronFSDP:

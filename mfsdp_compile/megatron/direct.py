@@ -36,7 +36,7 @@ _BOTH = {
 
 def shard_by_index(
     module: nn.Module,
-    dist_index: FSDPDistributedIndex,
+    dist_index: Any,
     ddp_config: Any,
     mixed_precision_policy: PolicyArgument,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None,
@@ -51,7 +51,8 @@ def shard_by_index(
     Returns:
         The sharded model, and the settings that it was sharded with.
     """
-    if not isinstance(dist_index, FSDPDistributedIndex):
+    index = FSDPDistributedIndex.of(dist_index)
+    if index is None:
         raise TypeError(
             f"MegatronFSDP takes the ranks as an FSDPDistributedIndex, got a {type(dist_index).__name__}: "
             "MegatronFSDP(module, FSDPDistributedIndex(device_mesh, dp_shard_dim=...), ddp_config). For a device mesh, call "
@@ -62,9 +63,9 @@ def shard_by_index(
     for argument, setting in _BOTH.items():
         if flags[argument]:
             setattr(ddp, setting, True)
-    outer = dist_index.get_outer_fsdp_group()
+    outer = index.get_outer_fsdp_group()
     ddp.num_distributed_optimizer_instances = outer.size() if outer is not None else 1
-    if dist_index.hsdp_outer_dp_shard:
+    if index.hsdp_outer_dp_shard:
         ddp.outer_dp_sharding_strategy = "optim"
     model = SimpleNamespace(
         calculate_per_token_loss=flags["calculate_per_token_loss"],
@@ -82,15 +83,15 @@ def shard_by_index(
     arguments["sync_model_each_microbatch"] = flags["sync_model_each_microbatch"]
     sharded = fully_shard_model(
         module,
-        dist_index.device_mesh,
-        dist_index.dp_shard_dim,
-        dist_index.dp_outer_dim,
-        dist_index.tp_dim,
-        dist_index.hybrid_fsdp_group,
-        dist_index.hybrid_fsdp_expt_group,
-        dist_index.expt_device_mesh,
-        dist_index.fsdp_group_ag,
-        dist_index.expt_fsdp_group_ag,
+        index.device_mesh,
+        index.dp_shard_dim,
+        index.dp_outer_dim,
+        index.tp_dim,
+        index.hybrid_fsdp_group,
+        index.hybrid_fsdp_expt_group,
+        index.expt_device_mesh,
+        index.fsdp_group_ag,
+        index.expt_fsdp_group_ag,
         fsdp_unit_modules=fsdp_unit_modules,
         device=device,
         **arguments,

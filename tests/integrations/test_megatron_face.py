@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import parity
@@ -133,6 +133,28 @@ def test_what_the_class_decides() -> None:
     for error, says, more in refused:
         with pytest.raises(error, match=says):
             sharded(**{"index": FSDPDistributedIndex(mesh_of(), "dp"), **more})
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_megatrons_own_classes() -> None:
+    """They are read by attribute."""
+    mesh = mesh_of((2, 2), ("outer", "inner"))
+    group = mesh["outer", "inner"]._flatten().get_group()
+    index = SimpleNamespace(
+        device_mesh=mesh,
+        dp_shard_dim="inner",
+        dp_outer_dim="outer",
+        tp_dim=None,
+        hybrid_fsdp_group=group,
+        hybrid_fsdp_expt_group=None,
+        hsdp_outer_dp_shard=True,
+        expt_device_mesh=mesh,  # theirs says so if there is none
+        get_fsdp_group=None,
+    )
+    policy = SimpleNamespace(main_params_dtype=None, main_grads_dtype=F32, grad_comm_dtype=BF16)
+    model = MegatronFSDP(parity.build(zoo.Plain), index, mixed_precision_policy=policy, fsdp_unit_modules=[zoo.Block])
+    assert str(model.sharded.topology) == "HFSDP, optim_grads_params over 2 x 2 ranks"
+    assert model.mp_policy == MixedPrecisionPolicy(None, F32, BF16)
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -414,6 +436,5 @@ def test_allocators_by_name(name: str, buffers: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    yield

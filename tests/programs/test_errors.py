@@ -157,7 +157,7 @@ def test_the_wrapper_takes_an_index_of_ranks() -> None:
             MegatronFSDP(*given)
     with pytest.raises(TypeError, match="dist_index"):
         MegatronFSDP(zoo.Plain())  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="takes an nn.Module, got a DeviceMesh"):
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, got a DeviceMesh"):
         MegatronFSDP(mesh, FSDPDistributedIndex(mesh))
 
 
