@@ -62,10 +62,11 @@ class FSDPDistributedIndex:
             return index
         if not isinstance(getattr(index, "device_mesh", None), DeviceMesh) or not hasattr(index, "get_fsdp_group"):
             return None
-        given = {name: getattr(index, name, None) for name in inspect.signature(cls).parameters}
+        given: dict[str, Any] = {name: getattr(index, name, None) for name in inspect.signature(cls).parameters}
         if given["expt_device_mesh"] is given["device_mesh"]:  # how theirs says that there is none
             given["expt_device_mesh"] = given["hybrid_fsdp_expt_group"] = None
-        return cls(**{**given, "hsdp_outer_dp_shard": bool(given["hsdp_outer_dp_shard"])})
+        given["hsdp_outer_dp_shard"] = bool(given["hsdp_outer_dp_shard"])
+        return cls(**given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDPDistributedIndex:
         return self  # copies of a model communicate over the same groups

@@ -302,7 +302,7 @@ _BRIDGE = [
     ("`use_megatron_fsdp` and `use_torch_fsdp2` are mutually exclusive", WRITTEN, "", f"{_T}test_errors", ""),
     (
         "Torch FSDP2: Not currently compatible with Pipeline Parallelism; experimental",
-        WRITTEN,
+        OTHER,
         "torch's; nothing here concerns it",
         f"{_T}test_fsdp2_alone_is_left_to_torch",
         "",
@@ -429,10 +429,16 @@ _README = [
         "Zero copy communication ... with `ParamAndGradBuffer` class",
         OTHER,
         "flat buckets of this package; `model.param_and_grad_buffer` owns them",
-        f"{_A}test_settings_of_a_sharded_model",
+        f"{_A}test_settings_of_a_sharded_model cuda_code/test_cuda_code.py::test_matrix_gradients_are_written_in_place",
         f"{C}.param_and_grad_buffer",
     ),
-    ("Communication Overlapping", WRITTEN, "", f"{_S}test_communication_of_a_step", ""),
+    (
+        "Communication Overlapping",
+        WRITTEN,
+        "",
+        "programs/test_served.py::test_collectives_overlap passes/test_passes.py::test_prefetch_distance",
+        "",
+    ),
     (
         "FP8 Mixed Precision with Transformer Engine",
         WRITTEN,
@@ -451,7 +457,7 @@ _README = [
         "SHARP, In-Switch Processing, Hierarchical Collectives",
         OTHER,
         "NCCL's; `communication` asks for it by group. No switch has run it here",
-        "runtime/test_communicators.py::test_experts_have_communicators_of_their_own",
+        "runtime/test_communicators.py::test_each_communicator_gets_its_settings",
         f"{F}(communication)",
     ),
     (
@@ -820,12 +826,18 @@ _README = [
         "te/test_primary_weights.py::test_sharded_equals_alone",
         "",
     ),
-    ("Only FSDP / ZeRO-3 supports FP8 parameters", WRITTEN, "", "te/test_primary_weights.py::test_strategies", ""),
+    (
+        "Only FSDP / ZeRO-3 supports FP8 parameters",
+        OTHER,
+        "other strategies keep them gathered in bfloat16, and layers quantize them at each use",
+        "te/test_primary_weights.py::test_strategies",
+        "",
+    ),
     (
         "`preserve_fp32_weights=True`: Needed for FP8 parameters",
         WRITTEN,
         "",
-        "te/test_primary_weights.py::test_what_is_refused",
+        "te/test_primary_weights.py::test_sharded_equals_alone",
         "",
     ),
 ]
@@ -1017,7 +1029,7 @@ _OVERVIEW = [
     ),
     (
         "`use_torch_fsdp2` should still be treated as experimental",
-        WRITTEN,
+        OTHER,
         "torch's; nothing here concerns it",
         f"{_T}test_fsdp2_alone_is_left_to_torch",
         "",
@@ -1040,7 +1052,13 @@ _CORE = [
         "",
     ),
     ("Shards optimizer states, gradients, and parameters", WRITTEN, "", f"{_S}test_table", ""),
-    ("Overlaps communication with computation where possible", WRITTEN, "", f"{_S}test_communication_of_a_step", ""),
+    (
+        "Overlaps communication with computation where possible",
+        WRITTEN,
+        "",
+        "programs/test_served.py::test_collectives_overlap passes/test_passes.py::test_prefetch_distance",
+        "",
+    ),
     (
         "Compatible with BF16 O1/O2/O3 recipes, FP8 compute with FP32 parameters and FP8 parameter training",
         WRITTEN,
@@ -1201,7 +1219,7 @@ _CORE = [
         "assumes that gradients are always generated in a certain order (reverse of `module.parameters()`)",
         OTHER,
         "any order",
-        f"{_S}test_communication_of_a_step",
+        "passes/test_passes.py::test_reductions_start_in_the_order_of_gradients",
         "",
     ),
     (
