@@ -19,8 +19,9 @@ class FSDPDistributedIndex:
     """The device meshes and process groups of a sharded model. Communicates nothing.
 
     Args:
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim, hybrid_fsdp_group, hybrid_fsdp_expt_group, expt_device_mesh,
-        fsdp_group_ag, expt_fsdp_group_ag: See :func:`~mfsdp_compile.fully_shard_model`.
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim: See :func:`~mfsdp_compile.fully_shard_model`.
+        hybrid_fsdp_group, fsdp_group_ag: See :func:`~mfsdp_compile.fully_shard_model`.
+        expt_device_mesh, hybrid_fsdp_expt_group, expt_fsdp_group_ag: The same for experts.
         hsdp_outer_dp_shard: Whether outer ranks divide the optimizer state (``outer_dp_sharding_strategy="optim"``).
 
     Raises:

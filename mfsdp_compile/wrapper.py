@@ -57,9 +57,10 @@ class MegatronFSDP(nn.Module):
         enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: Either is
             ``enable_fine_grained_param_gather`` of :func:`~mfsdp_compile.fully_shard_model`, in forward and backward.
         fine_grained_recurse_module_types: Not implemented.
-        calculate_per_token_loss, init_model_with_meta_device, keep_fp8_transpose_cache, nccl_ub, fsdp_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail, disable_symmetric_registration, report_nan_in_param_grad: See
-            :func:`~mfsdp_compile.fully_shard_model`.
+        calculate_per_token_loss, init_model_with_meta_device: See :func:`~mfsdp_compile.fully_shard_model`.
+        keep_fp8_transpose_cache, report_nan_in_param_grad: See :func:`~mfsdp_compile.fully_shard_model`.
+        nccl_ub, disable_symmetric_registration: See :func:`~mfsdp_compile.fully_shard_model`.
+        fsdp_double_buffer, fsdp_db_use_persist_buf_on_alloc_fail: See :func:`~mfsdp_compile.fully_shard_model`.
 
     Raises:
         TypeError, ValueError, RuntimeError: See :func:`~mfsdp_compile.fully_shard_model` and
