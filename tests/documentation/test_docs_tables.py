@@ -17,8 +17,9 @@ from doc_tables import check_table
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from mfsdp_compile import MegatronFSDP, cli, fully_shard_model
+from mfsdp_compile import MegatronFSDP, cli, fsdp2, fully_shard_model
 from mfsdp_compile.backend.options import _OTHERS, CompileOptions
+from mfsdp_compile.fsdp2 import _REFUSED
 from mfsdp_compile.passes.context import SchedulePolicy
 from mfsdp_compile.passes.verifier.rules import RULES
 
@@ -117,6 +118,16 @@ def test_members_of_megatron_fsdp() -> None:
     ]
     assert not wrong
     assert len(told) > 30
+
+
+def test_methods_of_fsdp2_that_are_refused() -> None:
+    """The second column of the table about FSDPModule: refused are those that say so, and all others are methods here."""
+    told = {
+        name: re.sub(r"^after torch [\d.]+: ", "", words)
+        for name, words in rows("moving/fsdp2.md", "torch FSDPModule").items()
+    }
+    assert {name for name, words in told.items() if words.startswith("refused")} == set(_REFUSED)
+    assert not told.keys() - vars(fsdp2.FSDPModule).keys()
 
 
 def test_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
