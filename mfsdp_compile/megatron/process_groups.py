@@ -52,7 +52,7 @@ def _standard_order(config: Any, instances: int) -> dict[str, Any]:
         for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
     }
     tensor, stages, experts = sizes["tensor_model"], sizes["pipeline_model"], sizes["expert_model"]
-    if not dist.is_initialized() or max(tensor, stages, experts, instances) == 1:
+    if not dist.is_initialized() or max(tensor, stages, experts, sizes["context"], instances) == 1:
         return {}  # all ranks share the model; without a process group, fully_shard_model says what to do
     if experts > 1 and (tensor > 1 or sizes["expert_tensor"] > 1):
         raise ValueError(

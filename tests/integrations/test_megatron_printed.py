@@ -207,6 +207,7 @@ def test_tensor_parallel_ranks_without_a_mesh() -> None:
     ],
     indirect=["fake_world"],
 )
+@pytest.mark.filterwarnings("ignore:tensor_model_parallel_size is 2, but no parameter")
 def test_megatrons_order_of_ranks(
     fake_world: int, config: dict[str, int], instances: int, said: str, experts: int | None
 ) -> None:
